@@ -470,8 +470,8 @@ DEFECTS: list[Defect] = [
         "answers-known-by-the-name-of-their-model",
         "generate-file",
         "AnswerFile.begin",
-        'earlier.get("weights") != made_by["weights"]',
-        'earlier.get("model") != model',
+        'recorded.get("weights") != provenance["weights"]',
+        'recorded.get("model") != model',
     ),
     Defect(
         "gathered-for-each-token",
@@ -952,8 +952,8 @@ DEFECTS: list[Defect] = [
         "pruned-one-too-many",
         "pruning",
         "RetentionPolicy.obsolete",
-        "if step < last[-1] and",
-        "if step <= last[-1] and",
+        "if step < newest[-1] and",
+        "if step <= newest[-1] and",
     ),
     Defect(
         "saved-while-it-changes",
@@ -1149,8 +1149,8 @@ DEFECTS: list[Defect] = [
         "room-for-fewer",
         "disk-space",
         "disk_space_warning",
-        "still = (counts.num_at_peak - len(existing)) * num_bytes",
-        "still = (counts.num_at_peak - len(existing) - 1) * num_bytes",
+        "needed_bytes = (counts.num_at_peak - len(existing)) * num_bytes",
+        "needed_bytes = (counts.num_at_peak - len(existing) - 1) * num_bytes",
     ),
     Defect(
         "checkpoint-not-held",

@@ -96,7 +96,7 @@ def test_final_save_waits_for_space(tmp_path: Path) -> None:
         saved = disk / "saved"
         arguments = with_(*BIG, "train.steps=3", "checkpoint.every=0", f"checkpoint.dir={saved}")
         run = start(tmp_path / "run", *arguments)
-        wait_until(lambda: "the final save waits up to 60 s for room" in run.stderr, "it waits")
+        wait_until(lambda: "the final save waits up to 60 s for disk space" in run.stderr, "it waits")
         threading.Timer(0.0, (disk / "other").unlink).start()
         assert run.wait() == [0], run.stderr
         assert "MiB free, the checkpoint needs" in run.stderr

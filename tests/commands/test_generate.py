@@ -389,9 +389,10 @@ def test_answers_of_another_model_or_of_other_settings_are_not_continued(
             assert f"--out={out}: " in (shown := capsys.readouterr().err)
             assert message in shown
             assert out.read_text() == content
-    (tmp_path / "out.jsonl.made_by").unlink()
+    (tmp_path / "out.jsonl.provenance.json").unlink()
     assert generate.command_line([*map(str, (moved, *own))]) == 2
-    assert "has answers, but out.jsonl.made_by, which says what made them, cannot be read" in capsys.readouterr().err
+    message = "has answers, but out.jsonl.provenance.json, which says what produced them, cannot be read"
+    assert message in capsys.readouterr().err
 
 
 def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

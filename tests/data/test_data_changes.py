@@ -23,7 +23,7 @@ from trainer.config import DataSection, compare_configs, load_config
 from trainer.data import opening
 from trainer.data.loader import TrainLoader
 from trainer.data.opening import open_source
-from trainer.data.stdlib import StdlibCorpus
+from trainer.data.stdlib import SourceFile, StdlibCorpus
 
 TEXTS = [bytes(np.random.default_rng(seed).integers(97, 123, 300).tolist()) for seed in range(6)]
 
@@ -227,12 +227,11 @@ class OtherPython(StdlibCorpus):
 
     def __init__(self) -> None:
         """Use the given texts instead of files."""
+        self._folder = Path("python")
+        self._files = tuple(SourceFile(f"{n}.py", len(text), hash(text)) for n, text in enumerate(self.texts))
 
     def documents(self, split: Any) -> list[bytes]:
         return list(self.texts)
-
-    def _fingerprint(self, tokenizer: Any) -> str:
-        return f"{hash(self.texts)}"
 
 
 @pytest.mark.slow

@@ -212,7 +212,9 @@ def spans(material: Material, tmp_path_factory: pytest.TempPathFactory) -> dict[
     return {kind: seconds_to_the_first_step(material, kind, tmp_path_factory.mktemp("undisturbed")) for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", ["chats", "remote text", "dpo"])
+@pytest.mark.parametrize(
+    "kind", ["chats", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("remote text", "dpo"))]
+)
 def test_a_signal_before_the_first_step(kind: str, material: Material, tmp_path: Path) -> None:
     found = stop_at_random(material, kind, 0, tmp_path, SIGNALS[KINDS.index(kind) % 3], 4.0)
     assert found.wall_s < BUSY_S, found

@@ -3,18 +3,18 @@
 A checkpoint is a folder such as `step_00000100` that is published atomically: it is complete or it does not exist.
 
     saver        decides when to save, retries failed saves, quarantines doubtful checkpoints
-    writer       makes one save: collects the state, plans, copies, writes, publishes and prunes
+    writer       performs one save: collects the state, plans, copies, writes, publishes and prunes
     reader       finds checkpoints, compares them with the state, restores one; reads weights by name
 
 They use these modules, lowest first:
 
-    storage      file systems and object stores, each with its atomic way to publish a folder; files with checksums
-    manifest     the names of checkpoints; the list of a checkpoint's files, by which they are verified
+    storage      file systems and object stores, each with its own atomic publishing; files with checksums
+    manifest     the names of checkpoints; the list of a checkpoint's files, used to verify them
     retention    which checkpoints to keep, and whether they will fit on the disk
     interval     the save interval that loses the least time
     layout       the bytes of each tensor in the files; which rank writes and reads which
-    state_parts  the interface of a part of the state; splits a state dict into tensors and JSON, without pickle
+    state_parts  the interface of a part of the state; splitting a state dict into tensors and JSON, without pickle
 
-The first four of these do not import torch, so commands that only list or plan start fast.  The package sees
+The first four of these do not import torch, so commands that only list or plan start fast.  The package treats
 `TrainState` only as a collection of objects with `state_dict` and `load_state_dict`, and imports no model.
 """

@@ -1,4 +1,4 @@
-"""The Young/Daly save interval, and the goodput that a run can expect with it.
+"""The Young/Daly save interval, and the goodput that a run can expect from it.
 
 A save costs the time for which training pauses; a failure costs the work since the newest checkpoint and the time until
 training resumes.  Failures are assumed to occur at random with a constant rate.  Young 1974, "A first order
@@ -32,13 +32,13 @@ class Costs:
     """What saves and failures cost a run, in seconds."""
 
     blocked_s: float
-    """Time that training pauses for one save."""
+    """Time for which one save pauses training."""
     total_s: float
-    """Time from the start of a save until it is published."""
+    """Time from the start of a save to its publication."""
     restart_s: float
     """Time from a failure until training resumes, excluding repeated work."""
     mtbf_s: float
-    """Mean time between failures of the whole job."""
+    """Mean time between failures of the job."""
 
     @cached_property
     def best_s(self) -> float:
@@ -75,7 +75,7 @@ _ADVICE = {
         "shorten the time from a failure until training resumes: run.step_timeout_s, a spare node, a faster start"
     ),
 }
-"""How to reduce each loss of time, by its cause."""
+"""How to reduce each loss of time, by cause."""
 
 
 def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: RunHistory | None = None) -> Costs:

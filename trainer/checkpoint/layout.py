@@ -123,7 +123,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of one tensor, and the position of its bytes in a file."""
+    """A box of one tensor, and where its bytes are in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -285,7 +285,7 @@ class WrittenChunks:
 
     file: str
     boxes: Boxes
-    places: Rows
+    positions: Rows
     """Start, length and data start of each chunk in the file."""
 
 
@@ -303,10 +303,10 @@ class WriteResult:
 
     @property
     def written_chunks(self) -> WrittenChunks:
-        """The part that rank 0 needs for the layout.  The checksums are stored in a separate file."""
+        """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
-        places = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
-        return WrittenChunks(self.file, boxes, places)
+        positions = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
+        return WrittenChunks(self.file, boxes, positions)
 
 
 def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChunks]) -> Layout:
@@ -317,14 +317,14 @@ def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChu
     file_numbers = np.repeat(np.arange(len(written)), [len(chunks.boxes) for chunks in written])
     order = np.lexsort((file_numbers, tensor_numbers))
     bounds = np.searchsorted(tensor_numbers[order], np.arange(len(planned) + 1)).tolist()
-    places = np.concatenate([chunks.places for chunks in written])
+    positions = np.concatenate([chunks.positions for chunks in written])
     layout: Layout = {}
     for (key, tensor), start, stop in zip(planned.items(), bounds, bounds[1:], strict=False):
         rows, num_dims = order[start:stop], len(tensor.shape)
         offsets, sizes = boxes.offsets[rows, :num_dims], boxes.sizes[rows, :num_dims]
         if missing := tensor.num_missing(offsets, sizes):
             raise ValueError(f"{key}: {missing} of its {len(tensor.offsets)} chunks have not been written")
-        table = np.column_stack((file_numbers[rows], offsets, sizes, places[rows]))
+        table = np.column_stack((file_numbers[rows], offsets, sizes, positions[rows]))
         layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table))
     return layout
 
@@ -347,7 +347,7 @@ def pickled_metadata(layout: Layout, paths: Mapping[str, tuple[str, ...]]) -> by
         TensorStorageMetadata,
     )
 
-    tensors, places = {}, {}
+    tensors, storage_infos = {}, {}
     for key, stored in layout.items():
         chunks = list(stored.chunks)
         tensors[key] = TensorStorageMetadata(
@@ -357,8 +357,8 @@ def pickled_metadata(layout: Layout, paths: Mapping[str, tuple[str, ...]]) -> by
         )
         for number, chunk in enumerate(chunks):
             index = MetadataIndex(key, torch.Size(chunk.offsets), number)
-            places[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    metadata = Metadata(tensors, planner_data=dict(paths), storage_data=places, storage_meta=StorageMeta())  # type: ignore[arg-type]
+            storage_infos[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+    metadata = Metadata(tensors, planner_data=dict(paths), storage_data=storage_infos, storage_meta=StorageMeta())  # type: ignore[arg-type]
     metadata.version = CURRENT_DCP_VERSION
     return pickle.dumps(metadata)
 
@@ -381,7 +381,7 @@ def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
     numbers = {file: number for number, file in enumerate(files)}
     layout: Layout = {}
     for key, (dtype, shape, chunks) in content.items():
-        rows = [(numbers[file], *offsets, *sizes, *places) for offsets, sizes, file, *places in chunks]
+        rows = [(numbers[file], *offsets, *sizes, *positions) for offsets, sizes, file, *positions in chunks]
         table = rows_of(rows, 4 + 2 * len(shape), 0)
         layout[key] = StoredTensor(getattr(torch, dtype), tuple(shape), Chunks.of(files, table))
     return layout
@@ -391,17 +391,17 @@ def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
 # Which rank writes which box
 
 
-def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, PlannedTensor]]:
+def choose_writers(boxes_by_rank: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, PlannedTensor]]:
     """Return which of its boxes each rank writes (one bool mask per rank), and the planned chunks of each tensor.
 
     The writer of a box is chosen among the ranks that hold a copy of it, so that the load is balanced.  DCP's planner
     compares objects for this, which takes some 16 seconds for a 70B model on 512 ranks, while all ranks wait.
 
-    held: the boxes that each rank holds.  Raises ValueError unless the boxes cover every tensor without overlap.
+    boxes_by_rank: the boxes that each rank holds.  Raises ValueError unless they cover every tensor without overlap.
     """
-    boxes = Boxes.concatenate(held)
+    boxes = Boxes.concatenate(boxes_by_rank)
     numbers = boxes.tensor_numbers(tensors)
-    ranks = np.repeat(np.arange(len(held)), [len(table) for table in held])
+    ranks = np.repeat(np.arange(len(boxes_by_rank)), [len(table) for table in boxes_by_rank])
     rows = np.column_stack((numbers, boxes.offsets, boxes.sizes))
     order = np.lexsort((ranks, *reversed(rows.T)))
     is_first = np.ones(len(order), dtype=bool)
@@ -411,15 +411,15 @@ def choose_writers(held: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows],
     writes = np.zeros(len(order), dtype=bool)
     starts = np.flatnonzero(is_first)
     num_bytes = boxes.sizes[order[starts]].prod(axis=1) * itemsizes[numbers[order[starts]]]
-    writes[order[starts + _balanced_choice(ranks[order], starts, num_bytes, len(held))]] = True
-    ends = np.cumsum([len(table) for table in held])[:-1]
+    writes[order[starts + _balanced_choice(ranks[order], starts, num_bytes, len(boxes_by_rank))]] = True
+    ends = np.cumsum([len(table) for table in boxes_by_rank])[:-1]
     return np.split(writes, ends), _planned_tensors(rows[order[starts]], tensors)
 
 
 def _balanced_choice(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
     """Return the index of each box's writer among its holders: the holder with the fewest bytes so far.
 
-    ranks: the holders of all boxes, concatenated; those of box i begin at starts[i].
+    ranks: the holders of all boxes, concatenated; those of box i start at starts[i].
     """
     chosen = np.zeros(len(starts), dtype=np.int64)
     counts = np.diff(np.append(starts, len(ranks)))

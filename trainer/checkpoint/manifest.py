@@ -1,7 +1,7 @@
 """The manifest lists the files of a checkpoint.  It is written last, and a folder without it is not a checkpoint.
 
 manifest.json               step, versions, mesh, size and CRC-32 of every other file, and its own SHA-256
-state.json                  the small state besides tensors: counters, position in the data
+state.json                  small state other than tensors: counters, position in the data
 layout.json                 which bytes of which file hold which chunk of which tensor
 __0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
 __0_0.blocks.json ...       the block checksums of that file
@@ -26,12 +26,12 @@ from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READ_VERSIONS = (2, 3)
-"""In format 2 the layout has one row per chunk."""
+"""Formats that can be read.  In format 2 the layout has one row per chunk."""
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
 BLOCKS = ".blocks.json"
-"""Suffix of the file with a data file's block checksums, in place of `.distcp`."""
+"""Replaces `.distcp` in the name of the file with a data file's block checksums."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Manifest:
 
     @property
     def num_skipped(self) -> int:
-        """Number of consecutive steps skipped at the time of the save.  If it is above 0, the weights may be bad."""
+        """Number of consecutive steps skipped just before the save.  If above 0, the weights may be bad."""
         return int(self.extra.get("num_skipped", 0))
 
     @property
@@ -68,12 +68,12 @@ class Manifest:
 
     @property
     def metric(self) -> str:
-        """The field of `evaluation` that ranked checkpoints."""
+        """The field of `evaluation` by which checkpoints were ranked."""
         return str(self.extra.get("metric", "loss"))
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether `metric` ranked the highest first."""
+        """True if higher values of `metric` are better."""
         return bool(self.extra.get("higher_is_better", False))
 
     @property
@@ -94,7 +94,7 @@ class RunInfo:
     job: str = ""
     """The launcher's identifier of the job."""
     restarts: int = 0
-    """How often the launcher had restarted the job."""
+    """How many times the launcher had restarted the job."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -103,7 +103,7 @@ def checkpoint_name(step: int) -> str:
 
 
 def step_in(name: str) -> int | None:
-    """Return the step in a checkpoint folder's name; None if the name is not that of a checkpoint."""
+    """Return the step in a checkpoint folder's name; None if it is not a checkpoint's name."""
     match = _NAME.fullmatch(name)
     return int(match.group(1)) if match else None
 

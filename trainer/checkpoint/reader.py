@@ -1,4 +1,4 @@
-"""Finds checkpoints, compares one with the state to restore, and loads it; reads weights by name for other commands.
+"""Finds checkpoints, checks one against the state to restore, and loads it; reads weights by name for other commands.
 
 Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
 the previous one is tried.  All ranks restore the same checkpoint.
@@ -86,16 +86,16 @@ class RestoredCheckpoint:
     config_yaml: str
     """The configuration of the run that wrote the checkpoint."""
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
-    """Problems of each damaged checkpoint, by name."""
+    """The problems of each damaged checkpoint, by its name."""
     warnings: Sequence[str] = ()
     """State that could not be restored exactly."""
     changed: Sequence[str] = ()
-    """Settings that differ and are allowed to."""
+    """Permitted differences in settings."""
 
 
 @dataclass(frozen=True)
 class RestoreRequest:
-    """The state to restore, and the conditions for it."""
+    """The state to restore, and the conditions for restoring it."""
 
     state: TrainState
     compare: Callable[[str], tuple[list[str], list[str]]]
@@ -108,7 +108,7 @@ class RestoreRequest:
 
 
 class CheckpointReader:
-    """Lists and restores existing checkpoints.  Methods are collective unless they say otherwise."""
+    """Lists and restores existing checkpoints.  Methods are collective unless documented otherwise."""
 
     def __init__(self, storage: Storage, world: World, checksums: bool) -> None:
         self.storage, self.world, self._checksums = storage, world, checksums
@@ -132,7 +132,7 @@ class CheckpointReader:
 
     @property
     def is_empty(self) -> bool:
-        """True if this rank sees an empty or missing folder.  Not collective."""
+        """True if the folder is empty or missing, as seen by this rank.  Not collective."""
         return not list_configured_folder(self.storage)
 
     def restore(self, request: RestoreRequest) -> RestoredCheckpoint | None:
@@ -333,7 +333,7 @@ class IncompatibleCheckpoint(UserError):
 
 
 class StoredState:
-    """Everything in a checkpoint besides the tensors.  Each file is verified as it is read."""
+    """Everything in a checkpoint except the tensors.  Each file is verified as it is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
         self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
@@ -345,7 +345,7 @@ class StoredState:
 
 
 def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
-    """Return a tensor to read each stored tensor into: the live one if its shape is the same, otherwise a new one."""
+    """Return the tensor to read each stored tensor into: the live one if it has the same shape, otherwise a new one."""
     targets: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, part in state.parts.items():
@@ -371,10 +371,10 @@ def _stored_in(layout: Layout, part: str) -> dict[str, StoredTensor]:
 def check_compatible(
     storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the parts not to restore, because they do not fit and the user allows it; and remarks to print.
+    """Return the parts to leave out, which do not fit but may differ (`allowed`), and remarks to print.
 
-    settings: the settings that differ and must not, one line each.  Raises IncompatibleCheckpoint with these and all
-    differences of the state.
+    settings: forbidden differences in settings, one line each.  Raises IncompatibleCheckpoint with these and all
+    forbidden differences in the state.
     """
     # The earliest checkpoints of this format did not list per-rank parts.
     parts = stored.document["parts"]
@@ -389,8 +389,8 @@ def check_compatible(
             raise setting_error("checkpoint.allow_changes", [entry], rule, meant=meant, fix=fix)
     by_part: dict[str, list[str]] = {}
     left_out = set()
-    for name, thing in [*state.parts.items(), *state.per_rank_parts.items()]:
-        part = StatePart.of(thing)
+    for name, stateful in [*state.parts.items(), *state.per_rank_parts.items()]:
+        part = StatePart.of(stateful)
         differences: list[str] | None = []
         if name not in (parts if name in state.parts else per_rank_parts):
             differences = [] if part.may_be_absent else [_state_differs(name, "not in the checkpoint")]
@@ -409,9 +409,9 @@ def check_compatible(
         if name not in {*state.parts, *state.per_rank_parts} and f"state.{name}" not in allowed:
             by_part[name] = [_state_differs(name, "only in the checkpoint")]
     all_remarks: list[str] = []
-    for name, thing in state.parts.items():
+    for name, stateful in state.parts.items():
         if name in parts and f"state.{name}" not in allowed:
-            changed, remarks = StatePart.of(thing).changes_outside(parts[name], allowed)
+            changed, remarks = StatePart.of(stateful).changes_outside(parts[name], allowed)
             if changed:
                 by_part[name] = by_part.get(name, []) + changed
             all_remarks += remarks
@@ -527,7 +527,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
     there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
 
-    The checkpoint may be damaged: that is only detected when it is read.
+    The checkpoint may be damaged, which is only detected when it is read.
     """
     if is_checkpoint(path):
         return open_storage(path)
@@ -561,10 +561,10 @@ def _configured_folder(run: Storage) -> list[Storage]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Weights by name, entire or some rows, in one process and without a process group
+# Weights by name, all or some of their rows, in one process and without a process group
 
 _TRIES = 50
-"""Attempts to open the newest checkpoint of a live run, in case each is pruned before it can be opened."""
+"""Maximum number of attempts to open the newest checkpoint of a live run, which may prune it first."""
 _AVERAGE = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
@@ -620,7 +620,7 @@ class StoredWeights(StoredTensors):
 def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> StoredWeights:
     """Open the weights of the checkpoint that `path` refers to (see `find_checkpoint`).
 
-    If a live run prunes the newest checkpoint before it is open, try again with the one that is newest then.  Raises
+    If a live run prunes the newest checkpoint before it is open, try again with the one that is then newest.  Raises
     the exceptions of `find_checkpoint` and `StoredWeights`.
     """
     for _ in range(_TRIES):
@@ -659,7 +659,7 @@ class ChunkReader:
     """The threads take the blocks of a file in turn: one waits for the disk while the other computes a checksum.  With
     one tensor per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
     _BYTES_IN_FLIGHT = 64 << 20
-    """Limit of the data in reads that have started and are not yet finished."""
+    """Limit on the bytes of reads that have started but not finished."""
 
     def __init__(self, storage: Storage, blocks: Mapping[str, Blocks], check: bool = True) -> None:
         self._storage, self._blocks, self._check = storage, blocks, check
@@ -704,7 +704,7 @@ class ChunkReader:
         return self._open_files[name]
 
     def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
-        """Read rows of one chunk, from row `start` on."""
+        """Read rows of one chunk, starting at row `start`."""
         position = chunk.data_start + start * (rows.nbytes // len(rows) if rows.ndim else 0)
         self._file(chunk.file).read_into(_bytes_of(rows), position)
 

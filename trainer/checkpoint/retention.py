@@ -22,8 +22,8 @@ from trainer.metrics.console import readable_bytes
 def newest_step(storage: Storage) -> int | None:
     """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
-    A checkpoint that was saved while steps were skipped is chosen only if all of them were.  The checkpoint may still
-    be damaged: that is only detected when it is read.
+    A checkpoint that was saved while steps were skipped is chosen only if there is no other.  The result may still be
+    damaged, which is only detected when it is read.
     """
     steps = list_steps(storage)
     for step in reversed(steps):
@@ -64,8 +64,8 @@ def _read(storage: Storage) -> Manifest | None:
 class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
-    It keeps the newest good checkpoints (`checkpoint.keep_last`), the checkpoints of every `checkpoint.keep_every`-th
-    step, and the ones with the lowest `metric` in their evaluation, or with the highest (`checkpoint.keep_best`).
+    It keeps the newest good checkpoints (`checkpoint.keep_last`), those of every `checkpoint.keep_every`-th step, and
+    those whose evaluation has the lowest `metric`, or the highest (`checkpoint.keep_best`).
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
@@ -105,8 +105,8 @@ class RetentionPolicy:
         """
         num_last = self._keep_last - 1 if before_next else self._keep_last
         steps = list_steps(self._storage)
-        last = list(islice((step for step in reversed(steps) if self._is_good(step)), max(0, num_last)))
-        if not last or len(last) < num_last:
+        newest = list(islice((step for step in reversed(steps) if self._is_good(step)), max(0, num_last)))
+        if not newest or len(newest) < num_last:
             return []
         manifests = {step: self._manifest_of(step) for step in steps}
         evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
@@ -116,7 +116,7 @@ class RetentionPolicy:
             due_steps = (step, *(manifest.due if manifest is not None else ()))
             if self._keep_every > 0 and any(due % self._keep_every == 0 for due in due_steps):
                 to_keep.add(step)
-        return [checkpoint_name(step) for step in steps if step < last[-1] and step not in to_keep]
+        return [checkpoint_name(step) for step in steps if step < newest[-1] and step not in to_keep]
 
     def names_to_quarantine(self, first_step: int) -> list[str]:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.
@@ -152,7 +152,7 @@ class RetentionPolicy:
 
 @dataclass(frozen=True)
 class CheckpointCounts:
-    """Number of checkpoints that a run will have on disk at the same time."""
+    """How many checkpoints a run will have on disk at the same time."""
 
     num_kept: int
     """After its last save."""
@@ -192,8 +192,8 @@ def disk_space_warning(storage: Storage, section: CheckpointSection, num_bytes: 
     if free is None:
         return ""
     counts = checkpoint_counts(section, steps_left, len(existing))
-    still = (counts.num_at_peak - len(existing)) * num_bytes
-    if still <= free:
+    needed_bytes = (counts.num_at_peak - len(existing)) * num_bytes
+    if needed_bytes <= free:
         return ""
     num_at_peak = counts.num_at_peak
     kept = f"{counts.num_kept} kept" + (", 1 being written" if num_at_peak > counts.num_kept else "")

@@ -1,7 +1,7 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles saves that are due, retries, the final save, and what happens before and after each save.  `Checkpoints`
-(writer.py) makes a single save.
+`Saver` handles due saves, retries, the final save, and what happens before and after each save.  `Checkpoints`
+(writer.py) performs a single save.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 
 
 class Saver:
-    """Saves a state at intervals, on request and at the end.  Methods are collective unless they say otherwise.
+    """Saves a state at intervals, on request and at the end.  Methods are collective unless documented otherwise.
 
-    With `checkpoint.mode=async` at most one save is in flight.  The all-reduce of each step tells all ranks when it has
-    ended everywhere, so collecting its result never waits.
+    With `checkpoint.mode=async` at most one save is in flight.  Through the all-reduce of each step, all ranks know
+    when it has ended on every rank, so collecting its result never waits.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Saver:
         metrics: Metrics,
         expected_bytes: int,
     ) -> None:
-        """`expected_bytes`: estimate of the bytes that this rank writes per save."""
+        """expected_bytes: estimated number of bytes that this rank writes per save."""
         self._checkpoints, self._config, self._world = checkpoints, config.checkpoint, checkpoints.world
         self._folder, self._relocation, self._resume = folder, relocation, resume
         self._step_metrics, self._watchdog, self._metrics = step_metrics, watchdog, metrics
@@ -83,10 +83,10 @@ class Saver:
         self._is_written = step_sync.register(lambda: checkpoints.is_written)
         self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
         self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
-        self._started: tuple[object, ...] | None = None
-        """The `_mark` of the state that was last passed to a save."""
-        self._saved: tuple[object, ...] | None = None
-        """The `_mark` of this run's newest checkpoint."""
+        self._started_mark: tuple[object, ...] | None = None
+        """The mark (see `_mark`) of the state that was last passed to a save."""
+        self._saved_mark: tuple[object, ...] | None = None
+        """The mark of this run's newest checkpoint."""
         self.longest_s = 0.0
         """Duration of the longest save in seconds."""
 
@@ -97,7 +97,7 @@ class Saver:
     def save_if_best(self, state: TrainState) -> None:
         """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast.
 
-        This save is never skipped, not even with `checkpoint.when_busy=skip`, since it cannot be made later.
+        This save is never skipped, not even with `checkpoint.when_busy=skip`, since it cannot be repeated later.
         """
         if not self._config.keep_best:
             return
@@ -118,9 +118,9 @@ class Saver:
     def try_save(self, state: TrainState, may_skip: bool = True) -> None:
         """Save as `fit` does: failures are counted, and raised only after too many in a row.
 
-        While steps are being skipped the state is not worth saving, so the save is postponed to the next good step.
+        While steps are being skipped the state is not worth saving, so the save is postponed until the next good step.
         """
-        is_started = self._started == self._mark(state)  # because it was one of the best
+        is_started = self._started_mark == self._mark(state)  # already saved as one of the best
         if self._checkpoints.in_flight and (is_started or (may_skip and self._config.when_busy == "skip")):
             return
         self._step_metrics.settle()
@@ -174,7 +174,7 @@ class Saver:
             )
 
     def begin(self) -> list[str]:
-        """Take over the measurements of earlier attempts; return lines that describe the save policy."""
+        """Load the measurements of earlier attempts; return lines that describe the save policy."""
         history = self._metrics.experience()
         self.longest_s = max(self.longest_s, history.longest_save_s)
         self.schedule.policy.update(history)
@@ -182,7 +182,7 @@ class Saver:
 
     def loaded(self, state: TrainState, is_own: bool) -> None:
         """Record that a checkpoint was loaded.  This run's own need not be saved again.  Not collective."""
-        self._saved = self._mark(state) if is_own else None
+        self._saved_mark = self._mark(state) if is_own else None
 
     @property
     def storage(self) -> str:
@@ -191,7 +191,7 @@ class Saver:
 
     def forget(self) -> None:
         """Record that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
-        self._saved = None
+        self._saved_mark = None
 
     @property
     def expected_s(self) -> float:
@@ -203,7 +203,7 @@ class Saver:
         self._checkpoints.wait(timeout_s)
 
     def quarantine_since(self, first_step: int | None) -> None:
-        """Quarantine checkpoints of step `first_step` and later ones, after which every step was skipped.
+        """Quarantine the checkpoints of `first_step` and later steps, after which every step was skipped.
 
         The next start then resumes from an older checkpoint, if there is one; no checkpoint is quarantined twice.
         Not collective: for rank 0 of a run that has failed.
@@ -238,14 +238,14 @@ class Saver:
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
     def _is_saved(self, state: TrainState) -> bool:
-        return self._saved == self._mark(state)
+        return self._saved_mark == self._mark(state)
 
     def _start(self, state: TrainState, background: bool) -> None:
         self._world.agreed(self._folder.acquire)
         self._relocation.check()
         self._resume.confirm(state.step)
         self._step_metrics.settle()
-        self._started = self._mark(state)
+        self._started_mark = self._mark(state)
         self._watchdog.save_begins(lambda: self._checkpoints.stage)
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
@@ -277,7 +277,7 @@ class Saver:
         self.schedule.succeeded(result.step)
         self.longest_s = max(self.longest_s, result.total_s)
         self.schedule.policy.update(self._metrics.experience())
-        self._saved = self._started
+        self._saved_mark = self._started_mark
         if result.warning:
             self._warn(result.warning)
         return result
@@ -297,9 +297,9 @@ class SaveSchedule:
         """Number of consecutive failed saves."""
         self._retry_at = 0.0
         self.is_postponed = False
-        """True if the save that is due was postponed to the next step, because the state was not worth saving."""
+        """True if a due save was postponed until the next step, because the state was not worth saving."""
         self._unsaved_steps: list[int] = []
-        """Steps after which a save was due that have not been saved since."""
+        """Steps after which a save was due but none has succeeded since."""
 
     def may_retry(self) -> bool:
         """Return whether the pause after a failed save is over."""
@@ -315,7 +315,7 @@ class SaveSchedule:
         return falls_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
-        """Record that a save of step `step` begins; return the steps of earlier due saves that it replaces."""
+        """Record that a save of step `step` has started; return the steps of earlier due saves that it replaces."""
         self.is_postponed = False
         self.policy.began()
         return [due for due in self._unsaved_steps if due < step]
@@ -347,7 +347,7 @@ class SavePolicy:
         raise NotImplementedError
 
     def began(self) -> None:
-        """Record that a save begins."""
+        """Record that a save has started."""
 
     def update(self, history: RunHistory) -> None:
         """Update the interval from the run's measurements.  Only the update on rank 0 matters."""
@@ -370,7 +370,7 @@ class FixedInterval(SavePolicy):
 class AdaptiveInterval(SavePolicy):
     """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce broadcasts the decision.
 
-    Multiples of `checkpoint.keep_every` are saved as well.
+    Steps that are multiples of `checkpoint.keep_every` are saved as well.
     """
 
     def __init__(
@@ -383,13 +383,13 @@ class AdaptiveInterval(SavePolicy):
         is_main: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """costs: returns the costs of saves and failures from the run's measurements.  step_s: returns the duration of
-        a step in seconds.
+        """costs: returns the costs of saves and failures, given the run's measurements.  step_s: returns the duration
+        of a step in seconds.
         """
         self._keep_every, self._num_nodes = config.keep_every, num_nodes
         self._costs_of, self._step_s, self._clock = costs, step_s, clock
         self._last_save: float | None = None
-        """When the last save began, by `clock`; before the first save, when the first step ended."""
+        """When the last save started, according to `clock`; before the first save, when the first step ended."""
         self.costs = costs(None)
         self._is_time = step_sync.register(lambda: is_main and self.is_time())
 
@@ -398,7 +398,7 @@ class AdaptiveInterval(SavePolicy):
         return self.costs.best_s
 
     def is_time(self) -> bool:
-        """Return whether to save after the current step: it ends closer to the time of the save than the next one."""
+        """Return whether to save after this step: the time of the save is closer to its end than to the next one's."""
         now = self._clock()
         if self._last_save is None:
             self._last_save = now

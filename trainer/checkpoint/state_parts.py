@@ -1,4 +1,4 @@
-"""The interface of a part of the state; splits a state dict into tensors and JSON, and joins them again.
+"""Defines the interface of a part of the state; splits a state dict into tensors and JSON, and joins them again.
 
 Nothing is pickled, so reading a checkpoint cannot run code.
 """
@@ -33,7 +33,7 @@ class StatePart:
     may_be_absent = False
     """True if older checkpoints lack this part, and can be restored without it."""
     can_restart = False
-    """True if `restart` can stand in for this rank's state, if the checkpoint has a different number of ranks."""
+    """True if `restart` can replace per-rank state when the checkpoint has a different number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -49,21 +49,21 @@ class StatePart:
         return None
 
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Allocate the tensors that loading will fill, unless all exist already."""
+        """Allocate the tensors that loading will fill, unless they all exist."""
 
     def may_differ(self, key: str) -> bool:
         """Return whether ranks may hold different values of this unsharded tensor; each rank then restores its own."""
         return False
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check what the part depends on outside the checkpoint; a position in the data depends on the data.
+        """Check what the part depends on outside the checkpoint, as a position in the data depends on the data.
 
         Returns the changes since `plain` was stored, one line each: those that forbid resuming, and remarks.
         """
         return [], []
 
     def restart(self, step: int) -> None:
-        """Reinitialize a per-rank part at `step`, if the checkpoint has a different number of ranks."""
+        """Reinitialize a per-rank part at `step`; called if the checkpoint has a different number of ranks."""
 
     @staticmethod
     def of(thing: Stateful) -> StatePart:
@@ -124,9 +124,9 @@ def join_state(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
     if isinstance(value, torch.Tensor):
-        return {_TAG: "tensor", "value": _put(value, path, tensors)}
+        return {_TAG: "tensor", "value": _add_tensor(value, path, tensors)}
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc" and value.dtype.isnative:
-        return {_TAG: "array", "value": _put(torch.from_numpy(np.array(value, order="C")), path, tensors)}
+        return {_TAG: "array", "value": _add_tensor(torch.from_numpy(np.array(value, order="C")), path, tensors)}
     if isinstance(value, np.generic):
         return _plain(value.item(), path, tensors)
     if value is None or type(value) in (bool, int, float, str):
@@ -152,7 +152,7 @@ def _plain(value: Any, path: Path, tensors: dict[Path, torch.Tensor]) -> Any:
     )
 
 
-def _put(tensor: torch.Tensor, path: Path, tensors: dict[Path, torch.Tensor]) -> str:
+def _add_tensor(tensor: torch.Tensor, path: Path, tensors: dict[Path, torch.Tensor]) -> str:
     """Add a tensor under its path; return its key."""
     key = ".".join(path)
     if path in tensors:

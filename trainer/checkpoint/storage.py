@@ -49,14 +49,14 @@ class ReadableFile(Protocol):
     """An open file for random-access reads.  Thread-safe."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from `start` on.  Raises OSError if the file is too short."""
+        """Fill `buffer` with the bytes starting at `start`.  Raises OSError if the file is too short."""
         ...
 
     def close(self) -> None: ...
 
 
 class WritableFile(Protocol):
-    """A new file, written sequentially.  Closing it makes its content durable."""
+    """A new file, written sequentially.  Closing it makes its contents durable."""
 
     def write(self, data: Any) -> int: ...
     def close(self) -> None: ...
@@ -79,7 +79,7 @@ class Storage(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file.  Raises FileNotFoundError."""
+        """Return the contents of a file.  Raises FileNotFoundError."""
         ...
 
     def open(self, name: str) -> ReadableFile: ...
@@ -137,7 +137,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
 
 def list_configured_folder(storage: Storage) -> list[str]:
-    """List a folder that a setting names, on the first access to it.
+    """List a folder named by a setting, on first access.
 
     Raises UserError if an object store is unreachable or refuses access, since then the URL or its credentials are most
     likely wrong.
@@ -262,14 +262,14 @@ class PinnedStorage(LocalStorage):
         super().__init__(path)
         self._descriptors: dict[str, int] = {}
         weakref.finalize(self, _close_all, self._descriptors)
-        _raise_limit_of_open_files(len(names))
+        _raise_file_limit(len(names))
         for name in names:
             try:
                 self._descriptors[name] = os.open(path / name, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 if error.errno not in (errno.EMFILE, errno.ENFILE):
                     raise
-                break  # the limit of open files is reached: the others are opened on demand
+                break  # the limit on open files is reached: the others are opened on demand
 
     @contextlib.contextmanager
     def lasting(self) -> Iterator[str]:
@@ -299,7 +299,7 @@ def _close_all(descriptors: dict[str, int]) -> None:
         os.close(descriptor)
 
 
-def _raise_limit_of_open_files(num_files: int) -> None:
+def _raise_file_limit(num_files: int) -> None:
     """Allow this process to open `num_files` more files, as far as the system permits."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = num_files + 512
@@ -500,7 +500,7 @@ class BlockWriter:
     """Writes a file sequentially and computes its block checksums.
 
     A large write (the bytes of a tensor) starts a new block, so that tensors are aligned with blocks.  Small writes in
-    between are collected in one block.  `throttle` is called after each large block with the seconds that it took, so
+    between are collected into one block.  `throttle` is called after each large block with the seconds that it took, so
     that a background writer can pause.
     """
 
@@ -513,7 +513,7 @@ class BlockWriter:
         self._position = 0
         self._small_bytes, self._small_crc = 0, 0
         self.inspect: Callable[[memoryview], None] = lambda content: None
-        """Called with all data before it is written.  `write` raises whatever this raises."""
+        """Called with all data before it is written.  `write` propagates its exceptions."""
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
@@ -577,12 +577,12 @@ class BlockReader:
         self._source.close()
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes from position `start` on.  Raises Damaged or OSError."""
+        """Fill `buffer` with the bytes starting at position `start`.  Raises Damaged or OSError."""
         for read in self.reads(buffer, start):
             read()
 
     def reads(self, buffer: memoryview, start: int) -> Iterator[Callable[[], None]]:
-        """Yield callables that fill `buffer` from `start` on, one block each, in order.  Any thread may call them."""
+        """Yield one callable per block, in order; they fill `buffer` from `start` on.  Any thread may call them."""
         number, done = bisect.bisect_right(self._starts, start) - 1, 0
         while done < len(buffer):
             length = self._blocks[number][0]

@@ -3,9 +3,9 @@
 A background save pauses training only while the state is collected and copied.  A thread on each rank then writes,
 using a separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks that
 nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are deleted after that, or
-before the save if the disk is too full for it; at least one good one remains.  If any rank fails, all ranks report the
-same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that deletion fails as
-well, the unpublished folder remains until the run is next started.
+before the save if the disk is too full for it; at least one good checkpoint remains.  If any rank fails, all ranks
+report the same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that deletion
+fails as well, the unpublished folder remains until the run is next started.
 
 Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing each have a section
 below.
@@ -106,27 +106,27 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class Readiness:
-    """What one rank tells the others before anything is written."""
+    """What each rank reports to the others before anything is written."""
 
     mistake: str
-    """Why its state cannot be saved at all; empty if it can."""
+    """Why the rank's state cannot be saved at all; empty if it can."""
     failure: str
-    """Why its state could not be collected this time; empty if it was."""
+    """Why the state could not be collected this time; empty if it was."""
     needs_plan: bool
-    """True if the last plan does not match its tensors."""
+    """True if the last plan does not match the rank's tensors."""
     digests: Mapping[str, PartDigest]
-    """Checksums of each part of its state."""
+    """Checksums of each part of the state."""
 
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank has written, or why it could not, as it reports it to rank 0."""
+    """A rank's report to rank 0: what it has written, or why it could not."""
 
     error: str = ""
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and checksum of each file."""
     chunks: WrittenChunks | None = None
-    """The positions in its data file; None if they are the same as in its last report."""
+    """The positions in its data file; None if they have not changed since its last report."""
 
 
 class Checkpoints:
@@ -141,22 +141,22 @@ class Checkpoints:
         higher_is_better: bool,
         run_info: RunInfo,
     ) -> None:
-        """metric: the field of an evaluation that ranks checkpoints.  higher_is_better: how it ranks them."""
+        """metric: the evaluation field by which checkpoints are ranked.  higher_is_better: how they are ranked."""
         self.world, self._section, self._run_info = world, section, run_info
         self._metric, self._higher_is_better = metric, higher_is_better
         self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
         self.in_flight: Future[SaveResult] | None = None
-        """The save that was started, until its result is taken."""
+        """The save that has been started, until `take` returns its result."""
         self.move_to(storage)
         self._has_channels = False
         self._plans = SavePlans(world)
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self.is_throttled = False
-        """True during a training step on the CPU, to which the background writer should leave memory bandwidth."""
+        """True during a training step on the CPU, when the background writer leaves memory bandwidth to it."""
         self._overdue_at = 0.0
         self.stage = _WAITING
-        """Description of what the save in flight is doing."""
+        """What the save in flight is doing, for messages."""
         self._deleting: Future[None] | None = None
         self._warning = ""
         """What went wrong in the last deletion."""
@@ -176,7 +176,7 @@ class Checkpoints:
         self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
-        """Throttle background writing during a step on the CPU, from which it would take memory bandwidth."""
+        """Throttle background writing during a step on the CPU: both compete for memory bandwidth."""
         self.is_throttled = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:
@@ -260,7 +260,7 @@ class Checkpoints:
         self.in_flight = self._thread.submit(self._save, snapshot, tensors, failure, state, started, blocked_s)
 
     def _fail_at_once(self, step: int, error: str, started: float) -> None:
-        """Make a save that failed before it could write anything the one in flight."""
+        """Record a save that failed before it wrote anything, as the save in flight."""
         elapsed, path = time.perf_counter() - started, f"{self.storage}/{checkpoint_name(step)}"
         self.in_flight = Future()
         self.in_flight.set_result(SaveResult(step, path, blocked_s=elapsed, total_s=elapsed, error=f"{path}: {error}"))
@@ -278,8 +278,8 @@ class Checkpoints:
 
         All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write.
         """
-        final = checkpoint_name(snapshot.step)
-        folder, failed, num_bytes = self.storage / final, "", 0
+        name = checkpoint_name(snapshot.step)
+        folder, failed, num_bytes = self.storage / name, "", 0
         lost: Literal["", "ranks"] = ""
         try:
             (all_bytes,) = self._channel.sum([self._plans.num_bytes])
@@ -287,7 +287,7 @@ class Checkpoints:
             if self.world.is_main:
                 with self._in_stage(f"making {folder}"):
                     is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
-                    unpublished, failed = self._begin(final, int(all_bytes), may_prune=is_good)
+                    unpublished, failed = self._begin(name, int(all_bytes), may_prune=is_good)
             unpublished, failed = self._channel.broadcast((unpublished, failed))
             if not failed:
                 report = RankReport(error)
@@ -297,7 +297,7 @@ class Checkpoints:
                 reports = self._channel.gather_to_main(report)
                 if self.world.is_main:
                     with self._in_stage(f"publishing {folder}"):
-                        failed, num_bytes = self._finish(unpublished, final, snapshot, reports)
+                        failed, num_bytes = self._finish(unpublished, name, snapshot, reports)
                 failed, num_bytes = self._channel.broadcast((failed, num_bytes))
         except RuntimeError as died:  # torch.distributed: another rank has died or timed out
             failed, num_bytes = f"rank {self.world.rank}: lost the other ranks while saving: {describe(died)}", 0
@@ -308,7 +308,7 @@ class Checkpoints:
         if self.world.is_main and not failed and snapshot.num_skipped == 0 and state.num_skipped == 0:
             with self._in_stage(f"pruning {self.storage}"):
                 warning = self._prune()
-        path = f"{self.storage}/{final}"
+        path = f"{self.storage}/{name}"
         return SaveResult(
             step=snapshot.step,
             path=path,
@@ -320,7 +320,7 @@ class Checkpoints:
             lost=lost,
         )
 
-    def _begin(self, final: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
+    def _begin(self, name: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
         """Check the free space and create the folder, on rank 0.  Returns its temporary name, and the error if any.
 
         With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
@@ -329,15 +329,15 @@ class Checkpoints:
             self.wait_for_deleting()
             free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
-                for name in self.retention.obsolete(before_next=True):
-                    self.storage.delete(self.storage.unpublish(name))
+                for obsolete_name in self.retention.obsolete(before_next=True):
+                    self.storage.delete(self.storage.unpublish(obsolete_name))
                 free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN:
                 problem = (
                     f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
                 )
                 return "", f"rank 0: {problem}; {DISK_FULL_ADVICE}"
-            return self.storage.begin(final), ""
+            return self.storage.begin(name), ""
         except Exception as error:  # any error: the other ranks wait for the name
             return "", f"rank 0: {describe(error)}"
 
@@ -366,7 +366,7 @@ class Checkpoints:
         return RankReport(files=files, chunks=None if is_known or written is None else written.written_chunks)
 
     def _finish(
-        self, unpublished: str, final: str, snapshot: Snapshot, reports: Sequence[RankReport]
+        self, unpublished: str, name: str, snapshot: Snapshot, reports: Sequence[RankReport]
     ) -> tuple[str, int]:
         """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns the error if any, and all bytes."""
         for rank, report in enumerate(reports):
@@ -377,7 +377,7 @@ class Checkpoints:
         if not failed:
             try:
                 manifest = self._write_common(self.storage / unpublished, snapshot, reports)
-                self.storage.publish(unpublished, final)
+                self.storage.publish(unpublished, name)
             except Exception as error:  # any error: the other ranks wait for the result
                 failed = f"rank 0: {describe(error)}"
             else:
@@ -428,7 +428,7 @@ class Checkpoints:
         return manifest
 
     def _prune(self) -> str:
-        """Delete obsolete checkpoints, on rank 0.  Returns a warning if that failed, or if the last deletion did.
+        """Delete obsolete checkpoints, on rank 0.  Returns a warning if this or the previous deletion failed.
 
         They are unpublished immediately and deleted in the background, since unlinking gigabytes takes a while.
         """
@@ -471,8 +471,8 @@ class Checkpoints:
         all_lost = {lost for _, lost, _ in answers}
         if all_lost != {""}:
             # Prefer the error of a rank that was working to the errors of ranks that were waiting for it.
-            from_work = [error for error, lost, stage in answers if lost and stage != _WAITING]
-            first = next(error for error in [*from_work, *(error for error, *_ in answers)] if error)
+            working_errors = [error for error, lost, stage in answers if lost and stage != _WAITING]
+            first = next(error for error in [*working_errors, *(error for error, *_ in answers)] if error)
             result = dataclasses.replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
             if result.lost == "ranks":  # messages of the failed save may be left in the old channel
                 self._channel = self._open_channel()
@@ -481,7 +481,7 @@ class Checkpoints:
         return result
 
     def wait(self, timeout_s: float) -> None:
-        """Give a save in flight time to end before this rank exits.  Not collective."""
+        """Wait for a save in flight to end, for a limited time, before this rank exits.  Not collective."""
         future = self.in_flight
         self.is_throttled = False
         if future is not None:
@@ -503,7 +503,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _in_stage(self, stage: str) -> Iterator[None]:
-        """Describe the work in the block, which may hang, as `stage`."""
+        """Set `stage` while the block runs, which may hang."""
         self.stage = stage
         yield
         self.stage = _WAITING
@@ -524,28 +524,28 @@ def _lower_priority() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The state at one moment
+# A snapshot of the state
 
 
 class PartDigest(NamedTuple):
-    """Checksums of one part of the state, by which ranks notice that theirs differ."""
+    """Checksums of one part of the state, which ranks compare to detect differences."""
 
     values: int
-    """Of everything but the tensors."""
+    """Checksum of everything except the tensors."""
     tensors: int
-    """Of the unsharded tensors."""
+    """Checksum of the unsharded tensors."""
 
 
 @dataclass
 class Snapshot:
-    """The state at one moment.  Its tensors are the live ones until they are staged."""
+    """A snapshot of the state.  Its tensors are the live ones until they are staged."""
 
     step: int
     tensors: dict[str, torch.Tensor]
     paths: dict[str, tuple[str, ...]]
     """The path of each tensor in the nested state dict."""
     plain: dict[str, Any]
-    """Everything but the tensors, by part, as JSON values."""
+    """Everything except the tensors, by part, as JSON values."""
     per_rank_plain: dict[str, Any]
     per_rank_tensors: dict[str, torch.Tensor]
     """CPU copies of this rank's per-rank tensors."""
@@ -704,17 +704,19 @@ class SavePlans:
         return sum(torch.Size(box.sizes).numel() * box.dtype.itemsize for box in self.boxes)
 
     def make(self, tensors: Tensors) -> None:
-        """Make a new plan.  Raises on all ranks if any rank fails.
+        """Create a new plan.  Raises on all ranks if any rank fails.
 
         Collectives: two small messages, a gather of all boxes to rank 0 (0.1 MB per rank for a 70B model on 512 ranks),
         and a scatter of the result.
         """
 
         # Rank 0 writes what is the same on all ranks.
-        held = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
-        boxes = self._channel.agreed(lambda: held_boxes(held))
-        of_ranks = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in boxes))
-        masks, self.planned = self._channel.agreed(lambda: choose_writers(of_ranks, tensors) if of_ranks else ([], {}))
+        candidates = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
+        boxes = self._channel.agreed(lambda: held_boxes(candidates))
+        boxes_by_rank = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in boxes))
+        masks, self.planned = self._channel.agreed(
+            lambda: choose_writers(boxes_by_rank, tensors) if boxes_by_rank else ([], {})
+        )
         self.boxes = [box for box, writes in zip(boxes, self._channel.scatter(masks), strict=True) if writes]
         self.signature = signature_of(tensors)
 
@@ -858,7 +860,7 @@ def _write_chunk(
 
 
 class _DataLocator:
-    """Forwards the output of `torch.save`; finds out where the tensor's raw bytes begin, and checks them."""
+    """Forwards the output of `torch.save`; finds out where the tensor's raw bytes start, and checks them."""
 
     def __init__(self, writer: BlockWriter, tensor: torch.Tensor, check: Callable[[memoryview], None] | None) -> None:
         self._writer, self._address, self._num_bytes = writer, tensor.data_ptr(), tensor.nbytes
@@ -891,7 +893,7 @@ class _DataLocator:
 
 
 _EXPONENTS = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00}
-"""The bits of the exponent."""
+"""Masks of the exponent bits."""
 _FLOATS = {torch.float32: np.float32, torch.float64: np.float64}
 
 

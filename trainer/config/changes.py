@@ -1,4 +1,4 @@
-"""Compares configurations, and decides which settings may change when a run is resumed."""
+"""Compares configurations, and decides which settings may change when a run resumes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _FREE_ON_RESUME = (
 )
 """Exceptions to `_FIXED_ON_RESUME`.  The loader itself checks the past weights and phases against its position."""
 _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
-"""Keys that do not affect training; not reported when they differ."""
+"""Keys that do not affect training; differences in them are not reported."""
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
@@ -51,7 +51,7 @@ def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in section.items() if isinstance(section, dict) else ():
         if f"{name}.{key}" in SUBSECTIONS and isinstance(value, dict):
-            flat |= {f"{key}.{below}": item for below, item in value.items()}
+            flat |= {f"{key}.{subkey}": item for subkey, item in value.items()}
         else:
             flat[key] = value
     return flat
@@ -119,7 +119,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 
 
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:
-    """Return whether two values of a key are equivalent: `data.too_long=auto` drops what `drop` does, or refuses."""
+    """Return whether two values of a key are equivalent: `data.too_long=auto` drops what `drop` drops, or refuses."""
     is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 

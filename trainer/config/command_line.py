@@ -21,7 +21,7 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""Upper limit, which no machine reaches."""
+"""Upper limit of `nproc`, more ranks than any machine runs."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
@@ -47,7 +47,7 @@ class Arguments:
 def parse(argv: Sequence[str]) -> Arguments:
     """Parse the command line.  If a key is given twice, the last value applies.
 
-    Raises UserError for an argument of an unknown form.
+    Raises UserError for a malformed argument.
     """
     argv, assignments = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
@@ -75,7 +75,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments besides `--allow-import MODULE`, which may be repeated, and the modules that it names."""
+    """Return the arguments without `--allow-import MODULE`, which may be repeated, and the modules that it names."""
     others, modules, arguments = list[str](), list[str](), iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -133,7 +133,7 @@ shell completion: eval "$(meshtrainer completion bash)", or zsh
 """
 
 _MOST_USED = ("run", "data", "train", "optim", "schedule", "mesh", "fsdp", "eval", "checkpoint", "log")
-"""The sections that the help lists first, in this order."""
+"""Sections that `--help` lists first, in this order."""
 
 
 def recipe_list() -> str:
@@ -150,16 +150,18 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     With a configuration, each key also shows its value there, and `model` lists the fields of that model only.  Raises
     UserError for an unknown section.
     """
-    known = [section.name for section in dataclasses.fields(RunConfig)]
+    all_sections = [section.name for section in dataclasses.fields(RunConfig)]
     for name in sections:
-        if name not in known:
+        if name not in all_sections:
             sections_of_key = (key.partition(".")[0] for key in declared_keys() if name in (key, key.partition(".")[2]))
-            suggestion = next(sections_of_key, None) or nearest(name, known)
-            advice = f"did you mean --help {suggestion}?" if suggestion else f"the sections are: {', '.join(known)}"
+            suggestion = next(sections_of_key, None) or nearest(name, all_sections)
+            advice = (
+                f"did you mean --help {suggestion}?" if suggestion else f"the sections are: {', '.join(all_sections)}"
+            )
             raise UserError(f"--help {name}: no such section\n  {advice}")
     parts = [] if sections else [USAGE, recipe_list(), _COMMANDS]
-    known.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
-    for name in sections or known:
+    all_sections.sort(key=lambda name: _MOST_USED.index(name) if name in _MOST_USED else len(_MOST_USED))
+    for name in sections or all_sections:
         if name == "model":
             recipes = all_recipes() if config is None else [config.recipe]
             parts += [
@@ -176,9 +178,9 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
     return "\n".join(parts)
 
 
-def _section(title: str, owner: type, known: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None) -> str:
+def _section(title: str, owner: type, declared: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None) -> str:
     section = title.partition(" ")[0]
-    keys = {k: f for k, f in known.items() if k.startswith(f"{section}.")}
+    keys = {k: f for k, f in declared.items() if k.startswith(f"{section}.")}
     docstring = (owner.__doc__ or "").partition("\n")[0]
     lines = [f"{title}: {docstring}"]
     for key, item in keys.items():
@@ -204,14 +206,14 @@ def _format(value: object) -> str:
 
 _MAX_COLUMNS = 100
 _MAX_INDENT = 36
-"""Comments begin at most at this column, unless the value is longer."""
+"""The last column at which aligned comments may start.  After a longer value, the comment follows directly."""
 
 
 def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """Return the YAML of `config.to_yaml()` with a comment on the origin of each value that is not a default.
+    """Return `config.to_yaml()` with a comment on each non-default value that says where it came from.
 
-    origins: `Resolution.origins`, from `load_with_origins`.  The comments are aligned; one that would pass column 100
-    is above its key.  Comments change no value, so the text can be used as a recipe file.
+    origins: `Resolution.origins`, from `load_with_origins`.  The comments are aligned; one that would extend past
+    column 100 goes above its key.  The text remains a valid recipe file.
     """
     text = config.to_yaml()
     lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model), type(config.objective))
@@ -284,7 +286,7 @@ compdef _meshtrainer meshtrainer
 
 
 def completion(shell: str, commands: Iterable[str]) -> str:
-    """Return the script that `eval "$(meshtrainer completion bash)"` loads, or the one for zsh.
+    """Return the completion script for bash, to load with `eval "$(meshtrainer completion bash)"`, or for zsh.
 
     Raises UserError if the shell is missing or unknown.
     """

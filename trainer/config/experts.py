@@ -20,7 +20,7 @@ def with_expert(config: RunConfig, expert: int, method: Literal["auto", "exchang
 def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     """Resolve `mesh.expert_method=auto` with expert parallelism; return the configuration.
 
-    With `exchange`, whose shapes depend on the tokens, `train.compile=auto` becomes false.
+    With `exchange`, where tensor shapes depend on the data, `train.compile=auto` becomes false.
     """
     mesh, train = config.mesh, config.train
     if mesh.expert in (1, AUTO):
@@ -39,20 +39,20 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
 def expert_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each `mesh.expert` and method that the mesh and the model allow.
 
-    Sizes ascend: the divisors of a node, then 16, 32 and 64 ranks.
+    Sizes are in ascending order: the divisors of the number of ranks on a node, and 16, 32 and 64.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:
         methods = ["gather", "exchange"]
     sizes = [size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0]
-    found = [with_expert(config, 1, config.mesh.expert_method)]
+    choices = [with_expert(config, 1, config.mesh.expert_method)]
     for size in sorted({*sizes, 16, 32, 64}) if config.recipe.declares_experts(config.model) else []:
         for method in methods:
-            tried = resolve_expert_method(with_expert(config, size, method), ranks_per_node)
+            candidate = resolve_expert_method(with_expert(config, size, method), ranks_per_node)
             with contextlib.suppress(UserError):
-                check_expert(tried, shape, ranks_per_node)
-                found.append(tried)
-    return found
+                check_expert(candidate, shape, ranks_per_node)
+                choices.append(candidate)
+    return choices
 
 
 def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> None:
@@ -86,8 +86,8 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
     """Return a warning if there are more shards than experts, else an empty string.
 
-    FSDP then divides other dimensions than the first, and copies weights and gradients once more.  With `mesh.expert` a
-    rank gathers few of the experts, so that copies cost next to nothing.
+    FSDP then shards a dimension other than the first, which takes an extra copy of weights and gradients.  With
+    `mesh.expert`, each rank gathers only a few experts, so the copies cost next to nothing.
     """
     num_experts = getattr(config.model, "num_experts", None)
     if num_experts is None or not config.recipe.declares_experts(config.model):

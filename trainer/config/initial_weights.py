@@ -30,7 +30,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
     if not hasattr(config.model, "fresh") or not config.model_path:
         if config.lora.packs:
             raise nothing_to_pack(config)
-        return  # this kind of model initialises its weights randomly
+        return  # this kind of model initializes its weights randomly
     if config.lora.packs and config.model.fresh:
         raise nothing_to_pack(config)
     fresh, objective = given.get("model.fresh"), config.train.objective
@@ -41,7 +41,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
 def nothing_to_pack(config: RunConfig) -> UserError:
     """Return the error for a packed `lora.base_dtype` without trained weights: random ones would have to be stored."""
-    rule = "packs trained weights, and this model begins with random ones"
+    rule = "packs trained weights, and this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
     return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)
 
@@ -90,8 +90,8 @@ _UNSUPPORTED_TOKENIZERS = (
 def find_weights_tokenizer(config: RunConfig) -> str | None:
     """Return the path of the tokenizer.json that belongs to the initial weights, or None.
 
-    The file is in the weights' folder or, for weights of a run, the one that the run used.  None for random weights,
-    without such a file, or if the run was trained on bytes.
+    The file is in the weights' folder or, for weights from a run, the one that the run used.  None for random weights,
+    if there is no such file, or if the run was trained on bytes.
     """
     folder = find_weights_folder(config)
     if folder is not None:
@@ -117,8 +117,8 @@ def find_weights_folder(config: RunConfig) -> str | None:
     start = config.train.init_from
     if start is not None:
         return start if locate(start).kind == "huggingface" else None
-    is_read = hasattr(config.model, "fresh") and not config.model.fresh
-    return config.model_path if is_read else None
+    reads_weights = hasattr(config.model, "fresh") and not config.model.fresh
+    return config.model_path if reads_weights else None
 
 
 def allows_other_tokenizer(config: RunConfig) -> bool:
@@ -162,7 +162,7 @@ def check_readable_tokenizer(config: RunConfig) -> None:
 
 
 def check_tokenizer_of_folder(folder: str | Path) -> None:
-    """Raise UserError if a Hugging Face folder has a tokenizer, but only in unsupported formats."""
+    """Raise UserError if a Hugging Face folder has a tokenizer only in unsupported formats."""
     path = Path(str(folder).removeprefix("file://")).expanduser()
     unsupported = [name for name in _UNSUPPORTED_TOKENIZERS if (path / name).is_file()]
     if not unsupported or (path / _TOKENIZER).is_file():

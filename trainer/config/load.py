@@ -70,7 +70,7 @@ def find_recipe_file(recipe: str) -> Path:
 
 
 def recipe_files() -> dict[str, Path]:
-    """Return the recipes that come with the package, by name."""
+    """Return the files of the built-in recipes, by name."""
     folder = Path(str(resources.files("trainer.conf")))
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
@@ -106,7 +106,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 OLD_SECTION = "dpo"
-"""The section of the settings of DPO before there were other objectives, when every run stored it.
+"""The old section for DPO settings.  Before there were other objectives, every run stored it.
 
 In recipe files and on the command line, `resolve.objective_section` reads it."""
 
@@ -114,9 +114,7 @@ In recipe files and on the command line, `resolve.objective_section` reads it.""
 def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.
 
-    Raises UserError for unknown and malformed sections.
-
-    path: the file, for messages.
+    path: the file, for messages.  Raises UserError for unknown and malformed sections.
     """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
@@ -141,7 +139,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
 
 
 def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a subsection with their values, or `key` itself if it is no subsection."""
+    """Yield the keys of a subsection with their values, or `key` itself if it is not a subsection."""
     if key not in SUBSECTIONS:
         yield key, value
     elif isinstance(value, Mapping):
@@ -151,7 +149,7 @@ def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
-    """Return the error for a file without a model; an unknown key in the file is reported first."""
+    """Return the error for a file without a model, or for an unknown key in it, which is reported first."""
     load_recipes()
     unknown = ("model.", "objective.")  # what they hold depends on a choice that has not been made
     known = {key: item for key, item in declared_keys().items() if not key.startswith(unknown)}
@@ -163,7 +161,7 @@ def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Configurations stored in runs and checkpoints, which are recognised by their files
+# Configurations stored in runs and checkpoints, which are recognized by their files
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
@@ -232,9 +230,9 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     run = stored.get("run")
     if isinstance(run, dict) and isinstance(run.get("on_end"), str):
         run["on_end"] = masked_command(run["on_end"])
-    of_dpo = stored.pop(OLD_SECTION, None)
-    if section_of(stored, "train").get("objective") == OLD_SECTION and of_dpo is not None:
-        stored["objective"] = of_dpo
+    dpo_section = stored.pop(OLD_SECTION, None)
+    if section_of(stored, "train").get("objective") == OLD_SECTION and dpo_section is not None:
+        stored["objective"] = dpo_section
     return stored
 
 

@@ -1,7 +1,7 @@
-"""Identifies weights: what kind of source a path to weights refers to, judging by file names alone.
+"""Determines which kind of source a path to weights refers to, from file names alone.
 
 Everything that loads weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
-evaluate) first calls `locate`, and chooses by the kind that it returns.  Uses neither torch nor the network.
+evaluate) first calls `locate`, and dispatches on the kind that it returns.  Uses neither torch nor the network.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Kind = Literal["file", "huggingface", "checkpoint", "run"]
 
 @dataclass(frozen=True)
 class Location:
-    """The path of some weights, and the kind of source that they are.
+    """A path to weights, and the kind of source that it refers to.
 
     path: the path or URL, without `file://`.
     kind: the kind of source:
@@ -42,14 +42,14 @@ class Location:
 
     @property
     def folder(self) -> Path:
-        """The folder that holds the config.yaml of a checkpoint or run; of RUN/best, that is the run's."""
+        """The folder with the config.yaml of the checkpoint or run; for RUN/best, the run folder."""
         return Path(run_of_best(self.path) or self.path)
 
 
 def fetched(path: str | os.PathLike[str], setting: str = "path") -> str:
-    """Return the local path of the model that `path` names on the Hugging Face Hub, or of a converted GGUF model.
+    """Return the local path of a model: fetched if `path` names it on the Hugging Face Hub, converted if it is GGUF.
 
-    Any other path is returned unchanged.  For commands that take the path of a model.  Raises UserError, naming
+    Any other path is returned unchanged.  For commands that take a path to a model.  Raises UserError, naming
     `setting`, if the model cannot be fetched or converted.
     """
     text = os.fspath(path)

@@ -74,7 +74,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 
 
 def smallest_mesh(config: RunConfig) -> MeshShape:
-    """Return the smallest mesh that fits a configuration, to use if the number of ranks is unknown."""
+    """Return the smallest mesh that fits a configuration, for use if the number of ranks is unknown."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
     requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context, mesh.expert]
     sizes = [size for size in requested if isinstance(size, int)]
@@ -99,7 +99,7 @@ def divisor(value: int, total: int) -> int:
 
 @dataclass(frozen=True)
 class Slices:
-    """How a context-parallel group splits its sequences, as seen from one of its ranks.
+    """How a context-parallel group splits its sequences, from the point of view of one rank.
 
     With `gather` a slice consists of two pieces at equal distance from the middle of the sequence, so that causal
     attention costs the same on every rank; with `heads` a slice is contiguous.
@@ -112,7 +112,7 @@ class Slices:
     method: str
     """`gather` or `heads`."""
     seq_len: int
-    """Tokens of the full sequence."""
+    """Number of tokens in the full sequence."""
     group: str = ""
     """Name of the process group of these ranks; empty if no communication is needed."""
     regathers_in_backward: bool = False
@@ -120,7 +120,7 @@ class Slices:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens per slice."""
+        """Number of tokens per slice."""
         return self.seq_len // self.count
 
     @property
@@ -153,8 +153,8 @@ def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
         return config
     _, num_kv_heads = _heads(config)
     divides_evenly = num_kv_heads is not None and num_kv_heads % config.context == 0
-    in_a_node = ranks_per_node % config.context == 0
-    method: Literal["gather", "heads"] = "heads" if divides_evenly and in_a_node else "gather"
+    fits_in_node = ranks_per_node % config.context == 0
+    method: Literal["gather", "heads"] = "heads" if divides_evenly and fits_in_node else "gather"
     return dataclasses.replace(config, mesh=dataclasses.replace(mesh, context_method=method))
 
 
@@ -166,7 +166,7 @@ def with_context(config: RunConfig, context: int) -> RunConfig:
 def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each `mesh.context` that the mesh, batch, sequence length and model allow.
 
-    Sizes ascend, and `mesh.context_method` is resolved for each.
+    Sizes are in ascending order, and `mesh.context_method` is resolved for each.
     """
     choices = []
     for size in (size for size in range(1, shape.shard + 1) if shape.shard % size == 0):

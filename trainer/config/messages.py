@@ -1,6 +1,6 @@
 """Error messages for mistakes in arguments: unknown keys and options, and values of the wrong type.
 
-Messages suggest the key or value that was probably meant, or what to do.  They recognise the names of settings in other
+Messages suggest the key or value that was probably meant, or what to do.  They recognize the names of settings in other
 trainers.  Keys that are only slightly similar are not suggested.
 """
 
@@ -153,7 +153,7 @@ _OTHER_VALUES = {
     "train.activation_checkpoint": {"true": "full", "false": "none"},
     "fsdp.wrap": {"transformer_based_wrap": "block"},
 }
-"""Values that other trainers use for a key, and ours."""
+"""For each key, the values that other trainers use, mapped to ours."""
 
 
 _STRAIGHT_QUOTES = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
@@ -165,21 +165,21 @@ _KEY_OF_FULL_NAME = {"activation_checkpoint.mode": "train.activation_checkpoint"
 
 
 def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
-    """Return the key that was meant, or else advice; (None, "") if neither is known."""
+    """Return the key that was probably meant, or else advice; (None, "") if there is neither."""
     if key in _KEY_OF_FULL_NAME:
         return _KEY_OF_FULL_NAME[key], ""
     section, _, leaf = key.rpartition(".")
     leaf = leaf.replace("-", "_").lower()
     if section == "trainer" and leaf in _KEY_OF_NAME:
         return _KEY_OF_NAME[leaf], ""
-    leaves = {known.partition(".")[2]: known for known in legal}
+    leaves = {legal_key.partition(".")[2]: legal_key for legal_key in legal}
     joined = f"{section}_{leaf}"
     if joined in _ADVICE_FOR_NAME:
         return None, _ADVICE_FOR_NAME[joined]
     if key_named := leaves.get(joined) or _KEY_OF_NAME.get(joined):
         return key_named, ""
     is_section = _is_section(section, legal)
-    same_name = [known for known in legal if known.partition(".")[2] == leaf]
+    same_name = [legal_key for legal_key in legal if legal_key.partition(".")[2] == leaf]
     is_unambiguous = not is_section or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
     if same_name and is_unambiguous and (section or leaf not in _KEY_OF_NAME):
         return max(same_name, key=lambda k: difflib.SequenceMatcher(None, section, k.partition(".")[0]).ratio()), ""
@@ -189,8 +189,10 @@ def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
         section != "eval" or str(key_named).startswith(_OF_EVAL)
     ):
         return key_named, ""
-    keys_of_section = [known for known in legal if known.partition(".")[0] == section and not same_name]
-    similar = difflib.get_close_matches(leaf, [known.partition(".")[2] for known in keys_of_section], n=1, cutoff=0.75)
+    keys_of_section = [legal_key for legal_key in legal if legal_key.partition(".")[0] == section and not same_name]
+    similar = difflib.get_close_matches(
+        leaf, [legal_key.partition(".")[2] for legal_key in keys_of_section], n=1, cutoff=0.75
+    )
     if similar:
         return f"{section}.{similar[0]}", ""
     similar = [] if is_section else difflib.get_close_matches(leaf, leaves, n=1, cutoff=0.85)
@@ -200,11 +202,11 @@ def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
 _UNMISTAKABLE = ("seed", "lr", "betas", "epochs")
 """Keys whose meaning does not depend on the section, unlike `path` or `steps`."""
 _OF_EVAL = ("eval.", "data.eval_path", "data.holdout")
-"""Prefixes of the keys that may be suggested for a name in the section `eval`: not those of training."""
+"""Prefixes of the only keys to suggest for a name in the section `eval`; a training key would be misleading."""
 
 
 def _is_section(name: str, legal: Collection[str]) -> bool:
-    return any(known.startswith(f"{name}.") for known in legal)
+    return any(legal_key.startswith(f"{name}.") for legal_key in legal)
 
 
 def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
@@ -220,7 +222,7 @@ def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = 
         return UserError(f"{option}: no such option\n  to fix: keys are written without dashes, as {name}={value}")
     if key_meant is not None:
         return UserError(f"{option}: no such option\n  did you mean {key_meant}={value}?")
-    similar = difflib.get_close_matches(name, [known.lstrip("-") for known in options], n=1, cutoff=0.7)
+    similar = difflib.get_close_matches(name, [each.lstrip("-") for each in options], n=1, cutoff=0.7)
     advice = f"did you mean --{similar[0]}?" if similar else "to fix: see --help"
     return UserError(f"{option}: no such option\n  {advice}")
 
@@ -244,7 +246,7 @@ def unexpected_argument(
     key, colon, value = word.partition(":")
     if colon and value and _is_key(key):
         return UserError(f"{rule}\n  did you mean {as_typed(key, value)}?")
-    # This may be part of an unquoted value with spaces, unless that of a recipe, of nproc or a number.
+    # This may be part of an unquoted value with spaces, unless that value is a recipe, nproc or a number.
     name, equals, start = before.partition("=")
     may_have_spaces = equals and name not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", start)
     if may_have_spaces and not word.startswith("=") and not _is_key(word):
@@ -360,10 +362,10 @@ _FORMS = {
     "ema": 0.999,
     "allow_changes": ["optim.name"],
 }
-"""Example values of keys whose default is empty or means never."""
+"""Example values for keys whose default is empty or turns them off."""
 
 _ALL = ("all", "any", "*", "true", "yes")
-"""Words that users write for all entries of a list."""
+"""Words by which users mean every entry of a list."""
 
 _COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")
@@ -386,7 +388,7 @@ _UNITS = {
 
 
 def _number_in(text: str, name: str) -> float | None:
-    """Return the number in 10k, 1,000 steps, 0,5 or, for a key in seconds, 30m; None for other text."""
+    """Parse a number such as 10k, 1,000 steps, 0,5 or, for a key in seconds, 30m; return None for other text."""
     if re.fullmatch(r"[+-]?(0,\d+|\d+,(\d{1,2}|\d{4,}))", text):
         text = text.replace(",", ".")
     match = re.fullmatch(

@@ -1,7 +1,7 @@
-"""Reads the model that a Hugging Face folder declares: config.json, converted to a recipe's fields, and file checks.
+"""Reads a Hugging Face model folder: converts its config.json to a recipe's fields, and checks its files.
 
-The fields are compared before anything is built, because weights of equal shapes may belong to a different model, for
-example with another `rope_theta` or number of heads.  Reads no tensors and does not import torch.  The recipe
+The fields are compared before anything is built, because a different model, for example with another `rope_theta` or
+number of heads, may have weights of the same shapes.  Reads no tensors and does not import torch.  The recipe
 (`Recipe.hf`) defines the names of the entries and the values that it supports.
 """
 
@@ -65,7 +65,7 @@ class DeclaredModel:
     fields: Mapping[str, Any]
 
     def check(self, model_config: Any, allowed: Iterable[str]) -> None:
-        """Raise UserError that lists every field with a different value in `model_config`.
+        """Raise a UserError that lists every field with a different value in `model_config`.
 
         Free fields (see `free_fields`) and fields that `model_config` does not have are ignored.
         """
@@ -86,7 +86,7 @@ class DeclaredModel:
 
 
 def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
-    """Return the model fields that may differ from those that the source of the weights declares.
+    """Return the model fields that may differ from the source of the weights.
 
     These are the fields declared `free`, which only affect training, and those whose keys are in `allowed`.
     """
@@ -97,7 +97,7 @@ def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
 def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
     """Return the model that a folder declares, as fields of `recipe`; None if it has no config.json.
 
-    Raises UserError that begins with `setting` if config.json is invalid or describes a model that the recipe cannot
+    Raises a UserError that starts with `setting` if config.json is invalid or describes a model that the recipe cannot
     build, and one that names `model.name` if config.json belongs to another recipe.
     """
     path = Path(str(folder).removeprefix("file://"))
@@ -118,7 +118,7 @@ def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Decl
 def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
     """Return the one of `recipes` that builds the model in `folder`, and the model's configuration.
 
-    Raises UserError that begins with `setting` if config.json is missing or invalid, or if not exactly one of the
+    Raises a UserError that starts with `setting` if config.json is missing or invalid, or if not exactly one of the
     recipes builds the model.
     """
     path = Path(folder).expanduser()
@@ -141,7 +141,7 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 MAX_INDEX_BYTES = 256 << 20
-"""Maximum size of an index file, which has a line per tensor, in bytes."""
+"""Maximum size in bytes of an index file, which has one line per tensor."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GGUF = ".gguf"
@@ -160,13 +160,13 @@ def has_config_only(folder: str | Path) -> bool:
     """
     path = Path(folder).expanduser()
     if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
-        return False  # they exist, but were not needed so far
+        return False  # they exist, but have not been needed yet
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
     return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
 
 
 def check_weights(folder: str | Path, setting: str) -> None:
-    """Raise UserError that begins with `setting` if no weights can be read from a Hugging Face folder.
+    """Raise a UserError that starts with `setting` if no weights can be read from a Hugging Face folder.
 
     Only reads file names and headers, so it is fast and needs no torch.  Weights that have not been downloaded or
     converted yet count as readable.
@@ -210,7 +210,7 @@ def no_weights(folder: Path) -> str:
 
 
 def check_no_gguf(path: str | Path, setting: str) -> None:
-    """Raise UserError that begins with `setting` for a folder with several GGUF files but no safetensors.
+    """Raise a UserError that starts with `setting` for a folder with several GGUF files but no safetensors.
 
     A single file is converted before anything else looks at it (see `trainer.gguf_model`).
     """
@@ -236,11 +236,11 @@ _BYTES_PER_ELEMENT = {
     "BOOL": 1,
 }
 _MAX_HEADER_BYTES = 100_000_000
-"""The limit of the safetensors format, in bytes."""
+"""Limit of the safetensors format, in bytes."""
 
 
 def check_headers(folder: str | Path, setting: str) -> None:
-    """Raise UserError that begins with `setting` for a safetensors file whose header does not match its size.
+    """Raise a UserError that starts with `setting` for a safetensors file whose header does not match its size.
 
     Needs no torch, so an incomplete download is reported within a second.
     """
@@ -278,7 +278,7 @@ def _check_header(path: Path) -> None:
 def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
     """Return the native recipe that builds the model in `folder`, and the model's configuration.
 
-    None if there is no such recipe, or if it does not support an entry of config.json.  Raises UserError that begins
+    None if there is no such recipe, or if it does not support an entry of config.json.  Raises a UserError that starts
     with `setting` if config.json is missing or invalid.
     """
     content = read_config(Path(folder).expanduser(), setting)
@@ -304,8 +304,8 @@ def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
     return recipe, config
 
 
-def _fetch(folder: Path) -> str:
-    """Return advice on how to obtain a missing model folder."""
+def _advice_on_missing(folder: Path) -> str:
+    """Return advice for a folder that is not a model folder."""
     if (folder / "adapter_config.json").exists():
         return "it contains an adapter: give the run folder, or the output of trainer.export --merged"
     if folder.exists():
@@ -318,7 +318,7 @@ def _fetch(folder: Path) -> str:
 def read_config(folder: Path, setting: str) -> dict[str, Any]:
     """Return the contents of the folder's config.json.
 
-    Raises UserError that begins with `setting` if it does not describe a model, if the model's sizes are implausible,
+    Raises a UserError that starts with `setting` if it does not describe a model, if the model's sizes are implausible,
     or if small files of the folder are links that point outside it.
     """
     if not (folder / CONFIG).is_file():
@@ -339,7 +339,7 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
         raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: it has no model_type") from error
     except OSError as error:
         rule = f"{CONFIG}: cannot be read ({error.strerror})"
-        fix = "give the folder that contains it" if folder.is_file() else _fetch(folder)
+        fix = "give the folder that contains it" if folder.is_file() else _advice_on_missing(folder)
         raise setting_error(setting, folder, rule, fix=fix) from error
     except ValueError as error:
         raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: {error}") from error
@@ -372,11 +372,11 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 _OTHERS = ("vocab_size", "num_key_value_heads", "head_dim")
 _MAX_LAYERS, _MAX_EXPERTS = 1_000, 100_000
 _MAX_PARAMETERS = 1e13
-"""Several times the size of the largest existing models."""
+"""Several times as many as the largest existing models have."""
 
 
 def _check_sizes(part: Mapping[str, Any]) -> None:
-    """Raise UserError that names the entry if a size in config.json is not a positive whole number or is implausible.
+    """Raise a UserError that names the entry if a size in config.json is not a positive whole number or is implausible.
 
     part: config.json, or its `text_config`.  The total number of parameters is estimated too, so that a model too large
     for any machine is refused before anything is allocated.
@@ -391,8 +391,8 @@ def _check_sizes(part: Mapping[str, Any]) -> None:
             raise UserError(f"{name}={_short(value)}: must be a whole number of at least {minimum}")
 
     def largest(group: Iterable[str], default: int) -> int:
-        found = [sizes[name] for name in group if name in sizes]
-        return max([max(each, default=0) if isinstance(each, list) else each for each in found], default=default)
+        values = [sizes[name] for name in group if name in sizes]
+        return max([max(each, default=0) if isinstance(each, list) else each for each in values], default=default)
 
     layers, experts, width = largest(_LAYERS, 1), largest(_EXPERTS, 1), largest(_WIDTHS, 1)
     for noun, number, limit in (("layers", layers, _MAX_LAYERS), ("experts", experts, _MAX_EXPERTS)):
@@ -407,8 +407,8 @@ def _check_sizes(part: Mapping[str, Any]) -> None:
     if num_heads % num_kv_heads and not any(isinstance(value, list) for value in sizes.values()):
         raise UserError(f"num_key_value_heads={num_kv_heads} does not divide the {num_heads} heads")
     heads = num_heads * largest(("head_dim",), 1)
-    of_layer = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
-    parameters = layers * of_layer + largest(("vocab_size",), 1) * width
+    layer_parameters = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
+    parameters = layers * layer_parameters + largest(("vocab_size",), 1) * width
     if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MAX_PARAMETERS:
         listed_sizes = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
         listed_sizes = listed_sizes or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
@@ -431,9 +431,9 @@ def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting
 
 
 def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
-    """Convert the contents of config.json to fields of the recipe's configuration, checked like a user's settings.
+    """Convert the contents of config.json to fields of the recipe's configuration, and check them like user settings.
 
-    Raises UserError that names the entry if the recipe cannot build the model.
+    Raises a UserError that names the entry if the recipe cannot build the model.
     """
     hf = find_huggingface(recipe)
     check_readable({key: value for key, value in content.items() if key not in hf.dropped})
@@ -458,7 +458,7 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 
 def check_readable(content: Mapping[str, Any]) -> None:
-    """Raise UserError that names the entry if config.json asks for an unsupported format or for custom code."""
+    """Raise a UserError that names the entry if config.json asks for an unsupported format or for custom code."""
     for key, rule in _UNSUPPORTED_ENTRIES.items():
         if content.get(key):
             raise UserError(f"{key}: {rule}")

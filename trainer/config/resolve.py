@@ -92,7 +92,7 @@ start, data, device: the RunConfig too, but later: when a run starts, when its d
 
 @dataclass
 class Keys:
-    """The keys that files and the command line set, before they have types."""
+    """The keys that files and the command line set, before conversion to their types."""
 
     values: dict[str, Any]
     assignments: dict[str, str]
@@ -100,7 +100,7 @@ class Keys:
 
 @dataclass
 class Resolution:
-    """The context of the passes: the user's input, and the results besides the configuration."""
+    """The context of the passes: the user's input, and results other than the configuration."""
 
     path: Path = Path(CONFIG)
     """The recipe file."""
@@ -391,7 +391,7 @@ def is_another_run(stored: str, here: Path) -> bool:
 
 
 def relocated(checkpoint_dir: str, stored_dir: str, run_dir: str) -> str:
-    """Return the present location of `checkpoint_dir`, from when the run's folder was `stored_dir`.
+    """Return where `checkpoint_dir` is now.  It was stored when the run's folder was `stored_dir`.
 
     Checkpoints inside the run folder moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
     """
@@ -427,7 +427,7 @@ _MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.tea
 
 
 def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
-    """Replace Hugging Face models by their folders in the cache, and .gguf files by the folders that they convert to.
+    """Replace Hugging Face models with their folders in the cache, and .gguf files with their converted folders.
 
     Runs before the passes that read these folders.  The run stores the models' names, pinned to a commit: a resumed run
     keeps the commit that it started with, even if the branch has moved.  For a configuration stored in a checkpoint,
@@ -436,12 +436,14 @@ def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
     """
     requested = {**keys.values, **keys.assignments}
     texts = {key: requested[key] for key in _MODEL_KEYS if isinstance(requested.get(key), str)}
-    found = {key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_gguf(text)}
-    if not found:
+    to_fetch = {
+        key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_gguf(text)
+    }
+    if not to_fetch:
         return keys
     pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))
     values, assignments = dict(keys.values), dict(keys.assignments)
-    for key, text in found.items():
+    for key, text in to_fetch.items():
         (assignments if key in assignments else values)[key] = _fetched(key, text, pins, resolution)
         resolution.origins[key] = (
             f"{resolution.origins.get(key) or ('command line' if key in assignments else '')}: {text}"
@@ -505,23 +507,23 @@ def steps_or_epochs(keys: Keys, resolution: Resolution) -> Keys:
 
 
 def objective_name(keys: Keys) -> str:
-    """Return the value of `train.objective`, which decides what keys the section `objective` has."""
+    """Return the value of `train.objective`, which determines the keys of the section `objective`."""
     return str(keys.assignments.get("train.objective", keys.values.get("train.objective", "tokens")))
 
 
 def objective_section(keys: Keys, resolution: Resolution) -> Keys:
-    """Rename the settings of DPO from their old section, as in `dpo.beta`, to `objective.beta`.
+    """Move DPO settings from their old section to the new one: `dpo.beta` becomes `objective.beta`.
 
     Older runs stored the old section with any objective; it is dropped unless the objective is DPO.  A file's settings
     for its objective are dropped if the command line selects another one.
     """
-    objective, of_files = objective_name(keys), objective_name(Keys(keys.values, {}))
+    objective, file_objective = objective_name(keys), objective_name(Keys(keys.values, {}))
     values, assignments = dict[str, Any](), dict[str, str]()
     for key, value in keys.values.items():
         section, _, name = key.partition(".")
         if section == OLD_SECTION and objective == "dpo":
             values[f"objective.{name}"] = value
-        elif section != OLD_SECTION and (section != "objective" or objective == of_files):
+        elif section != OLD_SECTION and (section != "objective" or objective == file_objective):
             values[key] = value
     for key, text in keys.assignments.items():
         section, _, name = key.partition(".")
@@ -537,7 +539,7 @@ _GENERIC_KEYS = ("model.path", "model.fresh")
 
 
 def auto_model(keys: Keys, resolution: Resolution) -> Keys:
-    """Replace `model.name=auto` by the name of the recipe that builds the model in a folder.
+    """Replace `model.name=auto` with the name of the recipe that builds the model in a folder.
 
     Runs before values get their types, because the recipe declares the model keys.  A native recipe is used if it
     builds the model that config.json describes and declares every `model.` key that is set; otherwise the generic
@@ -648,7 +650,7 @@ def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
 def run_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Fill in the default name and folder of the run, on which all other folders depend.
 
-    A name on the command line starts another run, so the folder in the recipe file is ignored then.
+    A name on the command line starts another run, so the folder in the recipe file is then ignored.
     """
     name = config.run.name or resolution.path.stem
     is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
@@ -662,7 +664,7 @@ def default_folder(name: str) -> str:
 
 
 def data_source(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Imply `data.source=tokens` if a path is given without a source next to it, on the command line or in the file.
+    """Set `data.source=tokens` if the command line or the file gives a path without a source next to it.
 
     Runs before all passes that depend on the source.
     """
@@ -677,7 +679,7 @@ _RANGE_STEPS = 100
 
 
 def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Make a learning-rate range test that the command line asks for a short run that always starts over.
+    """Shorten a learning-rate range test requested on the command line, and let it always start over.
 
     Runs before `holdout`, which depends on whether there are evaluations.
     """
@@ -709,7 +711,7 @@ def holdout(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace `data.tokenizer=model`, or a folder, by the path of the tokenizer.json in it.
+    """Replace `data.tokenizer=model`, or a folder, with the path of the tokenizer.json.
 
     Stored as a path, so that a resume finds the same file from any working directory.
     """
@@ -724,7 +726,7 @@ def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Arrange conversations so that none attends to another, and none is cut.  Runs after `data_source`."""
+    """Pack conversations so that none attends to another, and none is cut.  Runs after `data_source`."""
     data = config.data
     if data.source == "chat" and data.arrangement != "apart":
         data = replace(data, documents="masked", fit="best")
@@ -734,9 +736,10 @@ def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Read what the objective needs from the records of chats: their labels, and the position to score.
+    """Select what the objective needs from chat records: their labels, and the position to score.
 
-    Runs after `data_source`.  An objective with two rows per sample compares an answer with one to another prompt.
+    Runs after `data_source`.  An objective with labels and two rows per sample compares each answer with the answer to
+    another prompt.
     """
     data, objective = config.data, config.objective
     if data.source != "chat":
@@ -757,9 +760,9 @@ def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Limit the sequence length of a recipe for chats to what the model supports.
+    """Limit the sequence length of a chat recipe to what the model supports.
 
-    A length on the command line is taken as it is, and turns off `data.trim_rows`, which would shorten it.
+    A length on the command line is used as is, and turns off `data.trim_rows`, which would shorten it.
     """
     data, longest = config.data, getattr(config.model, "max_seq_len", None)
     if "data.seq_len" not in resolution.assignments:
@@ -800,10 +803,10 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
 def base_model(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Explain `optim.base_model` for `--why`: how much wider this model is.  Changes nothing."""
     base = config.optim.base_model or {}
-    grown = {name: getattr(config.model, name, 0) / value for name, value in base.items() if value}
-    if grown and "optim.base_model" in resolution.origins:
-        shown = ", ".join(f"{factor:.4g} x {name}" for name, factor in grown.items())
-        resolution.origins["optim.base_model"] += f"; this model has {shown}"
+    growth = {name: getattr(config.model, name, 0) / value for name, value in base.items() if value}
+    if growth and "optim.base_model" in resolution.origins:
+        factors = ", ".join(f"{factor:.4g} x {name}" for name, factor in growth.items())
+        resolution.origins["optim.base_model"] += f"; this model has {factors}"
     return config
 
 
@@ -831,7 +834,7 @@ def compute_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve the dtype of the weights below adapters: those stored in bfloat16 lose nothing by staying in it."""
+    """Resolve the dtype of the frozen weights under adapters: bfloat16, without loss, if they are stored in it."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
         return config
@@ -876,10 +879,10 @@ def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig
 
 
 def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Give a range test a separate folder, and a separate place for its checkpoints.
+    """Give a range test its own run folder and checkpoint folder.
 
     The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  The last
-    pass on loading, because earlier ones read the run's own folder.
+    pass during loading, because earlier ones read the run's own folder.
     """
     if config.schedule.name != "range":
         return config
@@ -899,7 +902,7 @@ def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Choose a folder in which the run can start; a note tells the user if it is not the default one.
+    """Choose a folder in which the run can start; add a note for the user if it is not the default one.
 
     The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
     the first suitable one of NAME-2, NAME-3, ... is used.  The configuration is unchanged if the command line or the
@@ -958,7 +961,7 @@ def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of the resolution: its name, the function, when it runs, and the reason that `--why` gives."""
+    """One step of the resolution: its name, its function, when it runs, and the reason that `--why` gives."""
 
     name: str
     decide: Any
@@ -1005,4 +1008,4 @@ PASSES = (
     Pass("context method", context_method, "device", "suits the context the planner chose"),
     Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
 )
-"""All passes, in their order.  Those that need data or a device are at the end: they run when their input exists."""
+"""All passes, in order.  Those that need data or a device come last: they run once their input exists."""

@@ -1,4 +1,4 @@
-"""Rules between settings, and between settings and the number of ranks."""
+"""Checks settings against each other, and against the number of ranks."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trainer.errors import UserError, choice_error, nearest, setting_error
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
     """Check all rules, before anything is built, and return the shape of the mesh.
 
-    Raises UserError that names one setting, the rule that it breaks, and how to fix it.
+    Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
     if config.mesh.context == AUTO:  # without a valid choice, check context=1 to report why
@@ -320,13 +320,13 @@ def _check_evaluation(config: RunConfig) -> None:
             "log.prompts", prompts, "data.source=synthetic generates numbers, not text", fix="leave it out"
         )
     sources = config.data.path if isinstance(config.data.path, dict) else {}
-    known = ["loss", *(f"loss_{name}" for name in sources), *config.objective.better]
-    if config.eval.metric not in known:
-        raise choice_error("eval.metric", config.eval.metric, known)
+    metrics = ["loss", *(f"loss_{name}" for name in sources), *config.objective.better]
+    if config.eval.metric not in metrics:
+        raise choice_error("eval.metric", config.eval.metric, metrics)
 
 
 def offloaded_share(setting: float | str) -> float:
-    """Return the share of blocks that `train.offload_activations` offloads: 0.0 for `none` and for an open `auto`."""
+    """Return the share of blocks that `train.offload_activations` offloads; 0 for `none` and an unresolved `auto`."""
     return 0.0 if isinstance(setting, str) else float(setting)
 
 
@@ -480,16 +480,16 @@ _FORMS = "must be a step, tokens:<n>, or a share of the run such as 80%"
 
 @dataclass(frozen=True)
 class Phase:
-    """The weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
+    """The sampling weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
 
     start: int
     weights: Mapping[str, float] | None
 
 
 def find_phases(config: RunConfig) -> list[Phase]:
-    """Return the phases of a run with several sources, first to last; the first begins at sample 0.
+    """Return the phases of a run with several sources, in order; the first starts at sample 0.
 
-    Raises UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
+    Raises a UserError that names the phase and the rule that it breaks.  The order of the phases is only checked once
     `train.epochs` has been resolved to a number of steps.
     """
     path, weights = config.data.path, config.data.weights
@@ -505,11 +505,11 @@ def find_phases(config: RunConfig) -> list[Phase]:
             raise setting_error(key, stated, "must contain only `from` and `weights`", example=example)
         _check_weights(f"{key}.weights", stated["weights"], names)
         phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
-        is_late = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
-        if has_num_steps and not is_late:
-            before = phases[-1].start // config.train.global_batch_size + 1
-            rule = f"must begin after the previous phase, which begins with step {before}"
-            raise setting_error(f"{key}.from", stated["from"], rule, before + 1)
+        is_after_previous = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
+        if has_num_steps and not is_after_previous:
+            previous_start = phases[-1].start // config.train.global_batch_size + 1
+            rule = f"must start after the previous phase, which starts at step {previous_start}"
+            raise setting_error(f"{key}.from", stated["from"], rule, previous_start + 1)
         phases = [*phases[: len(phases) if phase.start else 0], phase]
     return phases
 
@@ -610,7 +610,7 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
 SINKS = "meshtrainer.sinks"
 """Entry-point group in which other distributions list their trackers."""
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
-"""The trackers of this package: the library that each needs, and the name of the product.
+"""The built-in trackers: the library that each needs, and its product name.
 
 `TRACKERS` in `metrics/trackers.py` lists the same names, with the classes, which this floor cannot import.  A test
 compares the two."""
@@ -618,11 +618,11 @@ compares the two."""
 
 def _check_trackers(log: LogSection) -> None:
     """Raise UserError if there is no such tracker, or its library is not installed."""
-    known = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=SINKS)))))
+    trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=SINKS)))))
     for name in log.trackers:
-        if name not in known:
-            rule = f"no tracker is called {name!r}; there are {', '.join(known)}"
-            best = nearest(name, known)
+        if name not in trackers:
+            rule = f"no tracker is called {name!r}; there are {', '.join(trackers)}"
+            best = nearest(name, trackers)
             raise setting_error("log.trackers", log.trackers, rule, meant=None if best is None else [best])
     for name in log.trackers:
         if name in _TRACKERS and not _is_installed(name):
@@ -668,7 +668,7 @@ def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
 
 
 def _check_compilers(key: str, value: object, device_type: str, alternative: str) -> None:
-    """Raise UserError unless torch.compile has the compilers it needs."""
+    """Raise UserError if a compiler that torch.compile needs is missing."""
     rule, fix = _missing_compiler(device_type)
     if rule:
         raise setting_error(key, value, rule, fix=f"{fix}, or {alternative}")
@@ -678,12 +678,12 @@ def _missing_compiler(device_type: str) -> tuple[str, str]:
     """Return the `rule` and `fix` of the error for a missing compiler; empty strings if none is missing."""
     if device_type == "cuda" and not _is_installed("triton"):
         return "needs Triton, which is included in torch's CUDA builds", "pip install triton"
-    language, variable, known = (
+    language, variable, usual_names = (
         ("C", "CC", ("gcc", "clang"))
         if device_type == "cuda"
         else ("C++", "CXX", ("clang++",) if sys.platform == "darwin" else ("g++",))
     )
-    names = shlex.split(os.environ.get(variable, ""))[:1] or known
+    names = shlex.split(os.environ.get(variable, ""))[:1] or usual_names
     if any(shutil.which(name) for name in names):
         return "", ""
     rule = f"needs a {language} compiler, but {' and '.join(names)} {'are' if len(names) > 1 else 'is'} not on PATH"

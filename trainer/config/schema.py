@@ -16,10 +16,10 @@ from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
 from trainer.renamed import Renamed
 
 # ---------------------------------------------------------------------------------------------------------------
-# Limits and values that several sections share
+# Limits and values shared by several sections
 
 WEEK_S = 7 * 24 * 3600.0
-"""The longest time limit.  Waiting for ranks counts milliseconds in 32 bits, and up to three such limits add up."""
+"""Upper bound of time limits: timeouts between ranks are 32-bit milliseconds, and up to three limits add up."""
 
 MAX_SIZE = 2**31 - 1
 """The largest value of a key that becomes the size of a tensor dimension."""
@@ -28,13 +28,13 @@ DTYPES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
-"""Other spellings of dtypes, for which error messages suggest ours."""
+"""Other spellings of dtypes; error messages suggest ours instead."""
 
 AUTO = "auto"
 """The value that leaves a setting to the trainer; the planner resolves most of these before anything is built."""
 
 MODEL = "model"
-"""Value of `data.tokenizer` and `data.chat_template` for those that come with the model."""
+"""Value of `data.tokenizer` and `data.chat_template` that selects the ones that come with the model."""
 
 NUMBER_OR = "a whole number or "
 """Start of the `form` of keys that take a number or one word."""
@@ -58,7 +58,7 @@ class RunSection:
     )
     deterministic: bool = declare(
         False,
-        "bit-identical results on GPUs too: use slower kernels in place of those that sum in arbitrary order",
+        "make results bit-identical on GPUs too, with slower kernels that sum in a fixed order",
     )
     threads: int = declare(0, "CPU threads per rank; 0: divide this process's cores evenly", at_least=0, at_most=1024)
     timeout_s: float = declare(600.0, "timeout of a collective, in seconds", above=0, at_most=WEEK_S)
@@ -161,7 +161,7 @@ class CheckpointSection:
 
     every: int | str = declare(
         0,
-        "steps between checkpoints; 0: only at the end; auto: the interval that minimises lost time (see node_mtbf_h)",
+        "steps between checkpoints; 0: only at the end; auto: the interval that minimizes lost time (see node_mtbf_h)",
         at_least=0,
         form=NUMBER_OR + AUTO,
     )
@@ -189,7 +189,7 @@ class CheckpointSection:
     )
     timeout_s: float = declare(
         3600.0,
-        "seconds after which a save counts as stuck; the run then ends and names the rank",
+        "seconds after which a save counts as stuck; the run then ends and names the stuck rank",
         above=0,
         at_most=WEEK_S,
     )
@@ -330,7 +330,9 @@ class DataSection:
     )
     text_key: str = declare("text", "JSONL key or parquet column that holds the text")
     bad: str = declare(
-        "error", "unreadable documents: error, skip (leave out and count), or the largest share that may be left out"
+        "error",
+        "what to do with unreadable documents: error, skip (leave out and count), or the largest share of documents "
+        "that may be left out",
     )
     weights: dict[str, float] | None = declare(
         None,
@@ -359,7 +361,7 @@ class DataSection:
     )
     bos: bool | None = declare(
         None,
-        "for text: start each document with the tokenizer's beginning-of-text token; null: as the tokenizer does",
+        "for text: start each document with the tokenizer's beginning-of-text token; null: if the tokenizer does so",
     )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = declare(
         "auto",
@@ -367,8 +369,8 @@ class DataSection:
     )
     labels: Literal["none", "read", "mismatched"] = declare(
         "none",
-        "with source=chat: whether each record has a label; mismatched: and each prompt is also paired with the answer "
-        "to another; follows from train.objective",
+        "with source=chat: whether each record has a label; mismatched: also pair each prompt with the answer to "
+        "another prompt; set by train.objective",
     )
     columns: dict[str, str] | None = declare(
         None,
@@ -382,8 +384,8 @@ class DataSection:
     train_on: Literal["assistant", "last", "all", "completion", "end"] = declare(
         "assistant",
         "with source=chat: target tokens: assistant (all assistant turns), last (the last assistant turn), all "
-        "(every token), or completion (the assistant turns after the last user message); end: the position that a "
-        "reward model or classifier scores, the last one; follows from train.objective",
+        "(every token), or completion (the assistant turns after the last user message); end: the last position, which "
+        "a reward model or classifier scores; set by train.objective",
     )
     too_long: Literal["auto", "drop", "truncate", "error"] = declare(
         "auto",
@@ -391,7 +393,7 @@ class DataSection:
         "most would be dropped",
     )
     trim_rows: bool = declare(
-        False, "with source=chat: shorten sequences to the longest conversation, rounded up to 64 tokens"
+        False, "with source=chat: shorten sequences to the longest conversation, rounded up to a multiple of 64 tokens"
     )
     documents: Literal["joined", "masked", "apart"] = declare(
         "joined",
@@ -449,14 +451,17 @@ class MuonSection:
         None, "peak learning rate of the matrices; null: optim.lr, as for the parameters that AdamW updates", at_least=0
     )
     coefficients: Literal["jordan", "polar"] = declare(
-        "jordan", "polynomials of the iterations; polar: a different, optimal one in each iteration (Polar Express)"
+        "jordan", "polynomials of the Newton-Schulz iterations; polar: a different, optimal one in each (Polar Express)"
     )
     scale: Literal["match_rms_adamw", "spectral", "jordan"] = declare(
         "match_rms_adamw",
-        "size of updates by shape; match_rms_adamw: that of AdamW's; spectral: the best rate does not depend on width",
+        "how updates scale with a matrix's shape; match_rms_adamw: to the RMS of AdamW's updates; spectral: so that "
+        "the best learning rate does not depend on width",
     )
     dtype: Literal["bfloat16", "float32"] = declare(
-        "bfloat16", "dtype of iterations and messages; float32: losses agree within 1e-6 on any mesh", aliases=DTYPES
+        "bfloat16",
+        "dtype of the iterations and of messages between ranks; float32: losses agree within 1e-6 on any mesh",
+        aliases=DTYPES,
     )
     cautious: bool = declare(False, "apply weight decay only where the update shrinks the weight too")
     bucket_mib: float = declare(64.0, "MiB that a rank receives for one bucket of matrices", above=0)
@@ -474,7 +479,7 @@ class OptimSection:
     lr_by_width: bool = declare(
         False,
         "lr is meant for fine-tuning a model of width 2000: scale it by (2000 / width) ** 0.78, and for adapters "
-        "by another 10; an optim.lr on the command line is not scaled",
+        "by another factor of 10; an optim.lr on the command line is not scaled",
     )
     betas: tuple[float, float] = declare((0.9, 0.95), "decay rates of AdamW's two moments", at_least=0, below=1)
     eps: float = declare(1e-8, "AdamW's epsilon", above=0)
@@ -483,7 +488,7 @@ class OptimSection:
     decay_all: bool = declare(False, "apply weight decay to norms, biases and embeddings too")
     state_dtype: Literal["float32", "bfloat16", "int8"] = declare(
         "float32",
-        "dtype of AdamW's two moments; int8: a byte each, with a scale for every 256 numbers of a row",
+        "dtype of AdamW's two moments; int8: one byte per number, with one scale for every 256 numbers of a row",
         aliases={**DTYPES, **dict.fromkeys(("8bit", "uint8", "torch.int8"), "int8")},
     )
     rounding: Literal["stochastic", "nearest"] = declare(
@@ -494,12 +499,12 @@ class OptimSection:
     groups: tuple[dict[str, Any], ...] = declare(
         (),
         'settings by parameter name: [{match: "*embed*", lr: 0.3}, ...]; lr and lr_decay (by layer) multiply the '
-        "learning rate, weight_decay and optimizer replace theirs; the last match wins",
+        "learning rate, weight_decay and optimizer replace the general settings; the last match wins",
     )
     base_model: dict[str, int] | None = declare(
         None,
         "widths of the smaller model for which lr and the initial weights were chosen: {dim: 256, num_heads: 4, ...}; "
-        "both are then scaled to this model's (muP); null: they are not",
+        "both are then scaled to this model's widths (muP); null: no scaling",
     )
 
 
@@ -525,7 +530,7 @@ class ScheduleSection:
         at_most=1,
     )
     decay_ratio: float = declare(
-        0.2, "for wsd: share of the run, at its end, in which the rate decays", at_least=0, at_most=1
+        0.2, "for wsd: share of the run, at its end, over which the rate decays", at_least=0, at_most=1
     )
 
     def warmup(self, num_steps: int) -> int:
@@ -592,7 +597,7 @@ class TrainSection:
     objective: str = declare(
         "tokens",
         "training objective; tokens: predict the next token; dpo, ipo, kto, simpo, orpo: preferences; reward: a "
-        "reward model; classify: classes of texts; distill: imitate a teacher; module:class: your own",
+        "reward model; classify: text classification; distill: imitate a teacher; module:class: your own",
         form="an objective's name, or module:class",
     )
     freeze: tuple[str, ...] = declare(
@@ -617,18 +622,18 @@ class LoraSection:
     targets: str | list[str] = declare(
         "all-linear",
         "layers that get an adapter: all-linear (every linear layer of the blocks; routers and stacked experts get "
-        "none), or a list of module names or name endings, and of stacked matrices: [q_proj,gate_up_proj,down_proj]",
+        "none), or a list of names or name endings of modules and stacked matrices: [q_proj,gate_up_proj,down_proj]",
     )
     base_dtype: Literal["float32", "bfloat16", "nf4", "fp8"] | None = declare(
         None,
-        "dtype of the frozen weights; null: bfloat16 if they are stored in it, else train.weights_dtype; nf4 or fp8: "
-        "the linear layers and experts of the blocks in 4.5 or 8.5 bits a weight, and all others in fsdp.param_dtype",
+        "dtype of the frozen weights; null: bfloat16 if they are stored as bfloat16, else train.weights_dtype; nf4 or "
+        "fp8: 4.5 or 8.5 bits per weight for linear layers and experts of the blocks, fsdp.param_dtype for all others",
         aliases=DTYPES,
     )
 
     @property
     def packs(self) -> bool:
-        """Whether frozen weights are packed into 4 or 8 bits."""
+        """True if frozen weights are packed into 4 or 8 bits."""
         return self.rank > 0 and self.base_dtype in ("nf4", "fp8")
 
 
@@ -698,7 +703,7 @@ class RunConfig:
 
     @property
     def higher_is_better(self) -> bool:
-        """Whether the best evaluation is the one with the highest `eval.metric`, such as accuracy."""
+        """True if the best evaluation is the one with the highest `eval.metric`, such as accuracy."""
         return self.objective.better.get(self.eval.metric) == "higher"
 
     @property
@@ -726,7 +731,7 @@ class RunConfig:
 
     @property
     def has_reference_model(self) -> bool:
-        """True if a second, frozen model is held in memory: with adapters, the reference is the model without them."""
+        """True if a second, frozen model is held in memory.  With adapters, the reference is the model without them."""
         return "reference" in self.objective.needs and not self.lora.rank
 
     @property
@@ -758,7 +763,7 @@ class RunConfig:
         """
         plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
         for section, name in (("model", "path"), ("train", "init_from"), ("data", "tokenizer")):
-            if isinstance(path := plain[section].get(name), str):  # by its name, which holds on any machine
+            if isinstance(path := plain[section].get(name), str):  # store its name, which is valid on any machine
                 plain[section][name] = name_of_source(path)
         if self.run.on_end is not None:
             plain["run"]["on_end"] = masked_command(self.run.on_end)
@@ -779,8 +784,8 @@ def name_of_source(path: str) -> str:
     This is a name on the Hugging Face Hub, pinned to a commit, or the path of a .gguf file.  Any other path is returned
     unchanged.
     """
-    made_from = gguf_model.original_file(path) or path
-    return hub.pinned_name(made_from) or made_from
+    source = gguf_model.original_file(path) or path
+    return hub.pinned_name(source) or source
 
 
 def plain_lists(tree: Any) -> Any:

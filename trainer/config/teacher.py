@@ -1,4 +1,4 @@
-"""The teacher model for distillation: a second model, frozen and otherwise built like that of the run."""
+"""The teacher model for distillation: a second, frozen model, otherwise built like the trained one."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from trainer.errors import setting_error
 from trainer.objective import Tokens
 
 KEY, TOP = "objective.teacher", "top.json"
-"""The setting, and the file that marks a folder with a teacher's log-probabilities."""
+"""The setting that names the teacher, and the file that marks a folder of stored teacher log-probabilities."""
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
     """Return the configuration with the teacher as its model and initial weights; None without a teacher model.
 
-    The teacher computes in the dtype of the run and is stored in it, on the same mesh.  Raises UserError if its model
-    is unknown or has another vocabulary, or if a setting needs a teacher model.
+    The teacher uses the run's compute dtype for its weights too, on the same mesh.  Raises UserError if its model is
+    unknown or has a vocabulary of another size, or if a setting needs a teacher model and only its log-probabilities
+    are given.
     """
     if "teacher" not in config.objective.needs:
         return None
@@ -46,17 +47,17 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     else:
         rule = "must be a Hugging Face folder, a run folder or a checkpoint"
         raise setting_error(KEY, path, rule, fix="give one, or the name of a model on the Hugging Face Hub: OWNER/NAME")
-    stored: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
-    train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=stored)
+    weights_dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
+    train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=weights_dtype)
     fsdp = replace(config.fsdp, reshard_after_forward="default")
-    found = replace(config, model=model, train=train, fsdp=fsdp, lora=LoraSection(), objective=Tokens())
-    if found.vocab_size != config.vocab_size:
-        rule = f"has a vocabulary of {found.vocab_size} tokens, and the trained model one of {config.vocab_size}"
+    teacher = replace(config, model=model, train=train, fsdp=fsdp, lora=LoraSection(), objective=Tokens())
+    if teacher.vocab_size != config.vocab_size:
+        rule = f"has a vocabulary of {teacher.vocab_size} tokens, and the trained model one of {config.vocab_size}"
         raise setting_error(KEY, path, rule, fix="use a teacher with the same tokenizer")
-    if config.context > 1 and not found.recipe.context:
-        rule = f"is a model of recipe {found.recipe.name!r}, which needs whole sequences"
+    if config.context > 1 and not teacher.recipe.context:
+        rule = f"is a model of recipe {teacher.recipe.name!r}, which needs whole sequences"
         raise setting_error(KEY, path, rule, fix="set mesh.context=1")
     if config.expert > 1:
         rule = "ranks share out the experts of one model, and a teacher is a second one"
         raise setting_error("mesh.expert", config.expert, rule, 1)
-    return found
+    return teacher

@@ -1,13 +1,13 @@
-"""Data pipeline: text -> tokens -> samples -> an order of samples -> micro-batches.
+"""Data pipeline: text -> tokens -> samples -> sample order -> micro-batches.
 
     tokenizer   text <-> token ids
     ingest      text, JSONL and parquet files -> token shards
-    shards      token shards and manifests on disk; `remote` for those at a URL
+    shards      token shards and manifests on disk; `remote` reads them from a URL
     source      samples by index, from token shards or synthetic patterns; `packing` for masked and packed documents
     chat        conversations -> rows of tokens and targets with a loss mask
     opening     data settings -> source
-    mixture     the sample at each position of an endless run, from one source or several
-    loader      a rank's micro-batches, and the sample count that a resume needs
+    mixture     maps each position of an endless run to a sample, from one source or several
+    loader      a rank's micro-batches, and the position from which a run resumes
     transfer    micro-batches to the device
 
 Nothing here depends on the mesh or the model: a rank is an integer, and the only property of the model that matters is

@@ -66,7 +66,7 @@ class _Arguments:
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
-    """Values of the options that take an integer; initially their defaults."""
+    """Values of the integer options, initialized to their defaults."""
     is_full: bool = False
     allow_import: list[str] = field(default_factory=list)
 
@@ -156,7 +156,7 @@ def _table(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
 
 
 _EDGE_CHARS = 60
-"""Number of characters that are shown of the start and of the end of a long text."""
+"""Number of characters to show from each end of a long text."""
 
 
 def _show_samples(
@@ -169,7 +169,7 @@ def _show_samples(
     """
     global_batch_size = config.train.global_batch_size
     data_tokenizer = tokenizer_of(config.data)
-    tokenizer = data_tokenizer if data_tokenizer.name == source.tokenizer else None  # otherwise the ids are shown
+    tokenizer = data_tokenizer if data_tokenizer.name == source.tokenizer else None  # otherwise ids are shown
     positions = (step - 1) * global_batch_size + np.arange(min(count, global_batch_size))
     indices = order.at(positions)
     try:

@@ -1,6 +1,7 @@
-"""The file of answers to a file of prompts: a JSON line for each prompt, in order.  A later command can continue it.
+"""The answers file for a prompts file: one JSON line per prompt, in order.  A later command can resume it.
 
-FILE.made_by, next to it, records which model and which settings made the answers, since their lines do not tell.
+FILE.provenance.json, next to it, records which model and settings produced the answers, since the lines themselves do
+not say.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import Any
 from trainer.errors import setting_error
 from trainer.files import append_and_sync, write_atomically, writing_to
 
-_FIX = "name a file that does not exist"
+_FIX = "choose a file name that is not in use"
 
 
 class AnswerFile:
-    """A file of answers to prompts, which is new or to be continued.
+    """An answers file, either new or being resumed.
 
-    num_done: number of prompts that it has answers to already.
+    num_done: number of prompts already answered.
     """
 
-    def __init__(self, path: Path, key: str, prompts: str, records: Sequence[Mapping[str, Any]]) -> None:
-        """Read the answers in the file, if there are any, without changing it.
+    def __init__(self, path: Path, key: str, prompts_path: str, prompts: Sequence[Mapping[str, Any]]) -> None:
+        """Read the answers in the file, if any, without changing it.
 
-        key: the option that names the file, for errors.  prompts: the file of prompts.  records: the prompts.
+        key: the option that names the file, for errors.
 
         Raises UserError if a line does not answer the prompt with the same number.
         """
@@ -38,34 +39,38 @@ class AnswerFile:
         content = path.read_bytes() if path.exists() else b""
         *lines, unfinished = content.split(b"\n")
         for number, line in enumerate([*lines, unfinished] if unfinished else lines):
-            is_whole = number < len(lines)
-            if number >= len(records) or not (_answers if is_whole else _begins_to_answer)(line, records[number]):
-                rule = f"line {number + 1} is not the answer to prompt {number + 1} of {prompts}"
+            is_complete = number < len(lines)
+            matches = _is_answer if is_complete else _is_partial_answer
+            if number >= len(prompts) or not matches(line, prompts[number]):
+                rule = f"line {number + 1} is not the answer to prompt {number + 1} of {prompts_path}"
                 raise setting_error(key, path, rule, fix=_FIX)
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
-    def begin(self, model: str, made_by: Mapping[str, Any]) -> None:
-        """Record what makes the answers of a new file.  Check it for an existing one, and truncate a partial line.
+    def begin(self, model: str, provenance: Mapping[str, Any]) -> None:
+        """For a new file, record what produces the answers.
 
-        model: path of the model, for messages.  made_by: the checksum of its weights as `weights`, and all settings.
+        For an existing file, check that it matches, and truncate a partial last line.
 
-        Raises UserError if another model or other settings made the answers in the file.
+        model: path of the model, for messages.
+        provenance: the checksum of the model's weights as `weights`, and all settings.
+
+        Raises UserError if the answers in the file were produced by another model or with other settings.
         """
-        place = self._path.with_name(f"{self._path.name}.made_by")
+        provenance_path = self._path.with_name(f"{self._path.name}.provenance.json")
         if self._is_new:
-            with writing_to(self._key, place):
-                write_atomically(place, json.dumps({"model": model, **made_by}, indent=1) + "\n")
+            with writing_to(self._key, provenance_path):
+                write_atomically(provenance_path, json.dumps({"model": model, **provenance}, indent=1) + "\n")
             return
         try:
-            earlier = {**json.loads(place.read_text())}
+            recorded = {**json.loads(provenance_path.read_text())}
         except (OSError, ValueError, TypeError) as error:
-            rule = f"has answers, but {place.name}, which says what made them, cannot be read"
+            rule = f"has answers, but {provenance_path.name}, which says what produced them, cannot be read"
             raise setting_error(self._key, self._path, rule, fix=_FIX) from error
-        if earlier.get("weights") != made_by["weights"]:
-            rule = f"has answers of other weights: those of {earlier.get('model')} when it was begun"
+        if recorded.get("weights") != provenance["weights"]:
+            rule = f"has answers of other weights: those of {recorded.get('model')} when it was begun"
             raise setting_error(self._key, self._path, rule, fix=_FIX)
         changed = [
-            f"{name} {earlier.get(name)}, now {now}" for name, now in made_by.items() if earlier.get(name) != now
+            f"{name} {recorded.get(name)}, now {now}" for name, now in provenance.items() if recorded.get(name) != now
         ]
         if changed:
             rule = f"was begun with other settings: {'; '.join(changed)}"
@@ -73,7 +78,7 @@ class AnswerFile:
         os.truncate(self._path, self._num_bytes)
 
     def append(self, lines: str) -> None:
-        """Append lines, which are on disk when this returns."""
+        """Append lines and flush them to disk before returning."""
         with writing_to(self._key, self._path):
             append_and_sync(self._path, lines)
 
@@ -83,18 +88,18 @@ def answer_line(record: Mapping[str, Any], completion: str, finish: str) -> str:
     return json.dumps({**record, **_answer(completion, finish)}) + "\n"
 
 
-def _answers(line: bytes, record: Mapping[str, Any]) -> bool:
-    """Return whether a line is an answer to the prompt `record`."""
+def _is_answer(line: bytes, prompt: Mapping[str, Any]) -> bool:
+    """Return whether a line is an answer to `prompt`."""
     try:
         answer = json.loads(line)
     except ValueError:
         return False
-    return isinstance(answer, dict) and {**record, **_answer(answer.get("completion"), answer.get("finish"))} == answer
+    return isinstance(answer, dict) and {**prompt, **_answer(answer.get("completion"), answer.get("finish"))} == answer
 
 
-def _begins_to_answer(line: bytes, record: Mapping[str, Any]) -> bool:
-    """Return whether a line that was cut off, by a kill or a full disk, is part of an answer to `record`."""
-    start = answer_line(record, "", "").partition('"completion": "')[0].encode()
+def _is_partial_answer(line: bytes, prompt: Mapping[str, Any]) -> bool:
+    """Return whether a line cut off by a kill or a full disk is the start of an answer to `prompt`."""
+    start = answer_line(prompt, "", "").partition('"completion": "')[0].encode()
     return line.startswith(start) or start.startswith(line)
 
 

@@ -1,11 +1,11 @@
-"""On-disk cache of data that are built once and shared by all processes and later runs.
+"""On-disk cache of data built once and shared by all processes and later runs.
 
 `build_entry` builds an entry: it takes a lock, checks again whether the entry exists, builds it under a temporary name,
-flushes it to disk, and renames it.  So an entry appears under its name only when it is complete.  A corrupt entry is
-reported, removed and rebuilt.  `get_or_build` also chooses the folder; tokenized chats, the standard library, row
-layouts and catalogues of shards use it.  Downloaded shards and text (`remote.cache`) have separate folders and use
-`build_entry`.  Parts of tokenized text are built by many processes at the same time (`ingest`), so it only uses the
-choice of the folder, `in_writable_folder`.
+flushes it to disk, and renames it.  An entry therefore appears under its name only once it is complete.  A corrupt
+entry is reported, removed and rebuilt.  `get_or_build` also chooses the folder; tokenized chats, the standard library,
+row layouts and shard catalogs use it.  Downloaded shards and text (`remote.cache`) have separate folders and use
+`build_entry`.  Tokenized text (`ingest`) is built in parts by many processes at once, so it uses only
+`in_writable_folder`, which chooses the folder.
 
 `read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
 """
@@ -43,7 +43,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def in_writable_folder(
     cache_dir: str | None, content: str, use: Callable[[Path], Entry], input_bytes: int = 0
 ) -> Entry:
-    """Return `use(folder)` for the first cache folder for which it raises no OSError.
+    """Return `use(folder)` for the first cache folder in which it raises no OSError.
 
     content, input_bytes: what is stored in the folder, and the size of its input files in bytes, for messages.
 
@@ -130,7 +130,7 @@ def build_entry(
     build: writes the entry at a temporary path: to an empty folder, or with `is_file` to a file.
     partial: a temporary name that all processes share, so that they can see what is being written.  The file is locked
         while it is written, so locks are required: see `locked`.
-    damaged: the message about a corrupt entry, after its path.
+    damaged: the part of the message about a corrupt entry that follows its path.
 
     Raises OSError and the exceptions of `build`, after removing the temporary files.
     """
@@ -145,7 +145,7 @@ def build_entry(
                 remove(path)
         temporary = partial
         if temporary is None:
-            if file_lock.is_locked:  # so no other process is building: remove what killed processes have left
+            if file_lock.is_locked:  # so no other process is building: remove what killed processes left behind
                 for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
                     remove(leftover)
             temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")

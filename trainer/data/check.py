@@ -1,8 +1,8 @@
-"""Checks data for broken shards, duplicate documents, and held-out text that is also trained on.
+"""Checks data for broken shards, duplicate documents, and held-out text that also occurs in the training data.
 
-Documents are compared by a hash of all their tokens.  Held-out text is found by 32-grams of tokens: all of them in the
-held-out data, and one at every 16th position of the training data, so that no shared run of 47 tokens or more can be
-missed.  All hash matches are verified token by token.
+Documents are compared by a hash of all their tokens.  Held-out text is found by matching 32-grams of tokens: every one
+in the held-out data, and those at every 16th position in the training data, so that no shared run of 47 or more tokens
+is missed.  All hash matches are verified token by token.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ Hashes = NDArray[np.uint64]
 
 _GRAM, _STRIDE = 32, 16
 _CHUNK = 1 << 16
-"""Number of tokens that are hashed at once, few enough to stay in the CPU's caches."""
+"""Number of tokens to hash at once, few enough to stay in the CPU's caches."""
 _MAX_LISTED = 10
-"""Number of findings of each kind that are listed; all are counted."""
+"""Maximum number of findings to list of each kind; all are counted."""
 
 
 def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
@@ -69,7 +69,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
-    """Return the shards that the paths, globs and folders name, by file name; an error for each that does not open."""
+    """Return the shards that the paths, globs and folders name, by file name, or the error if one cannot be opened."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
         path.removeprefix("file://")
@@ -156,10 +156,10 @@ class _Hasher:
         hashes = np.zeros(len(starts), dtype=np.uint64)
         for first in range(0, shard.info.num_tokens, _CHUNK):
             terms = self._terms(shard.read(first, min(_CHUNK, shard.info.num_tokens - first)))
-            begin = int(np.searchsorted(starts, first, side="right")) - 1
-            end = int(np.searchsorted(starts, first + len(terms)))
-            sums = np.add.reduceat(terms, np.maximum(starts[begin:end] - first, 0))
-            hashes[begin:end] += sums * np.uint64(pow(_BASE, first, 2**64))
+            first_document = int(np.searchsorted(starts, first, side="right")) - 1
+            stop_document = int(np.searchsorted(starts, first + len(terms)))
+            sums = np.add.reduceat(terms, np.maximum(starts[first_document:stop_document] - first, 0))
+            hashes[first_document:stop_document] += sums * np.uint64(pow(_BASE, first, 2**64))
         return hashes * _powers_at(_INVERSE, starts)
 
 
@@ -175,7 +175,7 @@ def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
 
 
 def _report_duplicates(shards: list[Shard], report: Report) -> int:
-    """Report identical documents, in any shards, and return the number of documents that repeat an earlier one."""
+    """Report identical documents across all shards, and return the number of documents that repeat an earlier one."""
     starts, hashes = [], []
     for shard in shards:
         offsets = np.unique(shard.read_offsets())  # ignores empty documents
@@ -251,13 +251,13 @@ class _HeldOutIndex:
 
 
 def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
-    """Return the number of flags that are set in each of the first `count` windows of `width` tokens."""
+    """Return the number of set flags in each of the first `count` windows of `width` tokens."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
     return sums[width : width + count] - sums[:count]
 
 
 def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield the tokens of all samples in order, in chunks, each with a mask of the tokens with ignored targets."""
+    """Yield the tokens of all samples in order, in chunks, each with a mask of the tokens whose targets are ignored."""
     step = max(1, _CHUNK // source.seq_len)
     for first in range(0, len(source), step):
         entries = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))

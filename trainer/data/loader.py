@@ -2,9 +2,9 @@
 
 Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step u
 (counted from 0) reads positions u * G to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
-splits it into micro-batches.  So a resume needs only one integer, the number of samples that finished steps have
-consumed, and it is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in
-different data is a different sample.
+splits it into micro-batches.  Resuming therefore needs only one integer, the number of samples consumed by finished
+steps, which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different
+data is a different sample.
 
 Ranks are plain integers in this module, which issues no collectives.
 """
@@ -60,8 +60,8 @@ this rank's slice: (B, seq_len / mesh.context)."""
 class TrainLoader:
     """An endless iterator over this rank's micro-batches.
 
-    Its state advances when the last micro-batch of a step is handed out, however far workers have prefetched: a state
-    that is saved between two steps is exact.  It can be loaded on a different number of ranks or workers, and with a
+    Its state advances when the last micro-batch of a step is handed out, however far workers have prefetched, so a
+    state saved between two steps is exact.  It can be loaded on a different number of ranks or workers, and with a
     different micro-batch size or global batch size.  The global random number generators are not used.
     """
 
@@ -132,7 +132,7 @@ class TrainLoader:
 
     @property
     def samples(self) -> int:
-        """Number of samples that finished steps have consumed, over all ranks."""
+        """Number of samples consumed by finished steps, over all ranks."""
         return self._samples
 
     @property
@@ -145,7 +145,7 @@ class TrainLoader:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Passes over each source in finished steps, by `epoch_<source>`, or by `epoch` for a single source."""
+        """Passes over each source in finished steps: `epoch_<source>`, or `epoch` for a single source."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def usage_by_phase(self, steps: int) -> list[SourceUsage]:
@@ -199,7 +199,7 @@ class TrainLoader:
         return [*refused, *order_changes[0]], [*reported, *order_changes[1]]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position in `state`."""
+        """Resume from the position in `state`."""
         self.close()
         self._samples = self._step_start = int(state["samples"])
 
@@ -247,7 +247,7 @@ _MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
 """Limits on the number and the total bytes of prefetched micro-batches.  A micro-batch that leaves the CPU's caches
 before it is used costs twice as much."""
 _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
-"""The same limits for the micro-batches that a worker sends in a message."""
+"""The same limits for the micro-batches in a worker's message."""
 
 
 def _micro_batch_indices(
@@ -270,7 +270,7 @@ def _batches_in_process(
 ) -> Generator[Batch | TrainingFailed]:
     """Yield the micro-batches with the given sample indices, in pinned memory if `device` is given."""
     if device is not None:
-        torch.cuda.set_device(device)  # is per thread: otherwise this thread would pin memory for device 0
+        torch.cuda.set_device(device)  # per thread: otherwise this thread would pin memory for device 0
     for batch_indices in indices:
         yield _tensors(batches.read(batch_indices), device is not None)
 
@@ -288,7 +288,7 @@ def attended_length(loader: object) -> float | None:
 
 
 def _check_samples(source: Source, config: RunConfig) -> None:
-    """Raise UserError if the samples are not what the objective compares."""
+    """Raise UserError if the samples lack the labels or pairs that the objective needs, or have unsupported ones."""
     key, objective, outputs = "train.objective", config.train.objective, config.objective.outputs
     if "labels" in config.objective.needs and not source.num_labels:
         rule = f"needs records with a label, but data.source={config.data.source} has none"
@@ -313,7 +313,7 @@ def _check_samples(source: Source, config: RunConfig) -> None:
 
 
 def _check_labels(source: Source, config: RunConfig) -> None:
-    """Raise UserError if all samples to train on have one label, where the objective tells labels apart."""
+    """Raise UserError if all training samples have the same label, but the objective distinguishes labels."""
     objective, label = config.objective, source.only_label
     if label is None or max(objective.num_kinds, objective.outputs) < 2:
         return
@@ -326,7 +326,7 @@ def _check_labels(source: Source, config: RunConfig) -> None:
 
 
 class EvalLoader:
-    """This rank's share of the first `num_batches` global batches (0: of all samples), in order; can be iterated again.
+    """This rank's share of the first `num_batches` global batches (0: of all samples), in order, as often as needed.
 
     Every rank has the same number of micro-batches, so that collectives match: the end is padded with samples that have
     only ignored targets.
@@ -421,7 +421,7 @@ class _BatchReader:
 
 
 def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
-    """Return this rank's slices of all entries with a value per token, except `documents`, which stay complete.
+    """Return this rank's slices of all entries with a value per token, except `documents`, which stays complete.
 
     Targets are already shifted: the last target of a slice is the first token of the next slice.
     """
@@ -660,7 +660,7 @@ def _group_into_messages(
 ) -> Iterator[list[NDArray[np.int64]]]:
     """Yield the indices of each message.
 
-    The first has one micro-batch, so that training starts early, and each following one twice as many as the last.
+    The first message has one micro-batch, so that training starts early; each later one is twice as long, to a limit.
     """
     length = 1
     while message := list(islice(indices, length)):
@@ -673,11 +673,11 @@ def _identity(message: Message) -> Message:
 
 
 def _prepare_worker(worker_id: int) -> None:
-    """Make a worker ignore stop signals to the process group, but end when its rank ends.
+    """Make a worker ignore stop signals to the process group, but exit when its rank exits.
 
-    After a stop signal, the rank still has to finish the step and save.  If the rank is killed, torch's check does not
-    notice it with the start method forkserver, the default from Python 3.14 on: it watches the worker's parent, which
-    is then the fork server.
+    After a stop signal, the rank still has to finish the step and save.  If the rank is killed, torch's own check does
+    not notice with the start method forkserver, the default since Python 3.14: it watches the worker's parent, which is
+    then the fork server.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -1,7 +1,7 @@
-"""The samples that a run reads, and their order: of one source, or of a mixture with weights that change by phase.
+"""The order in which a run reads samples: of one source, or of a mixture whose weights change by phase.
 
-A position counts the samples of an endless run.  The sample at a position depends only on the position, the number of
-samples and the seed, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form of the
+A position is an index into an endless run of samples.  Its sample depends only on the position, the number of samples
+and the seed, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form of the
 position, the seed and the phases so far, and later phases never change earlier positions.  The order must never change
 between versions: runs resume from a position, so a different order would silently repeat some samples and skip others.
 
@@ -9,8 +9,8 @@ A single source is read in a different random permutation in each epoch.  In a m
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
 that its weight prescribes.  A phase has one pattern of sources, and each block starts at a different offset in it.  The
 pattern gives the source at a position and the number of samples of that source before it; the k-th sample of a source
-is at position k of the source's permutation.  So all samples of a source are read before any of them is repeated, with
-any phases.
+is at position k of the source's permutation.  So all samples of a source are read before any of them is repeated,
+whatever the phases.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Permutation(SampleOrder):
 
 
 _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
-"""Keys in `checkpoint.allow_changes` that permit different weights for samples that were already read."""
+"""Keys in `checkpoint.allow_changes` that permit different weights for samples already read."""
 
 
 def shares_per_block(weights: Mapping[str, float]) -> dict[str, int]:
@@ -411,7 +411,8 @@ class MixedSource(Source):
 def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]:
     """Return the indices of an evaluation's samples, shape (num_samples,).
 
-    These are the first samples; of several sources, in proportion to their sizes.  Depends only on the sizes.
+    These are the first samples; with several sources, the first of each, in proportion to its size.
+    Depends only on the sizes.
     """
     if not isinstance(source, MixedSource):
         return np.arange(num_samples)
@@ -424,7 +425,7 @@ def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SourceUsage:
-    """The samples of one source that the steps of one phase read.
+    """The samples of one source that are read in one phase.
 
     source: the source's name, or "" if there is only one source.
     share: the source's share of the phase's samples.
@@ -441,7 +442,7 @@ class SourceUsage:
 
 
 def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> list[SourceUsage]:
-    """Return the usage of each source in each phase that begins within `steps` steps of `batch` samples."""
+    """Return the usage of each source in each phase that starts within `steps` steps of `batch` samples."""
     usages, starts = [], [start for start in order.starts if start < batch * steps]
     counts_before = order.counts(0)
     for start, end in pairwise([*starts, batch * steps]):
@@ -485,5 +486,5 @@ def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
 
 
 def epochs(order: SampleOrder, samples: int) -> dict[str, float]:
-    """Return the number of times that the run's first `samples` samples have read each source."""
+    """Return the number of passes over each source in the run's first `samples` samples."""
     return {name: count / order.sizes[name] for name, count in order.counts(samples).items()}

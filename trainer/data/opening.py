@@ -1,8 +1,9 @@
-"""Opens the source that the data settings describe: finds the files, tokenizes text unless it is cached, and checks.
+"""Opens the source that the data settings describe: finds the files, tokenizes text that is not cached, and checks it.
 
 `open_source` handles each kind of data: chats, synthetic patterns, standard library text, mixtures, and paths of token
-shards or text.  `find_shards` resolves a path: to token shards, a manifest, text, JSONL, parquet, folders and globs of
-them, or URLs.  Text is tokenized into `data.cache_dir` on first use; later processes and runs find the shards there.
+shards or text.  `find_shards` resolves a path to shards: it may name token shards, a manifest, text, JSONL or parquet
+files, a folder or glob of them, or a URL.  Text is tokenized into `data.cache_dir` on first use; later processes and
+runs find the shards there.
 
 This module does not import torch: the source is opened to check the data settings before any process is spawned.
 """
@@ -63,7 +64,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
     """Return the source that the settings describe, or None if `split` is `eval` and nothing is held out.
 
-    Without `data.eval_path`, the last windows of token shards are held out: a share of `data.holdout`.
+    Without `data.eval_path`, the last windows of token shards are held out: the share `data.holdout` of them.
 
     vocab_size: the model's vocabulary size, or None to skip the comparison.
 
@@ -153,7 +154,7 @@ def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") 
 
 
 _MAX_EMPTY_SHARE = 0.01
-"""The share of empty documents above which there is a warning: a few are normal."""
+"""Share of empty documents above which a warning is printed; a few are normal."""
 
 
 def _warn_about_skipped(shards: Sequence[Shard]) -> str:
@@ -208,7 +209,7 @@ def _open_mixture(
 
 @contextmanager
 def _prefix_errors(source: str) -> Iterator[None]:
-    """Put the name of the source before the messages of UserErrors."""
+    """Prefix the messages of UserErrors with the name of the source."""
     try:
         yield
     except UserError as error:
@@ -342,10 +343,10 @@ def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserErr
 
 # -- many shards without a manifest -----------------------------------------------------------------------------------
 # If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So one rank
-# collects the metadata in a catalogue, a manifest in the cache, and each rank opens only that file.
+# collects the metadata in a catalog, a manifest in the cache, and each rank opens only that file.
 
 MIN_SHARDS = 64
-"""Number of shards from which on a catalogue is written."""
+"""Minimum number of shards for which a catalog is written."""
 
 
 def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
@@ -361,7 +362,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
             raise ShardError(f"the metadata {metadata} cannot be read ({error.strerror})") from error
         digest.update(f"{path}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_size};".encode())
 
-    def build(catalogue: Path) -> None:
+    def build(catalog: Path) -> None:
         shards = [Shard(path) for path in paths]
         _check_same_tokenizer(shards)
         rows = [
@@ -378,7 +379,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
             held_out=[],
             train_content=sample_content(shards),
             checksums=[shard.info.checksum for shard in shards],
-        ).write(catalogue)
+        ).write(catalog)
 
     name = f"catalogue-{digest.hexdigest()}.json"
     try:
@@ -391,13 +392,13 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
 # -- text, tokenized on first use -------------------------------------------------------------------------------------
 
 _LAYOUT_VERSION = 1
-"""Increase when the same text and settings give different shards, so that older cached shards are not used."""
+"""Increment when the same text and settings give different shards, so that older cached shards are not used."""
 
 
 def _tokenize_text(
     inputs: Sequence[InputFile], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
 ) -> ShardSet:
-    """Return the shards of text files from the cache, after building them if they are missing or corrupt.
+    """Return the shards of text files from the cache, building them first if they are missing or corrupt.
 
     Existing shards are verified (see `verify_at_start`).
 
@@ -465,7 +466,7 @@ def _cache_name(job: BuildJob) -> str:
 
 
 def is_untokenized(data: DataSection) -> bool:
-    """Return whether the settings name text that is not tokenized yet, so that opening it takes long.
+    """Return whether the settings name text that is not tokenized yet, which makes opening it slow.
 
     Raises UserError if the text does not exist.
     """
@@ -485,8 +486,8 @@ def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
     if is_hub_data(setting):
         from trainer.data.remote.datasets import find_data
 
-        found = find_data(setting, key)
-        inputs, data = found.inputs(key), found.settings(data)
+        hub_data = find_data(setting, key)
+        inputs, data = hub_data.inputs(key), hub_data.settings(data)
     elif find_folder(setting) is None:
         from trainer.data.remote.text import find_text, is_text
 
@@ -522,7 +523,7 @@ def _check_size(
 
 
 def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
-    """Raise ShardError unless all shards were tokenized by the same tokenizer."""
+    """Raise ShardError unless all shards were tokenized with the same tokenizer."""
     for shard in shards:
         if shard.info.kind != shards[0].info.kind:
             raise ShardError(
@@ -533,7 +534,7 @@ def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
 
 
 def _check_disjoint(path: str, eval_path: str, data: DataSection) -> None:
-    """Raise UserError if `data.eval_path` shares files with `data.path`, or was tokenized by a different tokenizer."""
+    """Raise UserError if `data.eval_path` shares files with `data.path`, or was tokenized with another tokenizer."""
     train, held_out = find_shards(path, data, "data.path"), find_shards(eval_path, data, "data.eval_path")
     _check_files_disjoint(path, eval_path, train.files, held_out.files)
     try:
@@ -569,7 +570,7 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
 
 
 def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
-    """Return the files that a path names, without opening them: chats, text, or shards, listed in a manifest or not.
+    """Return the files that a path names, without opening them: chats, text, or shards (with or without a manifest).
 
     A URL is returned unchanged.  Raises UserError if there are no files.
     """
@@ -601,7 +602,7 @@ def refuse_pairs(source: Source) -> None:
 
 
 def check_tokenizer(source: Source, config: RunConfig) -> None:
-    """Raise UserError if token shards were made with a different tokenizer from that of the initial weights.
+    """Raise UserError if the token shards were produced with a tokenizer other than that of the initial weights.
 
     Text needs no check: `data.tokenizer`, which tokenizes it, was checked when the configuration was loaded.
     """
@@ -654,7 +655,7 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def epochs_to_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace `train.epochs` by the equivalent `train.steps`, at least `train.small_model_steps`."""
+    """Replace `train.epochs` with the equivalent `train.steps`, at least `train.small_model_steps`."""
     train = config.train
     if train.epochs is None:
         return config

@@ -3,9 +3,9 @@
 Document boundaries come from the shards' index, never from the tokens: text may contain the end-of-document token.
 
 A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece; a longer one
-is split into several.  The layout depends only on the documents and the row length.  For few documents, it is held in
-memory; for many, it is a file in the cache that all ranks of a node memory-map, so that even a billion documents need
-no private memory.
+is split into several.  The layout depends only on the documents and the row length.  With few documents, it is held in
+memory; with many, it is stored in the cache, and all ranks of a node memory-map it, so that even a billion documents
+need no private memory.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 
 
 class MaskedSource(TokenSource):
-    """Windows as in `TokenSource`, with each token's position in its document, and the document's number in the row.
+    """Windows as in `TokenSource`, with each token's position in its document, and its document's number in the row.
 
-    A document that is split between two windows counts as two.  The last token of a document has no target.
+    A document split between two windows counts as two.  The last token of a document has no target.
     """
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
@@ -85,7 +85,7 @@ class PackedSource(TokenSource):
 
     The first token of a document is never a target, and its last token has no target.
 
-    packs: whether a row has as many documents as fit, instead of one.
+    packs: whether to put as many documents as fit into each row, instead of one each.
     """
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
@@ -137,15 +137,15 @@ _FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
 """The files of a stored layout, with their dtypes."""
 
 MAX_DOCUMENTS_IN_MEMORY = 2**20
-"""Number of documents up to which the layout is held in memory, with about 24 bytes per document."""
+"""Maximum number of documents for a layout held in memory, which takes about 24 bytes per document."""
 
 _BLOCK = 2**16
-"""Number of documents in a block; blocks are packed separately, so that a row never mixes their documents."""
+"""Number of documents in a block; blocks are packed separately, so no row contains documents of two blocks."""
 
 
 @dataclass(frozen=True)
 class PieceTotals:
-    """Sums over all pieces: of the numbers of targets, and of their squares."""
+    """Sums over all pieces: of the number of targets, and of its square."""
 
     targets: int = 0
     squares: int = 0
@@ -168,9 +168,9 @@ class RowLayout:
 def load_row_layout(
     shards: Sequence[Shard], seq_len: int, packs: bool, content: str, cache_dir: str | None
 ) -> RowLayout:
-    """Return the layout of rows of at most `seq_len` targets.
+    """Return the layout for rows of at most `seq_len` targets.
 
-    packs: whether each row has as many pieces as fit, instead of one, in document order.
+    packs: whether to put as many pieces as fit into each row, instead of one each in document order.
     content: a digest of the shards' content, which identifies a large layout in the cache.
 
     Raises ShardError, or UserError if the cache is not writable; see `get_or_build`.
@@ -203,7 +203,7 @@ def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Blo
 
 
 def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
-    """Yield arrays (n, 2) with the first token and the number of targets of up to a block of documents."""
+    """Yield an (n, 2) array for up to a block of documents: the first token and the number of targets of each."""
     num_tokens_before = 0
     for shard in shards:
         for first in range(0, shard.info.num_documents, _BLOCK):
@@ -248,15 +248,15 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
             end += len(pieces)
             totals = _totals_of(pieces)
             targets, squares = targets + totals.targets, squares + totals.squares
-    facts = {"totals": asdict(PieceTotals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
-    (folder / "totals.json").write_text(json.dumps(with_checksum(facts)))
+    metadata = {"totals": asdict(PieceTotals(targets, squares)), "pieces": pieces_crc, "ends": ends_crc}
+    (folder / "totals.json").write_text(json.dumps(with_checksum(metadata)))
 
 
 def _memory_map(folder: Path) -> RowLayout:
-    """Return the layout that `_write` has written, memory-mapped.  Raises ValueError if it is corrupt."""
-    facts = checked(json.loads((folder / "totals.json").read_bytes()))
-    totals = PieceTotals(**facts["totals"])
-    pieces, ends = (_read_array(folder / name, dtype, facts[name]) for name, dtype in _FILES.items())
+    """Return the layout written by `_write`, memory-mapped.  Raises ValueError if it is corrupt."""
+    metadata = checked(json.loads((folder / "totals.json").read_bytes()))
+    totals = PieceTotals(**metadata["totals"])
+    pieces, ends = (_read_array(folder / name, dtype, metadata[name]) for name, dtype in _FILES.items())
     return RowLayout(pieces, ends, totals)
 
 

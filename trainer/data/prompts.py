@@ -1,4 +1,4 @@
-"""Reads and encodes prompts: text to continue, or a conversation in a chat template."""
+"""Reads and encodes prompts: text to continue, or a conversation rendered with a chat template."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from trainer.errors import setting_error
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokens of a document that begins with `text`; if there are none, the end-of-document token."""
+    """Return the tokenizer's start tokens and the tokens of `text`, or the end-of-document token if there are none."""
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
 
 
 def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
     """Return the tokens at which generation with a chat model stops.
 
-    These are the tokenizer's end-of-document token, which ends completions, and the token that ends the assistant's
-    turns in the template, if it is a special token.
+    These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if it
+    is a special token.
 
     tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
 
@@ -42,9 +42,9 @@ def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
 
 
 def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
-    """Return the tokens of a user's message, rendered with the chat template and its generation prompt.
+    """Return the tokens of a user message rendered with the chat template, including the generation prompt.
 
-    key: the setting or option to name in errors.
+    key: the setting or option to name in error messages.
     template: the value of `data.chat_template`.
 
     Raises UserError if there is no template.
@@ -53,10 +53,10 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
 
 
 class ChatPrompts:
-    """Encodes conversations for the assistant to continue, with a chat template and its generation prompt."""
+    """Encodes conversations for the assistant to answer, using a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
-        """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in errors.
+        """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in error messages.
 
         Raises UserError if there is no template.
         """
@@ -66,10 +66,10 @@ class ChatPrompts:
             raise setting_error(key, value, f"needs the {error.name} library: pip install {error.name}") from error
         from trainer.data.chat.masking import ChatTokenizer
 
-        template_found = find_template(template, tokenizer, key=key)
-        if template_found is None:
+        chat_template = find_template(template, tokenizer, key=key)
+        if chat_template is None:
             raise setting_error(key, value, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
-        self._template, self._tokenizer = template_found, ChatTokenizer(tokenizer)
+        self._template, self._tokenizer = chat_template, ChatTokenizer(tokenizer)
         self._key, self._value = key, value
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
@@ -86,10 +86,10 @@ class ChatPrompts:
 
 
 def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the prompts of a file as (location for messages, record).
+    """Yield (location, record) for each prompt in a file; locations are for error messages.
 
-    Each line of a `.jsonl` file is an object with `prompt`, a text, or `messages`, as in `data.format=messages`; its
-    other keys are kept.  Of any other file, each line that is not blank is a prompt.
+    Each line of a `.jsonl` file is an object with either `prompt` (text) or `messages` (as in `data.format=messages`);
+    other keys are kept.  In any other file, every nonblank line is a prompt.
 
     Raises UserError, naming `key`, if the file or a line cannot be read.
     """

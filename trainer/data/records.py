@@ -1,4 +1,4 @@
-"""Reads the records of JSON files other than JSONL, and of CSV files, one at a time, in constant memory.
+"""Reads records from JSON files (other than JSONL) and CSV files, one at a time, in constant memory.
 
 A .json file holds records if it is an array of objects, or a sequence of objects.  Other JSON files, such as a model's
 configuration or a shard's metadata, do not.
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 _HEAD_BYTES = 4096
-"""Number of bytes at the start of a file that are inspected."""
+"""Number of bytes to inspect at the start of a file."""
 
 _BLOCK = 1 << 20
 
@@ -26,7 +26,7 @@ class BadRecord(ValueError):
 
 
 def is_record_file(path: str | Path) -> bool:
-    """Return whether a .json, .csv or .tsv file holds records; assumed for compressed files."""
+    """Return whether a .json, .csv or .tsv file holds records; compressed files are assumed to."""
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)
@@ -41,9 +41,10 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield the records of an open file with their numbers, counted from 1.
+    """Yield (number, record) for each record of an open file, counted from 1.
 
     name: the name of the file, which determines its format.
+
     Raises BadRecord or UnicodeDecodeError if the rest of the file cannot be read.
     """
     stem = name.lower().removesuffix(".gz").removesuffix(".zst")
@@ -55,7 +56,7 @@ def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
 def _read_json(file: TextIO) -> Iterator[tuple[int, Any]]:
     decoder = json.JSONDecoder()
     text, position, number, is_at_end = "", 0, 0, False
-    num_open = 0  # brackets of arrays that have begun and not ended
+    num_open = 0  # unclosed array brackets
     while True:
         separators = text[position : _SEPARATORS.match(text, position).end()]  # type: ignore[union-attr]
         num_open += separators.count("[") - separators.count("]")

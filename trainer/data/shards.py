@@ -4,7 +4,7 @@ A token shard consists of three or four files:
 
     NAME.bin    the tokens: little-endian uint8, uint16 or uint32, depending on the vocabulary size
     NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64
-    NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096 bytes of tokens, as uint32
+    NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096-byte page of tokens, as uint32
     NAME.json   the metadata (`ShardInfo`): contents, sizes and checksums of the other files
 
 A manifest lists the shards of a dataset with their metadata, so that thousands of shards can be opened by reading a
@@ -12,7 +12,7 @@ single file.
 
 Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
 its storage fails, SIGBUS kills the process.  A mapping also keeps its descriptor open, and touching a page reads
-neighbouring pages ahead, a hundred times what a sample needs.  `preadv` has none of these problems, and no file
+neighboring pages ahead, a hundred times what a sample needs.  `preadv` has none of these problems, and no file
 position that processes or threads would share.
 """
 
@@ -45,7 +45,7 @@ SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """The files of a shard, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Total bytes of shards up to which all checksums are verified when the data are opened, within half a second.  In
+"""Maximum total bytes of shards whose checksums are all verified when the data are opened, within half a second.  In
 larger data, each page is verified when it is read."""
 
 _PAGE_BYTES = 4096
@@ -53,7 +53,7 @@ _PAGE_BYTES = 4096
 them costs no additional reads."""
 
 _MAX_BYTES_WITHOUT_CRC = 1 << 22
-"""Bytes of tokens up to which a shard has no .crc: all of it is verified before it is first used."""
+"""Maximum bytes of tokens in a shard without a .crc, which is verified completely before it is first used."""
 
 FileVersion: TypeAlias = "tuple[str, int, int]"
 """A version of a file: path, inode and change time (ctime, ns)."""
@@ -215,7 +215,7 @@ class Shard:
     def verify(self) -> None:
         """Verify the checksums of all bytes.  Raises ShardError.
 
-        Each process does this once per shard.  Shards without checksums, from early versions or other tools, are valid.
+        Each process does this once per shard.  Shards without checksums, from early versions or other tools, pass.
         """
         self._verify(self._file, is_index=False)
         self._verify(self._index, is_index=True)
@@ -265,7 +265,7 @@ class Shard:
         return file if header.tobytes() == bytes.fromhex(self._recorded_checksum) else None
 
     def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: FileVersion) -> int:
-        """Fill `buffer` with tokens like `_fill`, after verifying the pages with these tokens."""
+        """Fill `buffer` with tokens, as `_fill` does, after verifying the pages that contain them."""
         size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
         first, last = offset // _PAGE_BYTES, -(-min(stop, size) // _PAGE_BYTES)
         pages = np.empty(min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, np.uint8)
@@ -281,7 +281,7 @@ class Shard:
                 content = pages[offset - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
                 buffer.view(np.uint8)[: len(content)] = content
                 return len(content)
-            self._verify(self._file, is_index=False)  # if this passes, not the tokens are corrupt but the .crc
+            self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt, not the tokens
         return SHARD_FILES.read_into(buffer, self._file, offset)
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
@@ -311,12 +311,12 @@ class ShardWriter:
             raise
         self._write_bytes(".idx", bytes(8))
         self.num_tokens = self.num_documents = self.num_bytes = 0
-        self._has_begun = False
+        self._has_started = False
 
     def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
         """Append tokens to the current document; `num_bytes` is the size of their text in bytes."""
-        if not self._has_begun:
-            self._has_begun = True
+        if not self._has_started:
+            self._has_started = True
             self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
         self._append(ids)
         self.num_bytes += num_bytes
@@ -355,7 +355,7 @@ class ShardWriter:
     def end_document(self) -> None:
         """End the current document, which may be empty, with the tokenizer's end tokens."""
         self.write(np.array(self._tokenizer.end_ids, dtype=self._dtype), num_bytes=0)
-        self._has_begun = False
+        self._has_started = False
         self.num_documents += 1
         self._write_bytes(".idx", self.num_tokens.to_bytes(8, "little"))
 
@@ -480,7 +480,7 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an OSError; if a limit on open files or a full disk is the cause, with the limit or with advice."""
+    """Describe an OSError, with the limit if there are too many open files, or with advice if the disk is full."""
     details = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         details = " for the cache; free some space, set data.cache_dir to another disk, or set data.cache_gib"
@@ -525,7 +525,7 @@ _MANIFEST_FORMAT = 1
 
 @dataclass(frozen=True)
 class ShardManifest:
-    """Lists the training and held-out shards of a dataset, all made by the same tokenizer.
+    """Lists the training and held-out shards of a dataset, all produced with the same tokenizer.
 
     train_content, held_out_content: the digests from `sample_content`; "" if there are no such shards.
     notes: statistics collected while building the shards, for the messages of later runs.
@@ -673,7 +673,7 @@ class DescriptorCache:
             os.register_at_fork(after_in_child=self._reset_lock)
 
     def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
-        """Fill the contiguous `buffer` with bytes from `offset` on; return their number, smaller at end of file.
+        """Fill the contiguous `buffer` with bytes from `offset` on; return their number, smaller at the end of file.
 
         Each version of a file has a separate descriptor, since the file may have been replaced.  Raises OSError.
         """

@@ -51,15 +51,15 @@ class Source(ABC):
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
     attended: attention length: twice the mean number of tokens that a token attends to; None if tokens attend to their
-        complete row, so that it is seq_len.
+        complete row, which makes it seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
     is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
         directly when that is faster than using a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs.
-    num_labels: number of different labels of samples, numbered from 0; 0 if samples have no labels.
-    only_label: the label that all samples have; None if there are several, or none.
+    num_labels: number of distinct labels, which count from 0; 0 if samples have no labels.
+    only_label: the label shared by all samples; None if there are several labels or none.
     shards: the token shards that the source reads, if any.
     """
 
@@ -108,7 +108,7 @@ class Source(ABC):
 
     @property
     def fingerprint(self) -> Fingerprint:
-        """Identifies the samples.  It is stored with the data position, so that no run resumes on different data.
+        """Identifies the samples; stored with the data position, so that no run resumes on different data.
 
         By default it contains only the number of samples.  `content` may be any text that changes with the samples.
         """
@@ -116,12 +116,12 @@ class Source(ABC):
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """Additional fields of the start record about how the samples were made."""
+        """Additional fields of the start record about how the samples were produced."""
         return {}
 
     @property
     def summary(self) -> str:
-        """A description of how the samples were made for the user to read, or ""."""
+        """A description, for the user, of how the samples were produced, or ""."""
         return ""
 
     def bits_per_byte(self, loss: float) -> float | None:
@@ -236,7 +236,7 @@ class TokenSource(Source):
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._count_targets()
         num_bytes = sum(shard.info.num_bytes for shard in shards)
-        if self.num_targets and num_bytes:  # unknown (0) for tokens made by other tools
+        if self.num_targets and num_bytes:  # unknown (0) for tokens from other tools
             self.bytes_per_token = num_bytes / self.num_targets
 
     @property
@@ -339,7 +339,7 @@ class TokenSource(Source):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Covers the shards' metadata and some windows of tokens in each shard.  Raises ShardError."""
+        """The fingerprint, which covers the shards' metadata and some windows of tokens in each.  Raises ShardError."""
         content = self.known_content or sample_content(self.shards)
         return Fingerprint(len(self), len(self.shards), self._shard_starts[-1], content)
 

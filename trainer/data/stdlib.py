@@ -59,7 +59,7 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
 
 
 class StdlibCorpus:
-    """The source code of the running Python's standard library; equal for all ranks that run this Python.
+    """The source code of the running Python's standard library; identical on all ranks that run this Python.
 
     Tests and generated files (encoding tables and the texts of `help()`) are excluded.  About one file in twenty is
     held out, chosen by a hash of its name.
@@ -100,8 +100,8 @@ class StdlibCorpus:
             return shard
 
         # Everything that the tokens depend on, without reading the files.
-        facts = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
-        name = f"stdlib-{hashlib.sha256(facts.encode()).hexdigest()[:16]}-{split}"
+        identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
+        name = f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)
 
     def _find_names(self, split: Split) -> list[str]:
@@ -113,7 +113,7 @@ def _is_held_out(name: str) -> bool:
 
 
 def held_out_text(data: DataSection) -> bytes | None:
-    """Return the held-out text, to compare a model with other compressors, or None unless data.source=stdlib."""
+    """Return the held-out text, for comparing a model with other compressors; None unless data.source=stdlib."""
     return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
 """Common names of the end-of-document token, tried in this order if no configuration file names the token."""
 
-_BEGIN_OF_DOCUMENT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
+_BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
 """Common names of the beginning-of-text token."""
 
 _RULES_VERSION = "text is text"
@@ -40,7 +40,7 @@ _RULES_VERSION = "text is text"
 class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
-    name: identifies the tokenizer: equal only for tokenizers that give the same ids.  It is stored with the tokens.
+    name: identifies the tokenizer: equal only for tokenizers that give the same ids.  Stored with the tokens.
     end_id: the end-of-document token.
     start_ids, end_ids: all special tokens before and after a document; `encode` does not add them.
     """
@@ -88,7 +88,7 @@ class FileTokenizer(Tokenizer):
     END_OF_DOCUMENT.
 
     bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
-    key: the setting to name in errors.
+    key: the setting to name in error messages.
 
     Raises UserError if the library or the file is missing, the file is not a tokenizer, or there is no end-of-document
     token or no required beginning-of-text token.
@@ -122,10 +122,10 @@ class FileTokenizer(Tokenizer):
             if bos_id is None and self.start_ids:
                 bos_id = self.start_ids[0]
             if bos_id is None:
-                bos_id = next((ids[name] for name in _BEGIN_OF_DOCUMENT if name in ids), None)
+                bos_id = next((ids[name] for name in _BEGINNING_OF_TEXT if name in ids), None)
             other_start_ids = tuple(number for number in self.start_ids if number != bos_id)
             if bos and bos_id is None:
-                names = ", ".join(_BEGIN_OF_DOCUMENT)
+                names = ", ".join(_BEGINNING_OF_TEXT)
                 raise missing_bos_error(path, f"tokenizer_config.json does not name one, and it has none of {names}")
             self.start_ids = (bos_id, *other_start_ids) if bos and bos_id is not None else other_start_ids
         self.end_id = self._find_end(Path(path).expanduser(), ids, added_after, key)
@@ -229,7 +229,7 @@ def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[st
     files: _EOS_KEYS or _BOS_KEYS.
     path: the tokenizer file.  The configuration files are ignored unless it is called tokenizer.json.
     ids: the vocabulary.
-    key: the setting to name in errors.
+    key: the setting to name in error messages.
 
     Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.
     """

@@ -1,4 +1,4 @@
-"""Files with a teacher's log-probabilities: for each token of a source's samples, of the most likely next tokens.
+"""Files with a teacher's log-probabilities of the most likely next tokens, for each token of a source's samples.
 
 A folder holds `ids.npy` (samples, seq_len, k) in int32, `logps.npy` of the same shape in float32, and `top.json`, which
 identifies the samples.  `python -m trainer.teach` writes it.  This module does not import torch.
@@ -21,7 +21,7 @@ from trainer.files import write_atomically
 
 
 class TopLogps(SourceSubset):
-    """All samples of a source, with the entries `top_ids` and `top_logps` (samples, seq_len, k) of a folder.
+    """All samples of a source, with the entries `top_ids` and `top_logps` (samples, seq_len, k) from a folder.
 
     Raises UserError if the folder belongs to other samples.
     """
@@ -36,8 +36,8 @@ class TopLogps(SourceSubset):
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
         """Return the samples at `indices`; see `Source.batch`."""
-        kept = np.maximum(np.asarray(indices), 0)  # padding has no targets, so any will do
-        top = {"top_ids": self._ids[kept].astype(np.int64), "top_logps": self._logps[kept]}
+        clamped = np.maximum(np.asarray(indices), 0)  # padding has no targets, so any row will do
+        top = {"top_ids": self._ids[clamped].astype(np.int64), "top_logps": self._logps[clamped]}
         return {**as_mapping(super().batch(indices)), **top}
 
 
@@ -47,7 +47,7 @@ def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
 
 
 def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
-    """Create the arrays, empty.  Raises UserError if the folder has been written already."""
+    """Create empty arrays.  Raises UserError if the folder has already been written."""
     if (folder / TOP).exists():
         raise setting_error("--out", folder, "has been written already", fix="choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -48,7 +48,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class HostScalars:
-    """Asynchronous copy of a few scalars (numbers or one-element tensors) to the host.  Only reading it waits."""
+    """Asynchronous copy of a few scalars (numbers or one-element tensors) to the host.  Only `read` waits for it."""
 
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))

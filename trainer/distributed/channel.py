@@ -26,9 +26,9 @@ class Channel:
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
-        """Use the default process group, which must be a gloo group, or else open a new group for several ranks.
+        """Use the default process group, which must be a gloo group; otherwise, with several ranks, open a new group.
 
-        Every open group costs CPU time, even if it is idle: gloo runs a thread for it that wakes up a hundred times a
+        Every open group costs CPU time, even if it is idle: gloo runs a thread for it that wakes up a hundred times per
         second.
         """
         self.rank, self.size = rank, size
@@ -98,7 +98,7 @@ class Channel:
                 raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
 
     def agreed(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work()`; if it raises on any rank, raise on all ranks (see `agree`)."""
+        """Return the result of `work()`; if it raises on any rank, raise on every rank (see `agree`)."""
         result, error = None, None
         try:
             result = work()
@@ -167,7 +167,7 @@ class TimedStore:
 
 
 _NUM_RESERVED = 2
-"""Minimum number of amounts in a message: ranks that pass fewer still send messages of the same length."""
+"""Minimum number of amounts in a message, so that ranks that pass fewer send messages of the same length."""
 
 
 class Vote:
@@ -206,7 +206,7 @@ class StepSync:
         self._is_reduced = False
 
     def register(self, answer: Callable[[], bool], on_yes: Callable[[], None] | None = None) -> Vote:
-        """Register a vote.  `answer()` returns this rank's answer; `on_yes()` is called on all ranks if one says yes.
+        """Register a vote.  `answer()` returns this rank's answer; `on_yes()` is called on all ranks if any says yes.
 
         All ranks must register the same votes in the same order.
         """
@@ -215,7 +215,7 @@ class StepSync:
         return vote
 
     def begin_step(self) -> None:
-        """Begin a step, which must do at least one all-reduce."""
+        """Start a step, which must do at least one all-reduce."""
         self._is_reduced = False
 
     def all_reduce(self, *amounts: float) -> list[float]:

@@ -1,4 +1,4 @@
-"""Finds out which ranks have died, and how.
+"""Finds out which ranks have died, and why.
 
 If a rank is killed, the other ranks only see a closed connection and raise unspecific network errors.  The launcher
 learns the exit status, and ranks on the same machine can see that the process is dead.
@@ -45,7 +45,7 @@ def describe_killed(ends: Mapping[int, ProcessFailure]) -> str:
     ends: how workers ended, as the launcher saw it, by rank.  As in `subprocess`, a negative exit code is a signal.
     """
     first_death = min((end.timestamp for end in ends.values()), default=0)
-    # Later on, the launcher kills ranks that do not exit.
+    # Later deaths do not count: the launcher kills ranks that do not exit.
     killed = {rank: end for rank, end in ends.items() if end.exitcode < 0 and end.timestamp <= first_death + 1}
     not_by_launcher = {rank: end for rank, end in killed.items() if end.exitcode != -signal.SIGTERM}
     if not not_by_launcher and len(killed) < len(ends):
@@ -56,7 +56,7 @@ def describe_killed(ends: Mapping[int, ProcessFailure]) -> str:
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Return whether an error only says that the connection to another rank was lost."""
+    """Return whether an error only reports that the connection to another rank was lost."""
     return isinstance(error, (RuntimeError, OSError)) and _CONNECTION_LOST.search(str(error)) is not None
 
 
@@ -77,7 +77,7 @@ def this_process() -> Process:
 
 
 def describe_dead(ranks: Sequence[Process], timeout_s: float) -> str:
-    """Describe which ranks on this machine have died, and how, if that is still known; empty if none has.
+    """Describe which ranks on this machine have died and, if still known, how; empty if none has.
 
     Polls for `timeout_s` seconds, because the connections of a dying process close before it dies.
     """

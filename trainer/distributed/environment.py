@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Set in the workers that `nproc=N` starts, because their parent has printed all messages already."""
+"""Set in the workers that `nproc=N` starts: their parent has already printed all messages."""
 
 STARTED = "MESHTRAINER_STARTED"
 """Start time of the command (`metrics.record.uptime`), for the workers that it starts on this machine."""
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
-"""The limit of open files to request, and the usual default.  The former is finite, since some programs close every
+"""The limit on open files to request, and the usual default.  The former is finite, since some programs close every
 possible descriptor."""
 
 
@@ -60,7 +60,7 @@ class Environment:
     job: str = ""
     """The launcher's id of the job, which restarts do not change; empty if there is none."""
     num_restarts: int = 0
-    """How often the launcher has restarted the job."""
+    """How many times the launcher has restarted the job."""
 
     @property
     def num_nodes(self) -> int:
@@ -84,7 +84,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 
     Under torchrun these are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE
     (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).  Under srun they are the variables of
-    the step, because a step may use only a part of its job.
+    the step, because a step may use only part of its job.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size = _read(env, "WORLD_SIZE")
@@ -138,7 +138,7 @@ def _num_restarts(env: MutableMapping[str, str]) -> int:
 
 
 def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
-    """Let the kernel kill this process when its parent dies, or turn that off.  Linux only.
+    """Have the kernel kill this process when its parent dies, or turn that off.  Linux only.
 
     Otherwise, if the launcher is killed, ranks that wait for each other would hold their GPUs for minutes.
     """
@@ -164,7 +164,7 @@ def take_start_time(env: MutableMapping[str, str] = os.environ) -> float | None:
 
 
 _taken_start_times: set[str] = set()
-"""Start times that a Trainer of this process has taken.  Removing the variable could crash threads that read it."""
+"""Start times already taken by a Trainer of this process.  Removing the variable could crash threads that read it."""
 
 
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
@@ -203,13 +203,13 @@ def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def file_limit() -> int:
-    """Return this process's limit of open files (`ulimit -n`)."""
+    """Return this process's limit on open files (`ulimit -n`)."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _MAX_OPEN_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def raise_file_limit() -> str:
-    """Raise the limit of open files for this process and its children, as far as permitted.
+    """Raise the limit on open files for this process and its children, as far as permitted.
 
     Sockets to other ranks, batches of loader workers, shards and checkpoints need open files.  Returns advice if the
     limit is still low, otherwise an empty string.
@@ -262,7 +262,7 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
 def _read(
     env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
 ) -> int:
-    """Return the integer in a variable.  below: name and value of another variable, which must be greater."""
+    """Return the integer in a variable.  below: name and value of a variable that it must be below."""
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise setting_error(name, text, "the launcher's variable must be a whole number", default)

@@ -1,7 +1,7 @@
 """Collectives inside a forward pass, as custom operators with gradients.
 
-Autograd, torch.compile, activation checkpointing and fake tensors see each of them as one operator with shapes that do
-not depend on the rank.  Each operator waits for its collective on the stream on which it is called.
+Autograd, torch.compile, activation checkpointing and fake tensors treat each as one operator with shapes that do not
+depend on the rank.  Each operator waits for its collective on the stream on which it is called.
 """
 
 from __future__ import annotations
@@ -28,8 +28,10 @@ def register_group(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def purpose_of(frame: FrameType | None) -> str:
-    """Return the purpose of the group whose collective a thread waits for, given its frame; empty if it does not
-    wait."""
+    """Return the purpose of the group whose collective a thread is waiting for; empty if it is not waiting.
+
+    frame: the thread's innermost frame.
+    """
     while frame is not None:
         if frame.f_code.co_filename == __file__ and frame.f_locals.get("group") in _purposes:
             return _purposes[frame.f_locals["group"]]
@@ -50,7 +52,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over all ranks of their parts for this rank, of shape parts.shape[1:].  One reduce-scatter.
+    """Return the sum of all ranks' parts for this rank, of shape parts.shape[1:].  One reduce-scatter.
 
     Backward: one all-gather.
     """

@@ -16,11 +16,11 @@ FAILURE = "meshtrainer/failure"
 """Store key that holds the first failure."""
 
 _GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
-"""Seconds for the main thread to exit by itself, and for a save in flight to end."""
+"""Time allowed for the main thread to exit by itself, and for a save in flight to end."""
 
 
 class FailureWatch(threading.Thread):
-    """A thread that ends this process some seconds after another rank has failed or the launcher has died.
+    """A thread that ends this process a few seconds after another rank has failed or the launcher has died.
 
     The main thread may be blocked, for example in a collective, and would otherwise wait for the timeout.
     """

@@ -1,8 +1,8 @@
 """Requests to stop: a signal, a file `notice` in the run folder, or the time limit of the job.
 
-The signal handlers set a flag and print a line; the all-reduce of each step then tells all ranks.  Before the first
-step, when there is nothing to save, a signal ends the process within seconds (`trainer.stopping`).  This module does
-not import torch, so that the handlers are installed before torch is imported.
+The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
+Before the first step, when there is nothing to save, a signal ends the process within seconds (`trainer.stopping`).
+This module does not import torch, so that the handlers are installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOTICE = "notice"
 started by srun, such as torchrun's agents, and not their ranks.  A file reaches every rank."""
 
 _STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
-"""Environment variables with a run folder and the identity of a notice for an earlier attempt."""
+"""Environment variables that hold a run folder and the identity of a notice meant for an earlier attempt."""
 
 
 class StopRequest:
@@ -77,7 +77,7 @@ class StopRequest:
             self.prompt.start()
 
     def disable_prompt_stop(self) -> None:
-        """Let signals only set the request from now on, because there are steps to save or the run is ending."""
+        """From now on, let signals only set the request, because there are steps to save or the run is ending."""
         if self.prompt is not None:
             self.prompt.cancel()
 
@@ -88,7 +88,7 @@ class StopRequest:
         self._previous.clear()
 
     def watch(self, notice: Path | None, deadline: float | None) -> None:
-        """Also watch the notice file and the clock, on one rank for all.  deadline: in seconds since the epoch."""
+        """Also watch the notice file and the clock, on behalf of all ranks.  deadline: in seconds since the epoch."""
         self._notice, self._deadline, self._reason = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
@@ -144,9 +144,9 @@ def show_cursor() -> None:
 _CLEAR_LINE, _SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
 
 
-def _write(descriptor: int, text: str, on_a_terminal: str) -> None:
+def _write(descriptor: int, text: str, terminal_prefix: str) -> None:
     with contextlib.suppress(OSError):
-        os.write(descriptor, ((on_a_terminal if os.isatty(descriptor) else "") + text).encode())
+        os.write(descriptor, ((terminal_prefix if os.isatty(descriptor) else "") + text).encode())
 
 
 def caught_signals() -> list[signal.Signals]:
@@ -159,10 +159,10 @@ def caught_signals() -> list[signal.Signals]:
 
 
 def note_stale_notice(run_dir: Path) -> None:
-    """Record the notice that exists when the command starts, which was for an earlier attempt.  Workers inherit it.
+    """Record the notice that exists when the command starts, which is for an earlier attempt.  Workers inherit it.
 
-    In a batch job, a notice for this attempt may come before this command starts, so the stale notice is the one that
-    `with_stale_notice` has recorded.
+    In a batch job, a notice for this attempt may arrive before this command starts, so the stale notice is the one
+    that `with_stale_notice` recorded.
     """
     job_record = os.environ.get(_STALE_OF_JOB, "")
     is_this_run = job_record.partition("\n")[0] == os.path.abspath(run_dir)
@@ -172,12 +172,12 @@ def note_stale_notice(run_dir: Path) -> None:
 
 
 def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
-    """Return the environment for the ranks that a batch job starts next: later notices are for them."""
+    """Return the environment for the ranks that a batch job starts next.  Any later notice is for them."""
     return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{identity(run_dir / NOTICE)}"}
 
 
 def take_stale_notice(run_dir: Path) -> str:
-    """Return the identity of the notice at the start of the command or, if that is unknown, of the present one."""
+    """Return the identity of the notice at the start of the command or, if unknown, of the current one."""
     record = os.environ.get(_STALE, "")
     recorded_dir, _, notice_id = record.partition("\n")
     is_known = recorded_dir == str(run_dir) and record not in _taken_notices
@@ -186,7 +186,7 @@ def take_stale_notice(run_dir: Path) -> str:
 
 
 _taken_notices: set[str] = set()
-"""Records that a Trainer of this process has taken.  Removing the variable could crash threads that read it."""
+"""Records already taken by a Trainer of this process.  Removing the variable could crash threads that read it."""
 
 
 def identity(path: Path) -> str:
@@ -205,7 +205,7 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch signals for the Trainer that will be created; until its first step, they end the process."""
+    """Catch signals for a Trainer that will be created later; until its first step, they end the process."""
     request = StopRequest()
     request.install()
     request.enable_prompt_stop()
@@ -237,7 +237,7 @@ def stop_is_requested_early() -> bool:
 
 
 def take_stop_request() -> StopRequest:
-    """Return the StopRequest that catches this process's signals, for one Trainer to take over; else a new one."""
+    """Return the StopRequest that catches this process's signals, for one Trainer to take over, or else a new one."""
     return _installed.pop() if _installed else StopRequest()
 
 

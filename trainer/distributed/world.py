@@ -1,4 +1,4 @@
-"""The processes of a run: the process group, this rank's device, the mesh, and messages between ranks.
+"""The ranks of a run: their process group, devices and mesh, and messages between them.
 
 Small messages use a gloo group, which on GPUs is separate from the groups of the model, so that they never wait for the
 device.
@@ -50,7 +50,7 @@ OUTER, EXPERT = "outer", "expert"
 """Names of the two axes that replace `shard` in the mesh of the experts."""
 
 _ANSWER_S = 5.0
-"""Time limit for a response of the store."""
+"""Time limit for a response from the store."""
 
 
 class World(Channel):
@@ -120,8 +120,8 @@ class World(Channel):
         allocates.
         """
         previous, self.timeout = self.timeout, timedelta(seconds=timeout_s)
-        # Includes groups that only torch knows, such as those of integer resharding, but not groups for which another
-        # timeout was set.
+        # Includes groups that torch opened internally, such as those of integer resharding, but not groups with a
+        # timeout of their own.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._groups_with_custom_timeout:
             current = None
@@ -153,7 +153,7 @@ class World(Channel):
         )
 
     def open_channel(self, timeout: timedelta) -> Channel:
-        """Open a channel for another thread, which communicates during training steps.  All ranks must call this."""
+        """Open a channel for another thread that communicates during training steps.  All ranks must call this."""
         channel = Channel(self.rank, self.size, timeout)
         if self.size > 1:
             self._groups_with_custom_timeout.add(channel.group)
@@ -169,8 +169,8 @@ class World(Channel):
     def expert_mesh_of(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
         """Create the mesh of expert parameters, which are divided among `expert` consecutive ranks; None for one rank.
 
-        The axes are (outer, expert), or (replicate, outer, expert): `shape` with its shard axis split in two.  All
-        ranks must call this.
+        The axes are (outer, expert), or (replicate, outer, expert): those of `shape`, with the shard axis split in
+        two.  All ranks must call this.
         """
         if expert == 1:
             return None
@@ -225,9 +225,9 @@ class World(Channel):
             print_stderr(f"warning: rank {self.rank}: {name}: {error}")
 
     def announce_failure(self, error: BaseException) -> str | None:
-        """Tell the other ranks that this one has failed.  Returns the first failure if it was on another rank.
+        """Announce this rank's failure to the other ranks.  Returns the first failure if it was on another rank.
 
-        Uses no collective, because the other ranks may be anywhere.
+        Uses no collective, because the other ranks may be anywhere in their code.
         """
         if self._store is None:
             return None
@@ -281,9 +281,9 @@ class World(Channel):
 
     @contextlib.contextmanager
     def closing_on_user_error(self) -> Iterator[None]:
-        """Destroy the process group, if it was opened here, when the block raises a UserError, as all ranks then do.
+        """Destroy the process group, if it was opened here, when the block raises a UserError, as it does on all ranks.
 
-        After any other error the ranks may be anywhere in their code, so that only a single process does it.
+        After any other error, other ranks may be anywhere in their code, so only a run of one process does this.
         """
         try:
             yield
@@ -295,7 +295,7 @@ class World(Channel):
 
     def _destroy_group(self) -> None:
         if self in _worlds:
-            _worlds.remove(self)  # it would keep the Trainer alive, which listens for failures
+            _worlds.remove(self)  # it would keep alive the Trainer, which listens for failures
         if dist.is_initialized() and self.owns_group:
             dist.destroy_process_group()
             # DTensor caches the results of its operators with their meshes.  An equal mesh of a later World would find
@@ -312,7 +312,7 @@ def leave_store() -> None:
 
 
 _worlds: list[World] = []
-"""Worlds with a store that this process has opened and not closed."""
+"""Worlds with a store that this process has opened but not closed."""
 
 _LEAVE_S = 2.0
 """Longest time that rank 0 waits for the others in `leave_store`."""
@@ -321,7 +321,7 @@ _openings = itertools.count()
 """Numbers the process groups that this process opens, so that each gets its own prefix in the store."""
 
 _DEATH_S = 1.0
-"""Time in which a rank dies after its connections have closed."""
+"""Longest time between the closing of a rank's connections and its death."""
 
 _ONCE_S = 30.0
 """Longest time that ranks wait for another one in `once`."""
@@ -361,7 +361,7 @@ _NCCL_ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 def _joined_environment(env: Environment) -> Environment:
-    """Return the environment of a rank whose process group was opened elsewhere."""
+    """Return the environment of this rank, whose process group was opened elsewhere."""
     rank, size = dist.get_rank(), dist.get_world_size()
     return Environment(
         launcher="joined",
@@ -415,7 +415,9 @@ def _check_expandable_segments(device: torch.device, env: Environment) -> None:
         if os.environ.get("PYTORCH_CUDA_ALLOC_CONF") != EXPANDABLE:
             raise
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # newer torch deprecates this, older has nothing else
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # deprecated in newer torch; older versions have no alternative
             torch.cuda.memory._set_allocator_settings("expandable_segments:False")
         torch.empty(1, device=device)
         if env.rank == 0:
@@ -462,7 +464,7 @@ def _too_few_gpus(ranks: int, num_gpus: int, details: str = "") -> UserError:
 
 
 _READ_DECISION_S = 5.0
-"""Longest time that rank 0, which may host the store, waits until the others have read the decision to stop."""
+"""Longest time that rank 0, which may host the store, waits for the others to read the decision to stop."""
 
 
 @functools.cache
@@ -497,7 +499,7 @@ _PROBLEM = "meeting/problem"
 
 
 def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
-    """Wait until all ranks have joined; if one of them is asked to stop before that, all exit with code 75.
+    """Wait until all ranks have joined; if one of them is asked to stop before then, all exit with code 75.
 
     Opening a process group does not react to signals, and ranks would wait until the timeout for one that has exited.
     Therefore they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank

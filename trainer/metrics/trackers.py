@@ -280,8 +280,8 @@ TRACKERS: dict[str, tuple[str, Callable[[], Sink]]] = {
 }
 """The trackers of this package by their name in `log.trackers`, each with its display name and its class.
 
-`_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, two floors below, where these classes
-cannot be imported.  A test compares the two."""
+`_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, three floors below, where these
+classes cannot be imported.  A test compares the two."""
 
 
 def tracker_names(log: LogSection) -> tuple[str, ...]:

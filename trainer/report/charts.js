@@ -3,7 +3,7 @@
 // The reader's choices (axis, smoothing, runs, scale, open boxes, scroll position) are kept across reloads.
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
-  const colours = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
+  const colors = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
   const key = `meshtrainer ${location.pathname}`;
   const chosen = { axis: "step", smoothing: 0, log: null, hidden: [], open: [], live: true, scroll: 0 };
   try { Object.assign(chosen, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is disabled */ }
@@ -40,20 +40,20 @@
 
   function ticks(low, high, isLog, count) {
     if (isLog) {
-      const ratio = high / low, found = [];
+      const ratio = high / low, values = [];
       const parts = ratio > 200 ? [1] : ratio > 20 ? [1, 2, 5] : [1, 1.5, 2, 3, 4, 5, 7];
       for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
         for (const part of parts) {
           const tick = part * 10 ** power;
-          if (tick >= low && tick <= high) found.push(tick);
+          if (tick >= low && tick <= high) values.push(tick);
         }
-      if (found.length > 1) return found.filter((_, place) => place % Math.ceil(found.length / 8) === 0);
+      if (values.length > 1) return values.filter((_, index) => index % Math.ceil(values.length / 8) === 0);
     }
     const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
     const step = [1, 2, 2.5, 5, 10].map((part) => part * power).find((part) => part >= rough);
-    const found = [];
-    for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) found.push(+tick.toPrecision(10));
-    return found;
+    const values = [];
+    for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) values.push(+tick.toPrecision(10));
+    return values;
   }
 
   // Exponential moving average with bias correction; missing values stay missing.
@@ -68,10 +68,10 @@
     });
   }
 
-  // x of a step on the chosen axis, interpolated linearly between known points.
-  function place(run, step) {
+  // x of a step on the chosen axis, interpolated linearly between recorded points.
+  function xOf(run, step) {
     const steps = run.train.step, xs = run.train[chosen.axis] || [];
-    let at = steps.findIndex((known) => known >= step);
+    let at = steps.findIndex((each) => each >= step);
     if (at < 0) at = steps.length - 1;
     if (at <= 0 || steps[at] === step) return xs[at];
     const share = (step - steps[at - 1]) / (steps[at] - steps[at - 1]);
@@ -79,7 +79,7 @@
   }
 
   function linesOf(panel) {
-    const found = [];
+    const lines = [];
     data.runs.forEach((run, number) => {
       if (chosen.hidden.includes(run.name)) return;
       panel.lines.forEach((line) => {
@@ -88,17 +88,17 @@
         const points = line.of === "evals";
         const labels = [...new Set(panel.lines.map((each) => each.label))];
         const one = data.runs.length === 1;
-        const hue = one ? colours[labels.indexOf(line.label) % colours.length] : colours[number % colours.length];
+        const hue = one ? colors[labels.indexOf(line.label) % colors.length] : colors[number % colors.length];
         if (!one && line.column === "data_s") return;
         const label = [one ? "" : run.name, points && line.label !== "evaluation" ? `${line.label}, evaluation` : line.label];
-        found.push({
-          xs, raw: ys, points, colour: `var(--${hue})`, label: label.filter(Boolean).join(", "),
+        lines.push({
+          xs, raw: ys, points, color: `var(--${hue})`, label: label.filter(Boolean).join(", "),
           ys: points || !panel.is_noisy ? ys : smoothed(ys, chosen.smoothing),
           low: chosen.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
         });
       });
     });
-    return found;
+    return lines;
   }
 
   function extent(lines, panel) {
@@ -127,15 +127,15 @@
     if (data.runs.length !== 1) return;
     const run = data.runs[0], inside = (x) => isNumber(x) && x >= range.first && x <= range.last;
     for (const [from, to] of run.lost) {
-      const [left, right] = [place(run, from), place(run, to)].map((x) => Math.min(Math.max(x, range.first), range.last));
+      const [left, right] = [xOf(run, from), xOf(run, to)].map((x) => Math.min(Math.max(x, range.first), range.last));
       make("rect", { x: toX(left), y: TOP, width: Math.max(1, toX(right) - toX(left)), height: H - TOP - BOTTOM,
         style: "fill: var(--red); opacity: .13" }, svg);
     }
-    for (const step of run.restarts) if (inside(place(run, step))) {
-      const x = toX(place(run, step));
+    for (const step of run.restarts) if (inside(xOf(run, step))) {
+      const x = toX(xOf(run, step));
       make("path", { d: `M${x} ${TOP}V${H - BOTTOM}`, style: "stroke: var(--muted); stroke-dasharray: 4 3" }, svg);
     }
-    const saved = run.saved.map((step) => place(run, step)).filter(inside);
+    const saved = run.saved.map((step) => xOf(run, step)).filter(inside);
     const d = saved.map((x) => `M${toX(x).toFixed(1)} ${H - BOTTOM - 7}v7`).join("");
     if (d) make("path", { d, style: "stroke: var(--green); stroke-width: 1.5" }, svg);
   }
@@ -179,7 +179,7 @@
       const at = points.map((point, number) => (point && isNumber(line.low[number]) ? number : -1)).filter((n) => n >= 0);
       const top = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.high[n]).toFixed(1)}`);
       const under = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.low[n]).toFixed(1)}`).reverse();
-      if (at.length > 1) make("path", { d: `M${[...top, ...under].join("L")}Z`, style: `fill: ${line.colour}; opacity: .2` }, svg);
+      if (at.length > 1) make("path", { d: `M${[...top, ...under].join("L")}Z`, style: `fill: ${line.color}; opacity: .2` }, svg);
     }
     let d = "", pen = "M";
     for (const point of points) {
@@ -187,18 +187,18 @@
       pen = point ? "L" : "M";
     }
     const dash = line.points ? "; stroke-dasharray: 4 3" : "";
-    make("path", { d, style: `fill: none; stroke: ${line.colour}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
-    const known = points.filter(Boolean);
-    if (line.points || known.length < 3)
-      for (const [x, y] of known) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: known.length > 40 ? 1.8 : 3, style: `fill: ${line.colour}` }, svg);
+    make("path", { d, style: `fill: none; stroke: ${line.color}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
+    const present = points.filter(Boolean);
+    if (line.points || present.length < 3)
+      for (const [x, y] of present) make("circle", { cx: x.toFixed(1), cy: y.toFixed(1), r: present.length > 40 ? 1.8 : 3, style: `fill: ${line.color}` }, svg);
   }
 
   function legend(lines) {
     if (lines.length < 2 || data.runs.length > 1) return [];
-    const seen = new Map(lines.map((line) => [line.label, line.colour]));
-    return [...seen].map(([label, colour]) => {
+    const seen = new Map(lines.map((line) => [line.label, line.color]));
+    return [...seen].map(([label, color]) => {
       const item = document.createElement("span"), swatch = document.createElement("i");
-      swatch.style.background = colour;
+      swatch.style.background = color;
       item.append(swatch, label);
       return item;
     });
@@ -224,8 +224,8 @@
       const x = line.xs[best];
       if (nearest === null || Math.abs(x - wanted) < Math.abs(nearest - wanted)) nearest = x;
       const y = Math.min(Math.max(chart.toY(line.ys[best]), TOP), H - BOTTOM);
-      make("circle", { cx: chart.toX(x), cy: y, r: 3.5, style: `fill: ${line.colour}; stroke: var(--card)` }, chart.cursor);
-      rows.push([line.colour, line.label, short(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
+      make("circle", { cx: chart.toX(x), cy: y, r: 3.5, style: `fill: ${line.color}; stroke: var(--card)` }, chart.cursor);
+      rows.push([line.color, line.label, short(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
     }
     if (nearest === null) return;
     const x = chart.toX(nearest);
@@ -233,9 +233,9 @@
     const [name, form] = axes[chosen.axis];
     const title = document.createElement("b");
     title.textContent = chosen.axis === "step" ? `step ${Math.round(nearest).toLocaleString("en")}` : `${form(nearest)} ${chosen.axis === "tokens" ? name : ""}`;
-    tip.replaceChildren(title, ...rows.map(([colour, label, value]) => {
+    tip.replaceChildren(title, ...rows.map(([color, label, value]) => {
       const row = document.createElement("div"), swatch = document.createElement("i"), number = document.createElement("em");
-      swatch.style.background = colour;
+      swatch.style.background = color;
       number.textContent = value;
       row.append(swatch, label, number);
       return row;

@@ -23,7 +23,7 @@ from trainer.report.history import Column, RecordedRun
 NUM_COLUMNS = 400
 """Number of columns in a chart, about one per pixel.  A series of up to twice as many values is drawn unreduced."""
 
-COLOURS = {
+COLORS = {
     "ink": "#1b1f24",
     "muted": "#66707b",
     "grid": "#e4e7eb",
@@ -91,31 +91,31 @@ def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
 
 def _draw_loss(axes: Any, runs: Sequence[RecordedRun]) -> None:
     is_log = _is_wide([run.train["loss"] for run in runs], 3.0)
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["loss"], colour, "training")
-        eval_colour = COLOURS["red"] if len(runs) == 1 else colour
+    for run, color in _colored(runs):
+        _draw_line(axes, run.train["step"], run.train["loss"], color, "training")
+        eval_color = COLORS["red"] if len(runs) == 1 else color
         points = columns(run.evals["step"], run.evals["loss"])
         if points.x.size:
             size = 4.5 if points.x.size < 40 else 2.5
             style = {"marker": "o", "markersize": size, "linewidth": 1.0, "linestyle": (0, (3, 2))}
-            axes.plot(points.x, points.mean, color=eval_colour, label="evaluation", zorder=4, **style)
-        _mark_not_finite(axes, run, "loss", eval_colour)
+            axes.plot(points.x, points.mean, color=eval_color, label="evaluation", zorder=4, **style)
+        _mark_not_finite(axes, run, "loss", eval_color)
     _scale(axes, is_log)
     _legend(axes, runs)
 
 
 def _draw_grad_norm(axes: Any, runs: Sequence[RecordedRun]) -> None:
     is_log = _is_wide([run.train["grad_norm"] for run in runs], 4.0)
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["grad_norm"], colour)
-        _mark_not_finite(axes, run, "grad_norm", COLOURS["red"] if len(runs) == 1 else colour)
+    for run, color in _colored(runs):
+        _draw_line(axes, run.train["step"], run.train["grad_norm"], color)
+        _mark_not_finite(axes, run, "grad_norm", COLORS["red"] if len(runs) == 1 else color)
     _scale(axes, is_log)
 
 
 def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Draw a column, with the y axis from zero.  `form` formats clipped outliers; if None, none is clipped."""
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train[column], colour)
+    for run, color in _colored(runs):
+        _draw_line(axes, run.train["step"], run.train[column], color)
     if form is None:
         axes.set_ylim(bottom=0)
     else:
@@ -123,12 +123,12 @@ def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, ru
 
 
 def _draw_step_s(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    for run, colour in _coloured(runs):
-        _draw_line(axes, run.train["step"], run.train["step_s"], colour, "whole step")
+    for run, color in _colored(runs):
+        _draw_line(axes, run.train["step"], run.train["step_s"], color, "full step")
         if len(runs) == 1:
             waiting = columns(run.train["step"], run.train["data_s"])
-            style = {"color": COLOURS["orange"], "linewidth": 0.8, "zorder": 3}
-            axes.fill_between(waiting.x, 0, waiting.mean, alpha=0.55, label="of it waiting for data", **style)
+            style = {"color": COLORS["orange"], "linewidth": 0.8, "zorder": 3}
+            axes.fill_between(waiting.x, 0, waiting.mean, alpha=0.55, label="waiting for data", **style)
     _limit(axes, [run.train["step_s"] for run in runs], _seconds)
     _legend(axes, runs)
 
@@ -146,36 +146,36 @@ PANELS: dict[str, Callable[[Any, Sequence[RecordedRun]], None]] = {
 
 def _draw_logged(name: str, axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Draw a field logged with `Trainer.log`: training as a line, evaluations as dots."""
-    for run, colour in _coloured(runs):
+    for run, color in _colored(runs):
         if name in run.train:
-            _draw_line(axes, run.train["step"], run.train[name], colour, "training")
+            _draw_line(axes, run.train["step"], run.train[name], color, "training")
         if name in run.evals:
             points = columns(run.evals["step"], run.evals[name])
-            eval_colour = COLOURS["red"] if len(runs) == 1 else colour
-            axes.plot(points.x, points.mean, "o--", color=eval_colour, markersize=3, linewidth=1.0, label="evaluation")
+            eval_color = COLORS["red"] if len(runs) == 1 else color
+            axes.plot(points.x, points.mean, "o--", color=eval_color, markersize=3, linewidth=1.0, label="evaluation")
     _legend(axes, runs)
 
 
-def _coloured(runs: Sequence[RecordedRun]) -> Iterator[tuple[RecordedRun, str]]:
+def _colored(runs: Sequence[RecordedRun]) -> Iterator[tuple[RecordedRun, str]]:
     for number, run in enumerate(runs):
-        yield run, COLOURS[SERIES[number % len(SERIES)]]
+        yield run, COLORS[SERIES[number % len(SERIES)]]
 
 
-def _draw_line(axes: Any, x: Column, y: Column, colour: str, label: str = "") -> None:
+def _draw_line(axes: Any, x: Column, y: Column, color: str, label: str = "") -> None:
     points = columns(x, y)
     if points.is_band:
-        axes.fill_between(points.x, points.low, points.high, color=colour, alpha=0.22, linewidth=0, zorder=2)
+        axes.fill_between(points.x, points.low, points.high, color=color, alpha=0.22, linewidth=0, zorder=2)
     style = {"marker": "o", "markersize": 3} if points.x.size < 3 else {}
-    axes.plot(points.x, points.mean, color=colour, linewidth=1.3, label=label, zorder=3, **style)
+    axes.plot(points.x, points.mean, color=color, linewidth=1.3, label=label, zorder=3, **style)
 
 
-def _mark_not_finite(axes: Any, run: RecordedRun, column: str, colour: str) -> None:
+def _mark_not_finite(axes: Any, run: RecordedRun, column: str, color: str) -> None:
     """Mark steps with a non-finite value along the upper edge."""
     not_finite = run.train["step"][~np.isfinite(run.train[column])]
     steps = columns(not_finite, not_finite).x[:NUM_COLUMNS]
     if steps.size:
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
-        axes.plot(steps, np.full(steps.size, 0.97), "x", color=colour, markersize=4.5, label="not finite", **place)
+        position = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
+        axes.plot(steps, np.full(steps.size, 0.97), "x", color=color, markersize=4.5, label="not finite", **position)
 
 
 def _is_wide(values: Sequence[Column], ratio: float) -> bool:
@@ -208,24 +208,24 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
         axes.set_ylim(0, top)
         num_above = int((finite > top).sum())
         note = f"{num_above} value{'s' * (num_above > 1)} above, up to {form(maximum)}"
-        style = {"fontsize": "small", "color": COLOURS["muted"], "ha": "right", "va": "top"}
+        style = {"fontsize": "small", "color": COLORS["muted"], "ha": "right", "va": "top"}
         axes.text(0.995, 0.97, note, transform=axes.transAxes, **style)
     else:
         axes.set_ylim(0, 1.15 * maximum)
 
 
 def _legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """Add a legend next to the title if there are several labels; in gray if colors denote runs."""
+    """Add a legend next to the title if there are several labels; it is gray if colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) < 2:
         return
-    place = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.015), "borderaxespad": 0.0, "borderpad": 0.2}
+    position = {"loc": "lower right", "bbox_to_anchor": (1.01, 1.015), "borderaxespad": 0.0, "borderpad": 0.2}
     style = {"ncols": 3, "frameon": False, "fontsize": 8.0, "handlelength": 1.4, "columnspacing": 1.2}
-    legend = axes.legend(unique.values(), unique.keys(), labelcolor=COLOURS["muted"], **place, **style)
+    legend = axes.legend(unique.values(), unique.keys(), labelcolor=COLORS["muted"], **position, **style)
     if len(runs) > 1:
         for handle in legend.legend_handles:
-            handle.set_color(COLOURS["muted"])
+            handle.set_color(COLORS["muted"])
 
 
 def _mark_attempts(axes: Any, run: RecordedRun) -> None:
@@ -233,12 +233,12 @@ def _mark_attempts(axes: Any, run: RecordedRun) -> None:
     for previous, attempt in zip(run.attempts, run.restarts, strict=False):
         if previous.lost_steps:
             last = attempt.resumed_step + previous.lost_steps
-            axes.axvspan(attempt.resumed_step, last, color=COLOURS["red"], alpha=0.13, linewidth=0, zorder=0)
-        axes.axvline(attempt.resumed_step, color=COLOURS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
+            axes.axvspan(attempt.resumed_step, last, color=COLORS["red"], alpha=0.13, linewidth=0, zorder=0)
+        axes.axvline(attempt.resumed_step, color=COLORS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
     saved = columns(run.saved, run.saved).x
-    place = {"transform": axes.get_xaxis_transform(), "zorder": 4}
-    style = {"color": COLOURS["green"], "markersize": 5, "markeredgewidth": 1.1}
-    axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **place)
+    position = {"transform": axes.get_xaxis_transform(), "zorder": 4}
+    style = {"color": COLORS["green"], "markersize": 5, "markeredgewidth": 1.1}
+    axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **position)
 
 
 def _panel(
@@ -251,7 +251,7 @@ def _panel(
         if len(runs) == 1:
             _mark_attempts(axes, runs[0])
     else:
-        style = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": COLOURS["muted"]}
+        style = {"transform": axes.transAxes, "ha": "center", "va": "center", "color": COLORS["muted"]}
         axes.text(0.5, 0.5, "no steps recorded yet", **style)
         axes.set_xticks([])
         axes.set_yticks([])
@@ -264,7 +264,7 @@ def _panel(
     axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short_number(value)))
     axes.grid(axis="y")
     axes.set_axisbelow(True)
-    corner = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8.0, "color": COLOURS["muted"]}
+    corner = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8.0, "color": COLORS["muted"]}
     axes.text(-0.015, -0.035, "step", **corner)
 
 
@@ -297,17 +297,17 @@ def chart_style() -> Iterator[None]:
         "axes.labelsize": 8.0,
         "xtick.labelsize": 8.0,
         "ytick.labelsize": 8.0,
-        "text.color": COLOURS["ink"],
-        "axes.titlecolor": COLOURS["ink"],
-        "axes.labelcolor": COLOURS["muted"],
-        "axes.edgecolor": COLOURS["muted"],
+        "text.color": COLORS["ink"],
+        "axes.titlecolor": COLORS["ink"],
+        "axes.labelcolor": COLORS["muted"],
+        "axes.edgecolor": COLORS["muted"],
         "axes.linewidth": 0.7,
-        "xtick.color": COLOURS["muted"],
-        "ytick.color": COLOURS["muted"],
+        "xtick.color": COLORS["muted"],
+        "ytick.color": COLORS["muted"],
         "ytick.major.size": 0,
         "xtick.major.size": 3,
         "xtick.major.width": 0.7,
-        "grid.color": COLOURS["grid"],
+        "grid.color": COLORS["grid"],
         "grid.linewidth": 0.8,
         "axes.xmargin": 0.015,
         "lines.solid_joinstyle": "round",
@@ -334,7 +334,7 @@ def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))
         top.text(0.012, 0.66, title, fontsize=15, fontweight="bold", va="center")
-        top.text(0.012, 0.1, facts, fontsize=9.5, color=COLOURS["muted"], va="center")
+        top.text(0.012, 0.1, facts, fontsize=9.5, color=COLORS["muted"], va="center")
         every_axes = middle.subplots(num_rows, 2).flat
         for axes, (name, draw) in zip(every_axes, panels.items(), strict=False):
             _panel(axes, name, draw, runs)
@@ -343,7 +343,7 @@ def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
         if len(runs) == 1:
             _draw_parts(bottom, runs[0])
         else:
-            lines = [Line2D([], [], color=colour, linewidth=2) for _, colour in _coloured(runs)]
+            lines = [Line2D([], [], color=color, linewidth=2) for _, color in _colored(runs)]
             names = [f"{number}  {run.name}" for number, run in enumerate(runs, start=1)]
             bottom.legend(lines, names, loc="center", ncols=4, frameon=False)
         file = io.BytesIO()
@@ -355,15 +355,15 @@ def _draw_parts(figure: Any, run: RecordedRun) -> None:
     axes = figure.add_subplot()
     axes.set_axis_off()
     total, left = run.goodput.wall_s, 0.0
-    for name, (label, colour) in PARTS.items():
+    for name, (label, color) in PARTS.items():
         seconds = getattr(run.goodput, name)
         if total > 0 and seconds > 0.0005 * total:
             share = f"{label} {100 * seconds / total:.1f} %"
-            axes.barh(0, seconds, left=left, color=COLOURS[colour], label=share, edgecolor="white", linewidth=0.8)
+            axes.barh(0, seconds, left=left, color=COLORS[color], label=share, edgecolor="white", linewidth=0.8)
             left += seconds
     if left:
         axes.set_xlim(0, left)
         counts = f"{run.goodput.restarts} restarts, {run.goodput.lost_steps} lost steps"
         axes.set_title(f"wall time {readable_duration(total)}, {counts}", loc="left", fontweight="bold")
-        place = {"loc": "upper left", "bbox_to_anchor": (-0.005, 0.0)}
-        axes.legend(ncols=4, frameon=False, handlelength=1, columnspacing=2.0, **place)
+        position = {"loc": "upper left", "bbox_to_anchor": (-0.005, 0.0)}
+        axes.legend(ncols=4, frameon=False, handlelength=1, columnspacing=2.0, **position)

@@ -1,4 +1,4 @@
-"""Reads a run folder (its attempts, metrics and current state), and computes the series that the HTML report plots.
+"""Reads a run folder (attempts, metrics and current state), and computes the series that the HTML report plots.
 
 No file is assumed to be complete: the run may be in progress, or may have been killed while writing a line.
 """
@@ -29,15 +29,15 @@ Column = NDArray[np.float64]
 _PERFORMANCE = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
 TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE, "time")
 EVAL_COLUMNS = ("step", "loss", "bits_per_byte", "time")
-_STANDARD = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
+_STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 
 @dataclass
 class Attempt:
-    """One attempt at a run, from its start record to its end record, or to its last record if it has no end record."""
+    """One attempt at a run, from its start record to its end record or, if it has none, to its last record."""
 
     start: Mapping[str, Any]
-    """The start record, without invalid numbers."""
+    """The start record, without fields whose number is invalid."""
     last_step: int = 0
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
@@ -58,7 +58,7 @@ class Attempt:
 
 @dataclass
 class RecordedRun:
-    """Everything that the report shows about one run."""
+    """Everything that a report shows about one run."""
 
     folder: Path
     name: str
@@ -73,7 +73,7 @@ class RecordedRun:
     """Columns of the `train` records in step order, with NaN for null."""
     evals: dict[str, Column]
     saved: Column
-    """Steps of the checkpoints."""
+    """Steps at which checkpoints were saved."""
     goodput: Goodput
     checkpoint: Mapping[str, Any]
     """The `checkpoint` section of `config.yaml`, or an empty mapping if it cannot be read."""
@@ -195,7 +195,7 @@ def read_run(folder: Path) -> RecordedRun:
 def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mapping[str, Any] | None) -> None:
     """Fill in the last step, the times and the lost steps of the last attempt.
 
-    The start record of the next attempt, if any, has totals that include lines since dropped from the file.
+    The next attempt's start record, if any, has totals that include records since dropped from the file.
     """
     if not attempts:
         return
@@ -249,13 +249,13 @@ class _Table:
 
     def __init__(self, names: Sequence[str]) -> None:
         self.columns = {name: array("d") for name in names}
-        self._seen = {*names, *_STANDARD}
+        self._seen_names = {*names, *_STANDARD_FIELDS}
 
     def append(self, record: Mapping[str, Any]) -> None:
-        if not record.keys() <= self._seen:
-            new = [name for name in record if name not in self._seen and isinstance(record[name], (int, float))]
+        if not record.keys() <= self._seen_names:
+            new = [name for name in record if name not in self._seen_names and isinstance(record[name], (int, float))]
             self.columns |= {name: array("d", [math.nan]) * len(self.columns["step"]) for name in new}
-            self._seen.update(new)
+            self._seen_names.update(new)
         for name, column in self.columns.items():
             column.append(_value(record.get(name)))
 
@@ -298,7 +298,7 @@ def _nearest_run(folder: Path) -> object:
 # ---------------------------------------------------------------------------------------------------------------
 # Series for the page's script, downsampled so that a run of any length loads quickly
 #
-# A point of a long series represents several lines of metrics: their mean and, for columns drawn with a band, their
+# A point of a long series summarizes several lines of metrics: their mean and, for columns drawn with a band, their
 # minimum and maximum.
 NUM_POINTS = 1000
 """Number of points in a series.  Up to twice as many lines of metrics are drawn without downsampling."""
@@ -331,7 +331,7 @@ PANELS = (
     Panel("gradient norm, before clipping", (Line("grad_norm"),)),
     Panel("learning rate", (Line("lr"),), from_zero=True, is_noisy=False),
     Panel("target tokens per second", (Line("tokens_per_s"),), from_zero=True),
-    Panel("seconds per step", (Line("step_s", "whole step"), Line("data_s", "waiting for data")), "s", True),
+    Panel("seconds per step", (Line("step_s", "full step"), Line("data_s", "waiting for data")), "s", True),
     Panel("peak memory per rank", (Line("peak_memory_gib"),), "GiB", True),
 )
 

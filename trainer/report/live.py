@@ -45,7 +45,7 @@ def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 class Pages:
-    """Generates the page of the given runs, and caches it until a run has new data or `REFRESH_S` has passed."""
+    """Generates the page of the given runs, and caches it until a run has new data or `REFRESH_S` has elapsed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -62,7 +62,7 @@ class Pages:
         return self._page
 
     def file(self, path: str) -> Path | None:
-        """Return the profile file that a request path names, or None if there is none or there are several runs."""
+        """Return the profile file that a request path names, or None if it does not exist or there are several runs."""
         parts = path.strip("/").split("/")
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None

@@ -34,7 +34,7 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
     """Return the page of one run.
 
     page_folder: the folder of the page, to which links are relative; None for no links.
-    is_served: link only to traces, because a browser on another machine cannot open a checkpoint folder.
+    is_served: link to traces only, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
     parts = [
@@ -42,9 +42,9 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
         f'<p class="muted">{escape(facts_of(run))}</p>',
         f'<p class="muted">{escape(run.reason)}</p>' if run.reason and run.reason != "train.steps reached" else "",
         f'</header><section class="card">{_tiles(run)}</section>',
-        _time(run),
+        _time_bar(run),
         _charts([run]),
-        _key(run),
+        _legend(run),
         _sources(run),
         _logged(run),
         _samples(run),
@@ -59,7 +59,9 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
 def write_comparison(runs: Sequence[RecordedRun]) -> str:
     """Return the page that compares runs: a summary table, the settings that differ, and charts of all runs."""
     names = names_of(runs)
-    rows = [[_name(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))]
+    rows = [
+        [_run_label(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))
+    ]
     heads = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1></header><section class="card">',
@@ -73,7 +75,7 @@ def write_comparison(runs: Sequence[RecordedRun]) -> str:
 
 
 def names_of(runs: Sequence[RecordedRun]) -> list[str]:
-    """Return a unique name for each run: its name or, if several runs share that name, its folder."""
+    """Return a unique label for each run: its name or, if several runs share that name, its folder."""
     run_names = [run.name for run in runs]
     names = [run.name if run_names.count(run.name) == 1 else str(run.folder) for run in runs]
     return [name if names.count(name) == 1 else f"{name} ({number})" for number, name in enumerate(names, start=1)]
@@ -113,9 +115,9 @@ def _tiles(run: RecordedRun) -> str:
     speed, mfu = run.median("tokens_per_s"), run.median("mfu")
     skipped = f"{run.num_skipped} skipped" if run.num_skipped else ""
     with_mfu = "" if mfu is None else f"; MFU {_percent(mfu)}"
-    of = f"of {run.num_steps:,}" if isinstance(run.num_steps, int) else ""
+    of_total = f"of {run.num_steps:,}" if isinstance(run.num_steps, int) else ""
     tiles = [
-        ("steps", f"{run.last_step:,}", ", ".join(text for text in (of, skipped) if text)),
+        ("steps", f"{run.last_step:,}", ", ".join(text for text in (of_total, skipped) if text)),
         ("target tokens", readable_count(tokens or 0), ""),
         ("training loss", _number(loss), "last recorded value"),
         ("evaluation loss", _number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
@@ -130,19 +132,19 @@ def _tiles(run: RecordedRun) -> str:
     return f'<dl class="tiles">{"".join(items)}</dl>'
 
 
-def _time(run: RecordedRun) -> str:
+def _time_bar(run: RecordedRun) -> str:
     """Return the bar that shows how the wall time was spent."""
     goodput = run.goodput
     if goodput.share is None:
         return ""
     bar, items = [], []
-    for name, (label, colour) in PARTS.items():
+    for name, (label, color) in PARTS.items():
         seconds = getattr(goodput, name)
         share = seconds / goodput.wall_s
         if share >= 0.0005:
-            bar.append(f'<span style="flex: {share:.5f} 1 0; background: var(--{colour})" title="{label}"></span>')
+            bar.append(f'<span style="flex: {share:.5f} 1 0; background: var(--{color})" title="{label}"></span>')
         if seconds > 0:
-            swatch = f'<span class="swatch" style="background: var(--{colour})"></span>'
+            swatch = f'<span class="swatch" style="background: var(--{color})"></span>'
             items.append(f"<li>{swatch}{label} <b>{_percent(share)}</b> {_duration(seconds)}</li>")
     return (
         '<section class="card"><h2>Where the time went</h2>'
@@ -167,7 +169,7 @@ def _charts(runs: Sequence[RecordedRun]) -> str:
 
 
 def _differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
-    """Return a table of the settings that differ between the runs, except for their names and folders."""
+    """Return a table of the settings that differ between the runs, other than their names and folders."""
     settings = [dict(_flat(run.values)) for run in runs]
     keys = dict.fromkeys(key for values in settings for key in values)
     differing = [
@@ -192,7 +194,7 @@ def _differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
 
 
 _LONG_SETTING = 120
-"""Settings longer than this many characters are truncated in a table and expand on a click: a model's full
+"""Settings longer than this many characters are truncated in a table and expand when clicked: a model's full
 `config.json` has thousands."""
 
 
@@ -238,8 +240,8 @@ def _files(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
     return f'<section class="card"><h2>Files</h2><ul class="links">{"".join(items)}</ul>{hint}</section>'
 
 
-def _key(run: RecordedRun) -> str:
-    """Return a legend of the marks that appear in the charts."""
+def _legend(run: RecordedRun) -> str:
+    """Return a legend for the marks in the charts."""
     marks = []
     if run.saved.size:
         marks.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
@@ -267,7 +269,7 @@ def _sources(run: RecordedRun) -> str:
 
 
 def _logged(run: RecordedRun) -> str:
-    """Return a table of the last values that the run recorded with `Trainer.log`."""
+    """Return a table of the latest values that the run recorded with `Trainer.log`."""
     if not run.logged:
         return ""
     rows = [[escape(name), _logged_value(run.last(name)), _logged_value(run.last(name, "eval"))] for name in run.logged]
@@ -351,10 +353,10 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _name(number: int, name: str) -> str:
-    colour, text = SERIES[number % len(SERIES)], escape(name)
+def _run_label(number: int, name: str) -> str:
+    color, text = SERIES[number % len(SERIES)], escape(name)
     box = f'<input type="checkbox" data-run="{text}" checked>'
-    return f'<label>{box} <span class="swatch" style="background: var(--{colour})"></span>{text}</label>'
+    return f'<label>{box} <span class="swatch" style="background: var(--{color})"></span>{text}</label>'
 
 
 def _summary(run: RecordedRun) -> list[str]:

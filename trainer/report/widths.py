@@ -1,4 +1,4 @@
-"""The page of a coordinate check: activations of a model by its width."""
+"""Generates the page of a coordinate check: how the size of activations depends on the width of a model."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from html import escape
 
 import numpy as np
 
-from trainer.report.charts import COLOURS, SERIES, chart_style, short_number
+from trainer.report.charts import COLORS, SERIES, chart_style, short_number
 from trainer.report.page import STYLE
 
 
 @dataclass(frozen=True)
 class WidthCurves:
-    """The mean sizes of activations behind each layer, at several widths of a model."""
+    """Mean sizes of the activations of each layer, at several widths of a model."""
 
     name: str
     field: str
-    """The setting of the model that is its width."""
+    """The model field that was varied."""
     widths: Sequence[int]
     before: Mapping[str, Sequence[float]]
     after: Mapping[str, Sequence[float]]
-    """By layer; one number for each width, before and after the steps."""
+    """Mean sizes before and after the training steps: one number per width, by layer."""
 
     @property
     def layers(self) -> list[str]:
         return list(self.after)
 
     def exponent(self, layer: str) -> float:
-        """Return the power of the width with which the activations behind a layer grow, after the steps."""
+        """Return the power of the width with which a layer's activations grow, after the steps."""
         return float(np.polyfit(np.log(self.widths), np.log(self.after[layer]), 1)[0])
 
 
 def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
-    """Return a self-contained page with a picture and a table for each parametrization."""
+    """Return a self-contained page with the chart and the table of all parametrizations."""
     picture = base64.b64encode(draw_widths(curves, steps)).decode()
     heads = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
     rows = "".join(
@@ -47,7 +47,7 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
         for layer in curves[0].layers
     )
     text = (
-        f"Mean size of the activations behind each layer, at initialization and after {steps} steps. "
+        f"Mean size of the activations of each layer, at initialization and after {steps} steps. "
         "A layer whose line rises after the steps changes more in a wider model, which then needs a smaller rate."
     )
     return (
@@ -57,13 +57,13 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
         f'<header><h1>{escape(title)}</h1><p class="muted">{escape(text)}</p></header>\n'
         f'<section class="card"><img style="width: 100%" alt="{escape(title)}" src="data:image/png;base64,{picture}">'
         f'</section>\n<section class="card"><h2>Power of the width with which activations grow</h2>'
-        f"<table><thead><tr><th>behind</th>{heads}</tr></thead><tbody>{rows}</tbody></table></section>\n"
+        f"<table><thead><tr><th>layer</th>{heads}</tr></thead><tbody>{rows}</tbody></table></section>\n"
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S')} by meshtrainer.</footer></main></body></html>\n"
     )
 
 
 def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
-    """Return a PNG with a row for each parametrization: at initialization, and after the steps."""
+    """Return a PNG with one row per parametrization: at initialization, and after the steps."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
@@ -75,8 +75,8 @@ def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
                 row, ("at initialization", f"after {steps} steps"), (curve.before, curve.after), strict=True
             ):
                 for number, (layer, values) in enumerate(sizes.items()):
-                    colour = COLOURS[SERIES[number % len(SERIES)]]
-                    axes.plot(curve.widths, values, "o-", color=colour, markersize=3, linewidth=1.3, label=layer)
+                    color = COLORS[SERIES[number % len(SERIES)]]
+                    axes.plot(curve.widths, values, "o-", color=color, markersize=3, linewidth=1.3, label=layer)
                 axes.set_title(f"{curve.name}, {when}", loc="left", fontweight="bold", pad=7)
                 axes.set_xscale("log")
                 axes.set_yscale("log")

@@ -1,4 +1,4 @@
-"""Reads chat files: converts the records of JSONL and parquet files to conversations.
+"""Reads chat files: converts the records of JSONL, parquet, JSON and CSV files to conversations.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs.  Records are plain JSON.  Errors
 give the path of the invalid value in the record, such as `messages[2].role`.
@@ -88,20 +88,20 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
 _LINES = (".jsonl", ".jsonl.gz", ".parquet")
 
 _ONE_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
-"""Advice for files of anything else."""
+"""Advice for files that contain anything else."""
 
 
 def find_files(key: str, setting: str) -> list[Path]:
-    """Return the chat files that a path, folder or glob names, sorted.
+    """Return the sorted chat files that a path, folder or glob names.
 
     Raises UserError that names the setting `key` if there are none.
     """
     if is_hub_data(setting):
         from trainer.data.remote.datasets import find_data
 
-        found = find_data(setting, key)
-        found.fetch()
-        return [Path(path) for path in found.paths() if path.endswith(SUFFIXES)]
+        hub_data = find_data(setting, key)
+        hub_data.fetch()
+        return [Path(path) for path in hub_data.paths() if path.endswith(SUFFIXES)]
     pattern = os.path.expanduser(setting)
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
@@ -179,8 +179,8 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
 def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str) -> list[dict[str, Any]]:
     """Return the rows of a batch; `num_rows_before` is the number of rows before it in the file.
 
-    Raises UserError with the number of the first row that is not UTF-8: parquet requires UTF-8, but not every writer
-    enforces it.
+    Raises UserError with the number of the first row that is not valid UTF-8: parquet requires UTF-8, but not every
+    writer enforces it.
     """
     try:
         return batch.to_pylist()
@@ -195,7 +195,7 @@ def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null entries, at any depth: in parquet, all records of a column have the same keys."""
+    """Return a value without null entries, at any depth: in parquet, all records in a column have the same keys."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -223,7 +223,7 @@ _REQUIRED = {
     "alpaca": {"instruction", "output"},
     "text": {"text"},
 }
-"""Keys that a record of each format must have; `data.format=auto` tries the formats in this order, and `text` only with
+"""Required keys of each format's records; `data.format=auto` tries the formats in this order, and `text` only with
 labels."""
 
 
@@ -305,9 +305,9 @@ class Format:
                 return _read_preference(values)
 
     def label(self, record: Mapping[str, Any]) -> int:
-        """Return the record's label: a whole number from 0 on, or 1 and 0 for true and false.  Raises BadChat.
+        """Return the record's label: a nonnegative integer; true and false count as 1 and 0.  Raises BadChat.
 
-        CSV has only text, and a column of parquet with missing values only floats.
+        CSV stores labels as text, and a parquet column with missing values stores them as floats.
         """
         key = self._columns.get("label", "label")
         label = record.get(key)
@@ -330,7 +330,7 @@ class Format:
 
 
 MAX_LABELS = 2**15
-"""Limit of labels: they are stored like token ids, which have 16 bits where the vocabulary is small."""
+"""Exclusive upper bound of labels: they are stored like token ids, which have 16 bits if the vocabulary is small."""
 
 
 _COMMON_COLUMN_NAMES = {
@@ -338,7 +338,7 @@ _COMMON_COLUMN_NAMES = {
     "prompt": ("question", "query", "instruction", "problem", "input", "context"),
     "completion": ("answer", "response", "output", "solution", "target", "reply"),
 }
-"""Keys that files often use for a format's keys; used to suggest a value of `data.columns`."""
+"""Common alternative names of a format's keys, used to suggest a value for `data.columns`."""
 
 
 def _mapping_for(record: Mapping[str, Any]) -> str:
@@ -353,7 +353,7 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
 
 
 def _check_no_other_system(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise BadChat if there is a `system` key next to `messages`, which the format does not read."""
+    """Raise BadChat if there is a `system` key next to `messages`, since the format does not read it."""
     messages, system = values.get("messages"), record.get("system")
     if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
         return
@@ -368,8 +368,8 @@ def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
     if isinstance(turns[0], Mapping) and "from" not in turns[0] and "role" in turns[0]:
         messages = _messages(turns, "conversations")  # ShareGPT's key, but with roles and contents
     else:
-        read = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
-        messages = _messages(read, "conversations", "from", "value")
+        converted = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
+        messages = _messages(converted, "conversations", "from", "value")
     system = [{"role": "system", "content": _text(values["system"], "system")}] if values["system"] else []
     return Conversation([*system, *messages], _tools(values["tools"]))
 
@@ -447,7 +447,7 @@ def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapp
     restarts = role in ("system", "developer") or (role == "user" and prompt_turns[-1]["role"] in ("user", "tool"))
     if not restarts:  # the first message of the answer can follow the prompt
         return Conversation([*prompt_turns, *answer_turns], tools, first=len(prompt_turns))
-    # The answer repeats the prompt: at its start, or else the last repetition counts.
+    # The answer repeats the prompt: a repetition at its start takes precedence, then the last one.
     prompt_texts, answer_texts = _roles_and_texts(prompt_turns), _roles_and_texts(answer_turns)
     starts = (0, *range(len(answer_texts) - len(prompt_texts), 0, -1))
     first = next(
@@ -481,7 +481,7 @@ _ALIASES = {
 def _messages(value: Any, location: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
     """Return the messages in `value`, after checking that each has a known role, and content or tool calls.
 
-    role_key, content_key: the file's names of these keys, for errors.
+    role_key, content_key: the names of these keys in the file, for errors.
 
     Raises BadChat.
     """
@@ -558,7 +558,7 @@ def _check_calls(message: Mapping[str, Any], location: str) -> None:
 
 
 def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Return the tools of a record, which are a list of objects, or a JSON string of such a list."""
+    """Return a record's tools: a list of objects, or a JSON string that contains such a list."""
     if isinstance(value, str) and value.strip():
         try:
             value = json.loads(value)

@@ -27,12 +27,12 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 TRIAL_S = 0.5
-"""Maximum CPU time of the trial in seconds; ordinary templates take a few hundredths of a second.  It is not wall-clock
-time, so that a busy machine does not reject valid templates."""
+"""Maximum CPU time of the trial in seconds; ordinary templates take a few hundredths of a second.  Wall-clock time
+would reject valid templates on a busy machine."""
 
 CPU_S = 2
-"""Maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and even a
-rendering of a hundred megabytes takes less than this."""
+"""Maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and even
+rendering a hundred megabytes takes less than this."""
 
 MEMORY = 1 << 30
 """Maximum bytes that a rendering may allocate in addition to the memory in use."""
@@ -50,7 +50,7 @@ class TemplateTimeout(BaseException):
 
 
 def trial(work: Callable[[], str]) -> str:
-    """Call `work` in a forked child and return its result, or the reason if the child did not finish.
+    """Call `work` in a forked child and return its result, or why the child did not finish.
 
     If the system cannot fork, skips the trial and returns "".
     """
@@ -210,7 +210,7 @@ class _Watchdog:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.number = 0
-        """Number of renderings started: by its change, the watchdog detects a new rendering."""
+        """Number of renderings started; a change tells the watchdog that a new rendering has started."""
         self.renderer: int | None = None
         """The rendering thread, or None."""
         self._has_fired = False

@@ -2,12 +2,12 @@
 
 Unless it uses the `{% generation %}` tag, a template does not mark which part of its text the assistant wrote.  But the
 conversation can be rendered up to where the assistant starts to write (`add_generation_prompt`), and up to the end of
-its turn.  If both are prefixes of the full text, the model would have to generate the span between them.  If they are
+its turn.  If both are prefixes of the full text, the span between them is what the model has to generate.  If they are
 not, the template renders a turn differently when other turns follow: the model would be trained on text that it never
 sees at inference time, and no mask can correct that.
 
 Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
-prompt before the header of the assistant's turn.  So the model has to generate the header, and the header is a target.
+prompt before the header of the assistant's turn.  The model has to generate the header, so the header is a target.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from trainer.stopping import stop_if_asked
 class Encoded:
     """Token ids and loss mask of a conversation, both of shape (num_tokens,).
 
-    spelled: a special token that is spelled out in the text, or "": a sign that a chat template has already been
-        applied to the file.
+    spelled: a special token spelled out in the text, or "".  It suggests that a chat template has already been applied
+        to the file.
     """
 
     ids: NDArray[np.int64]
@@ -41,7 +41,7 @@ class Encoded:
     spelled: str = ""
 
     def truncated(self, num_tokens: int, marks_end: bool) -> Encoded:
-        """Return the first `num_tokens` tokens.  marks_end: train on the last of them, and on no other."""
+        """Return the first `num_tokens` tokens.  marks_end: train only on the last of them."""
         trained = self.trained[:num_tokens]
         return Encoded(self.ids[:num_tokens], only_last(len(trained)) if marks_end else trained)
 
@@ -75,7 +75,7 @@ class Encoder:
         """Encode a conversation or a completion.  Raises BadChat.
 
         max_tokens: the mask may be wrong from this token on, since the rest will be truncated.  Masking a turn renders
-            everything before it again, so that a conversation of 20,000 turns would otherwise take minutes.
+            everything before it again, so a conversation of 20,000 turns would otherwise take minutes.
         """
         if isinstance(sample, Conversation):
             text, ids, _, trained = self._encode_with_spans(sample, max_tokens)
@@ -92,7 +92,7 @@ class Encoder:
 
     @property
     def marks_end(self) -> bool:
-        """True if only the last token of a conversation is a target: the position at which a head scores it."""
+        """True if the only target of a conversation is its last token, at which a head scores it."""
         return self._train_on == "end"
 
     @property
@@ -133,7 +133,7 @@ class Encoder:
         return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
-        """Return the text in pieces, each with whether it is trained on.  Raises BadChat."""
+        """Return (text, is_trained) for each piece of the text.  Raises BadChat."""
         if isinstance(sample, Completion):
             plain = self.tokenizer.plain
             end_text = "".join(map(self.tokenizer.text_of, plain.end_ids))
@@ -183,7 +183,7 @@ class Encoder:
         return full.text, ids, spans, ~loss_mask if is_all_trained else loss_mask
 
     def _turns(self, chat: Conversation) -> list[int]:
-        """Return the indices of the messages to train on; for `all`, of the messages not to train on."""
+        """Return the indices of the messages to train on; for `all`, those of the messages to exclude."""
         if self.marks_end:
             return []
         weights = [message.get("weight", 1) for message in chat.messages]
@@ -235,7 +235,7 @@ def _check_all_included(chat: Conversation, text: str) -> None:
 
 
 def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, number: int) -> list[tuple[int, int]]:
-    """Return the character spans of a message in the full text; for the assistant, of the text that it generates.
+    """Return the character spans of a message in the full text; for the assistant, only of the text that it generates.
 
     Raises BadChat if the template renders the message, or the text before it, differently when other turns follow.
     """
@@ -329,7 +329,7 @@ QUOTE = "\U000f5150"
 class ChatTokenizer:
     """Tokenizer that recognizes special tokens in a text, and returns the character span of each id.
 
-    plain: the same tokenizer, but it encodes special tokens as text.
+    plain: the same tokenizer, except that it encodes special tokens as text.
     """
 
     def __init__(self, setting: str, key: str = "data.tokenizer") -> None:
@@ -377,7 +377,7 @@ class ChatTokenizer:
         return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
 
     def is_added(self, number: int) -> bool:
-        """Return whether an id is that of an added token, such as the end-of-turn token, rather than of text."""
+        """Return whether an id is an added token, such as the end-of-turn token, rather than text."""
         return any(token["id"] == number for token in self._content.get("added_tokens", ()))
 
     def has(self, text: str) -> bool:
@@ -385,7 +385,7 @@ class ChatTokenizer:
         return any(token["content"] == text for token in self._content.get("added_tokens", ()))
 
     def text_of(self, number: int) -> str:
-        """Return the text of an id, which may be that of a special token."""
+        """Return the text of an id, which may be a special token."""
         return self.plain.decode([number]) if not self._content else str(self._special_tokenizer.id_to_token(number))
 
     def encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,4 +1,4 @@
-"""Sources over chats: rows of conversations that do not attend to each other, or preference pairs."""
+"""Sources over chats: conversations that do not attend to each other, preference pairs, and labeled conversations."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
 
 def make_encoder(data: DataSection) -> Encoder:
-    """Return the encoder that the settings describe.  Raises UserError if it cannot be made."""
+    """Return the encoder that the settings describe.  Raises UserError if the tokenizer or template cannot be used."""
     template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has(token)]
     if data.chat_template == CHATML and missing:
@@ -88,7 +88,7 @@ class _Conversations(Source):
     """Base class of the sources over tokenized conversations, which are the documents of a shard.
 
     report: statistics of the conversations in the files.
-    longest: the row length, in tokens, that fits every conversation.
+    longest: the smallest row length, in tokens, that fits every conversation.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder) -> None:
@@ -101,7 +101,7 @@ class _Conversations(Source):
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Covers every token and the loss mask."""
+        """The fingerprint, which covers every token and the loss mask."""
         return Fingerprint(len(self), 1, self._shard.info.num_tokens, self.report.content)
 
     @property
@@ -130,7 +130,7 @@ class _Conversations(Source):
 
     @property
     def _lengths(self) -> NDArray[np.int64]:
-        """The number of positions of each conversation: its last token takes one only if it is scored."""
+        """The number of positions that each conversation takes; its last token takes one only if it is scored."""
         return np.diff(self._offsets) - (not self._encoder.marks_end)
 
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
@@ -145,7 +145,7 @@ class _Conversations(Source):
         return decode_sample(self._shard.read(start, stop - start))
 
     def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
-        """Write conversation `number` into a row from offset `start` on, and return its end in the row.
+        """Write conversation `number` into a row from offset `start` on, and return the offset of its end.
 
         A conversation of n tokens takes n - 1 positions: its last token is only a target.  With `data.train_on=end` it
         takes n, and the only target, 0, is at the last of them.
@@ -173,7 +173,7 @@ class ChatSource(_Conversations):
         lengths = self._lengths
         one_per_row = np.arange(len(lengths)), np.arange(len(lengths) + 1)
         self._order, self._starts = best_fit(lengths, seq_len) if pack else one_per_row
-        self._pack = pack
+        self._packs = pack
         if pack:
             self.attended = float(lengths @ lengths) / (len(self) * seq_len)
 
@@ -190,7 +190,7 @@ class ChatSource(_Conversations):
             for number in numbers:
                 end = self._write_row(rows, row, end, int(number))
                 documents[row, end:] += 1
-        return {**rows, "documents": documents} if self._pack else rows
+        return {**rows, "documents": documents} if self._packs else rows
 
 
 class PairSource(_Conversations):
@@ -212,11 +212,11 @@ class PairSource(_Conversations):
 
 
 class LabelledSource(_Conversations):
-    """Conversations with a label each, one per row.
+    """Labeled conversations, one per row.
 
-    A batch has `labels`, one of each sample; with `data.train_on=end` the label is also the target at the last token.
-    If they are mismatched, row 2i is the conversation of sample i, and row 2i + 1 has its prompt and the answer of the
-    next conversation with another prompt.  A prompt ends before the first target.
+    A batch has `labels`, one per sample; with `data.train_on=end`, the label is also the target at the last token.
+    With mismatched answers, row 2i is the conversation of sample i, and row 2i + 1 combines its prompt with the answer
+    of the next conversation that has a different prompt.  A prompt ends before the first target.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool) -> None:
@@ -253,26 +253,26 @@ class LabelledSource(_Conversations):
         return Encoded(encoded.ids[1:], encoded.trained[1:])
 
     def _next_with_another_prompt(self, number: int) -> int:
-        """Return the next conversation after `number` that has another prompt.  Raises UserError if there is none."""
-        first, start = self._prompt_and_answer(number)
+        """Return the next conversation after `number` with a different prompt.  Raises UserError if there is none."""
+        chat, start = self._prompt_and_answer(number)
         for distance in range(1, len(self)):
             other = (number + distance) % len(self)
-            encoded, begin = self._prompt_and_answer(other)
-            if not np.array_equal(encoded.ids[:begin], first.ids[:start]):
+            other_chat, other_start = self._prompt_and_answer(other)
+            if not np.array_equal(other_chat.ids[:other_start], chat.ids[:start]):
                 return other
         rule = "compares answers to different prompts, but all conversations of the data have the same one"
         raise setting_error("train.objective", "kto", rule, fix="add answers to another prompt")
 
     def _prompt_and_answer(self, number: int) -> tuple[Encoded, int]:
-        """Return a conversation, and the position of its first target, where its answer begins."""
+        """Return a conversation, and the position of its first target, where its answer starts."""
         encoded = self._read(number)
         return encoded, int(np.argmax(encoded.trained))
 
     def _write_mismatched(self, rows: Mapping[str, NDArray[Any]], row: int, number: int, other: int) -> None:
         """Write the prompt of conversation `number` and the answer of conversation `other` into a row."""
-        (prompt, start), (answer, begin) = self._prompt_and_answer(number), self._prompt_and_answer(other)
-        ids = np.concatenate([prompt.ids[:start], answer.ids[begin:]])[: self.seq_len + 1]
-        trained = np.concatenate([prompt.trained[:start], answer.trained[begin:]])[: self.seq_len + 1]
+        (prompt, end), (answer, start) = self._prompt_and_answer(number), self._prompt_and_answer(other)
+        ids = np.concatenate([prompt.ids[:end], answer.ids[start:]])[: self.seq_len + 1]
+        trained = np.concatenate([prompt.trained[:end], answer.trained[start:]])[: self.seq_len + 1]
         rows["tokens"][row, : len(ids) - 1] = ids[:-1]
         rows["targets"][row, : len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORE)
 
@@ -285,8 +285,8 @@ class LabelledSource(_Conversations):
 class DisplayedChat:
     """A conversation for display.
 
-    location: its file and line, and for an answer of a pair `chosen` or `rejected`.
-    pieces: its text in pieces, each with whether it is trained on.
+    location: its file and line, followed by `chosen` or `rejected` for an answer of a pair.
+    pieces: (text, is_trained) for each piece of its text.
     """
 
     location: str

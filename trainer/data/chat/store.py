@@ -33,10 +33,10 @@ from trainer.files import replacing
 from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 4
-"""Increase when the same files and settings give different tokens, so that older cache entries are not used."""
+"""Increment when the same files and settings give different tokens, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
-"""Total bytes of the files from which on a message announces that they are being tokenized."""
+"""Total bytes of the files above which a message announces that they are being tokenized."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ class ChatShards:
 
 
 def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
-    """Return the tokenized conversations from the cache, after tokenizing them if they are not there.
+    """Return the tokenized conversations from the cache, tokenizing them first if they are missing.
 
     Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
     """
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
-    facts = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
-    name = f"chat-{hashlib.sha256(facts.encode()).hexdigest()[:20]}"
+    identity = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
+    name = f"chat-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
     num_bytes = sum(size for _, size, _ in files)
     return get_or_build(
         cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, num_bytes
@@ -139,21 +139,21 @@ def _write(
     digest = hashlib.blake2b(digest_size=8)
     # Until a conversation is held out, the one with the lowest hash so far (and its duplicates) is undecided.
     undecided: list[Sequence[Encoded]] = []
-    lowest = 1.0
+    lowest_fraction = 1.0
     for documents in conversations:
-        key = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
-        digest.update(key + b"".join(document.trained.tobytes() for document in documents))
-        hash_fraction = int.from_bytes(key, "little") / 2**64
+        ids_hash = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
+        digest.update(ids_hash + b"".join(document.trained.tobytes() for document in documents))
+        hash_fraction = int.from_bytes(ids_hash, "little") / 2**64
         if hash_fraction < holdout:
             held_out.write(documents)
-        elif not holdout or not held_out.is_empty or (undecided and hash_fraction > lowest):
+        elif not holdout or not held_out.is_empty or (undecided and hash_fraction > lowest_fraction):
             train.write(documents)
-        elif undecided and hash_fraction == lowest:
+        elif undecided and hash_fraction == lowest_fraction:
             undecided.append(documents)
         else:
             for record_documents in undecided:
                 train.write(record_documents)
-            undecided, lowest = [documents], hash_fraction
+            undecided, lowest_fraction = [documents], hash_fraction
     remaining_split = train if train.is_empty or not held_out.is_empty else held_out
     for record_documents in undecided:
         remaining_split.write(record_documents)
@@ -163,7 +163,7 @@ def _write(
 class _ChatReader:
     """Reads and encodes conversations one by one, and collects their statistics.
 
-    Writes partial results every few seconds and when this process is asked to stop; the next run continues from them.
+    Writes partial results every few seconds and when this process is asked to stop; the next run resumes from them.
     """
 
     def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
@@ -217,7 +217,7 @@ class _ChatReader:
 
     @property
     def _max_tokens(self) -> int:
-        """The largest number of tokens that fits a row: the last token takes a position only if it is scored."""
+        """The maximum number of tokens that fit in a row; the last token takes a position only if it is scored."""
         return self._spec.seq_len + (not self._encoder.marks_end)
 
     def _label(self, record: Mapping[str, Any]) -> int | None:
@@ -266,7 +266,7 @@ class _ChatReader:
         return [document.truncated(max_tokens, self._encoder.marks_end) for document in documents]
 
     def _user_error(self, error: BadChat, location: str) -> UserError:
-        """Convert a BadChat to a UserError with the record's location, about the setting that has to change."""
+        """Convert a BadChat to a UserError that names the record's location and the setting to change."""
         spec = self._spec
         values = {"data.train_on": spec.train_on, "data.format": spec.format, "data.seq_len": spec.seq_len}
         key = error.key or spec.key
@@ -333,7 +333,7 @@ class _SplitWriter:
 
 @dataclass(frozen=True)
 class _DoubledTokenizer:
-    """Stands for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
+    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
 
     name: str
     vocab_size: int
@@ -359,7 +359,7 @@ _STALE_AFTER_S = 30 * 86400.0
 
 
 class PartialResults:
-    """Partial results of tokenizing chat files, from which a later run continues: NAME.part-00000 and so on.
+    """Partial results of tokenizing chat files, from which a later run resumes: NAME.part-00000 and so on.
 
     A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, so it has
     checksums; parts after a corrupt one are ignored.
@@ -434,7 +434,7 @@ class PartialResults:
                     path.unlink()
 
     def remove(self) -> None:
-        """Remove all parts, when the complete shards exist."""
+        """Remove all parts, once the complete shards exist."""
         self._remove_from(0)
 
     def _remove_from(self, number: int) -> None:
@@ -455,13 +455,13 @@ class ChatReport:
     chats: conversations read, including those that were dropped or have no targets.
     tokens, trained: number of training tokens, and of targets among them.
     held_out, held_out_tokens: number of held-out conversations, and of their tokens.
-    dropped, truncated: number of conversations that were dropped or truncated because they are longer than a sequence.
-    longer: number of dropped conversations by the sequence length that they need, rounded up to a multiple of 64.
+    dropped, truncated: number of conversations dropped or truncated because they are longer than a sequence.
+    longer: number of dropped conversations by required sequence length, rounded up to a multiple of 64.
     unused: locations of the conversations without targets.
     plain: number of records with plain-text prompts and completions.
     spelling, spelled, token: number of conversations with a special token spelled out in their text, the locations of
         the first few, and one such token.
-    labels: number of conversations with each label, without those that were dropped or have no targets.
+    labels: number of conversations with each label, excluding those that were dropped or have no targets.
     content: a digest of all tokens and masks.
     """
 
@@ -486,7 +486,7 @@ class ChatReport:
 
     @property
     def kind(self) -> str:
-        """The word for the records in messages."""
+        """The noun for the records, for messages."""
         return "pairs" if self.pairs else "conversations"
 
     @property
@@ -511,7 +511,7 @@ class ChatReport:
         return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
 
     def suggested_lengths(self) -> str:
-        """Suggest the `data.seq_len` that keeps all conversations, and the one that keeps 95% if it is much smaller."""
+        """Suggest the `data.seq_len` that keeps all conversations, and the one that keeps 95% if much smaller."""
         lengths = sorted((int(length), count) for length, count in self.longer.items())
         if not lengths:
             return ""
@@ -580,6 +580,6 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
 
 
 def _list_locations(locations: Sequence[str], count: int | None = None) -> str:
-    """Return a list of the first few of `count` locations, as text."""
+    """Return the first few of `count` locations as text."""
     more = (len(locations) if count is None else count) - len(locations[:5])
     return ", ".join(locations[:5]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,8 +1,8 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is a Jinja program that is published with the model.  It runs in Jinja's sandbox and can access only plain
-JSON.  It has the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special
-tokens), so it renders the same text.  `limits.py` limits its CPU time and memory.
+A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  It
+has the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special tokens),
+so it renders the same text.  `limits.py` limits its CPU time and memory.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class ChatTemplate:
 
     @contextmanager
     def limits_for_many(self) -> Iterator[None]:
-        """Context manager that makes many renderings cheaper: sets the limits once, but limits the time of each."""
+        """Context manager that makes many renderings cheaper: it sets the limits once, but limits the time of each."""
         try:
             with limited():
                 yield
@@ -156,7 +156,7 @@ _FIX_OTHER_TEMPLATE = "give another template, in a .jinja file"
 
 
 def _with_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message that has its reasoning under both keys that templates read."""
+    """Return a message with its reasoning under both keys that templates read."""
     reasoning = next((message[name] for name in REASONING_KEYS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -260,7 +260,7 @@ _TRIALS: list[tuple[list[Message], list[Any], bool]] = [
     ([{"role": "system", "content": "Be brief"}, *_EXCHANGE, *_EXCHANGE], [], False),
     ([*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
 ]
-"""Conversations that templates are tried on: messages, tools, and whether to add the generation prompt."""
+"""Conversations to try templates on: messages, tools, and whether to add the generation prompt."""
 
 
 def template_path(tokenizer: str) -> Path | None:

@@ -60,7 +60,7 @@ from trainer.stopping import StopRequested, stop_if_asked
 class BuildJob:
     """Everything that the shards depend on, and the names of the settings for messages.
 
-    bad: the limit of `BadDocuments`.
+    bad: the limit for `BadDocuments`.
     holdout: share of documents to hold out.
     shard_tokens: a shard ends with the first document that reaches this many tokens; 0 for one shard per unit.
     """
@@ -132,7 +132,7 @@ def _build(job: BuildJob, path: Path, procs: int) -> ShardManifest:
 _POLL_S, _MAX_POLL_S = 0.002, 0.05
 """Initial and maximum polling interval for a unit that another process is building, in seconds.
 
-The interval doubles each time: most processes wait only briefly for the last units, but a large build can take long.
+The interval doubles each time: most processes wait only briefly for the last units, but a large build can take minutes.
 """
 
 
@@ -143,7 +143,7 @@ class _Builder:
     """
 
     def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
-        self._job, self._units, self._folder, self._pool = job, units, folder, workers
+        self._job, self._units, self._folder, self._workers = job, units, folder, workers
         self._current_unit_bytes = 0
         self._finished_units: set[int] = set()
 
@@ -153,7 +153,7 @@ class _Builder:
         for waits in (False, True):
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
-                    self._pool.raise_errors()
+                    self._workers.raise_errors()
                     stop_if_asked()
                     if folder.try_lock(number):
                         try:
@@ -186,7 +186,7 @@ class _Builder:
                 writer.discard()
 
     def count_bytes(self) -> int:
-        """Return the bytes of input processed: of units finished by any process, and of the unit being built here."""
+        """Return the bytes of input processed: units finished by any process, and part of the unit being built here."""
         for number in range(len(self._units)):
             if number not in self._finished_units and self._folder.is_done(number):
                 self._finished_units.add(number)
@@ -194,7 +194,7 @@ class _Builder:
 
 
 _MANIFEST_LOCK = 2**40
-"""The byte of the lock file that is locked while the manifest is written, beyond the bytes of all units."""
+"""The byte of the lock file to lock while the manifest is written, beyond the bytes of all units."""
 
 
 def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
@@ -352,7 +352,7 @@ class _Workers:
 
 
 def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
-    """Build units in a worker, and send the parent the error that occurs, or None."""
+    """Build units in a worker, and send the parent the error that occurred, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     follow_parent(True, {LAUNCHER: str(parent)})
     error = None
@@ -369,7 +369,7 @@ def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connect
 
 
 CHECK_INTERVAL_BYTES = 1 << 26
-"""Bytes of text of a unit between two checks of the engine against the reference."""
+"""Bytes of a unit's text between two checks of the engine against the reference."""
 
 
 class UnitWriter:
@@ -380,7 +380,7 @@ class UnitWriter:
         self._train = _Split(job, folder, number, False)
         self._held_out = _Split(job, folder, number, True)
         self._bad = BadDocuments(job.bad, job.keys)
-        self._lowest, self._unchecked = 1.0, 0
+        self._lowest, self._bytes_until_check = 1.0, 0
 
     def write(self) -> Iterator[int]:
         """Write all documents; yield the number of input bytes of each batch.
@@ -447,14 +447,14 @@ class UnitWriter:
 
         Raises IdsDiffer.
         """
-        if self._unchecked <= 0:
+        if self._bytes_until_check <= 0:
             check_sample(self._engine, self._job.reference, texts)
-            self._unchecked = CHECK_INTERVAL_BYTES
-        self._unchecked -= sum(map(len, texts))
+            self._bytes_until_check = CHECK_INTERVAL_BYTES
+        self._bytes_until_check -= sum(map(len, texts))
 
     def _write_long(self, document: LongDocument) -> Iterator[int]:
         try:
-            split = self._assign_split(document.pieces())  # reads all of it: errors come before any writing
+            split = self._assign_split(document.pieces())  # reads all of it, so errors occur before any writing
         except (BadLine, UnicodeDecodeError, *READ_ERRORS) as error:
             document.reject(error, self._bad)
             return
@@ -562,7 +562,7 @@ class _Split:
 _LOCK = "lock"
 
 _REPAIR_LOCK = 2**40 + 2
-"""The byte of the lock file that is locked while corrupt files are removed."""
+"""The byte of the lock file to lock while corrupt files are removed."""
 
 
 @dataclass(frozen=True)
@@ -579,7 +579,7 @@ class UnitRecord:
 
 
 class BuildFolder:
-    """The folder that builders share.  Raises OSError if it is missing, not writable or without locks."""
+    """The folder that builders share.  Raises OSError if it is missing or not writable, or does not support locks."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -654,7 +654,7 @@ class BuildFolder:
             partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
 
     def clear(self, unit: int) -> None:
-        """Remove temporary files that killed builders of a unit have left, and folders with the names of its files.
+        """Remove temporary files left by killed builders of a unit, and folders that have the names of its files.
 
         The caller holds the unit's lock.  Existing shards stay until they are replaced, since other runs may be reading
         them.
@@ -682,7 +682,7 @@ class BuildFolder:
                     remove(self._record_path(unit))
 
     def invalidate(self, check: Callable[[], object]) -> None:
-        """Cause everything in the folder to be rebuilt if it is complete and still corrupt.
+        """If the folder is complete and still corrupt, make the next build rebuild everything in it.
 
         Shards stay until they are replaced, since other runs may be reading the intact ones.
 
@@ -701,12 +701,12 @@ class BuildFolder:
                     remove(path)
 
     def finish(self, manifest: ShardManifest) -> None:
-        """Write the manifest, then remove the files that were only needed to build."""
+        """Write the manifest, then remove the files needed only for the build."""
         manifest.write(self.manifest_path)
         self.clean_up()
 
     def clean_up(self) -> None:
-        """Remove the records, which the manifest replaces, and temporary files that killed builders have left."""
+        """Remove the records, which the manifest replaces, and temporary files left by killed builders."""
         for path in [*self.path.glob("[0-9]*.done"), *self.path.glob(".[0-9]*")]:
             remove(path)
 
@@ -724,7 +724,7 @@ class BuildFolder:
 
 
 _PUBLISH_LOCK = 2**40 + 1
-"""The byte of the folder's lock file that is locked while shards are renamed."""
+"""The byte of the folder's lock file to lock while shards are renamed."""
 
 
 def find_published(stem: Path) -> list[Path]:
@@ -750,7 +750,7 @@ def was_published(work: Path, stem: Path) -> bool:
 def publish(manifest: ShardManifest, work: Path, stem: Path) -> None:
     """Rename a manifest's shards to STEM-00000.bin and so on, replacing existing shards; then remove the folder `work`.
 
-    A call after the process was killed continues.  If several processes call it at once, they wait for the first.
+    If the process was killed, another call finishes the work.  If several processes call it, the others wait.
     """
     train, held_out = paths_of(manifest, stem)
     moves = [
@@ -790,7 +790,7 @@ def read_published(stem: Path) -> ShardManifest:
 
 
 def paths_of(manifest: ShardManifest, stem: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths under which to publish a manifest's training shards, and its held-out shards."""
+    """Return the paths at which to publish a manifest's training shards and its held-out shards."""
     train_numbers, held_out_numbers = range(len(manifest.train)), range(len(manifest.held_out))
     return (
         [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in train_numbers],

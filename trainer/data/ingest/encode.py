@@ -1,8 +1,8 @@
 """Tokenizes documents: splits long ones, and encodes batches of texts with an engine.
 
-The reference engine is the library that the tokenizer was written for.  A faster engine is used if it gives the same
-ids: on texts designed to tell engines apart, before any input is read, and on a sample of each unit.  If a single id
-differs, the unit is tokenized again with the reference.
+The reference engine is the library that the tokenizer was written for.  A faster engine is used only if it gives the
+same ids: before any input is read, on texts designed to expose differences, and then on a sample of each unit.  If a
+single id differs, the unit is tokenized again with the reference engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Number of texts that an engine is checked on, and number of bytes of each."""
+"""Number of texts to check an engine on, and number of bytes to use of each."""
 
 
 class IdsDiffer(Exception):
@@ -118,7 +118,7 @@ def _single_threaded() -> Iterator[None]:
 
 
 def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
-    """Concatenate ids into one array of `dtype`; a narrow one is faster, since the array is copied again later."""
+    """Concatenate ids into one array of `dtype`; a narrow dtype is faster, since the array is copied again later."""
     counts = np.fromiter(map(len, ids), np.int64, len(ids))
     return np.concatenate([np.empty(0, dtype), *ids], dtype=dtype, casting="unsafe"), counts
 
@@ -243,13 +243,13 @@ _PROBES = (
     "\x00\x01\x7f\x80\ufeffbom\ufffd \ue000 \U0010fffd \U000e0041 a\u00adb \u202eabc\u202c",
     *("   leading", "trailing   ", " ", "\n", "a", "", "a" * 200, "=" * 300 + "\n" + " " * 300 + "x"),
 )
-"""Texts on which tokenizers differ: contractions, white space, digits, code, scripts, punctuation, invisible
+"""Texts on which tokenizers tend to differ: contractions, white space, digits, code, scripts, punctuation, invisible
 characters.
 """
 
 
 def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
-    """Return texts that tell engines apart: _PROBES, characters from all of Unicode, and texts with added tokens."""
+    """Return texts that expose differences: _PROBES, characters from all of Unicode, and texts with added tokens."""
     characters = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
     added_tokens = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
     texts = [
@@ -261,7 +261,7 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Splitting long documents into pieces with the same ids: concatenated, they are those of the complete document
+# Splitting long documents into pieces whose concatenated ids are those of the complete document
 #
 # Tokens do not cross the boundaries of the pre-tokenizer.  Candidates for a boundary are the position after a newline
 # between two non-space characters, and the position before a space between two letters.  Whether a tokenizer always
@@ -270,7 +270,7 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
 
 
 MAX_PIECE_BYTES = 1 << 20
-"""Maximum bytes of a piece that can be cut: tokenizing takes about 200 bytes of memory per byte."""
+"""Maximum bytes of a piece, where a cut is possible: tokenizing takes about 200 bytes of memory per byte of text."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -293,7 +293,7 @@ _LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTE
 _SPACE = re.compile("[a-z](?= [a-z])")
 
 _SEARCH_BYTES = 1 << 14
-"""Number of bytes at the end of a piece that are searched for a boundary first."""
+"""Number of bytes at the end of a piece to search first for a boundary."""
 
 
 class DocumentSplitter:
@@ -335,14 +335,14 @@ class DocumentSplitter:
                     if end := _last_match_end(pattern, text[start:MAX_PIECE_BYTES]):
                         return start + end
         start = max(MAX_PIECE_BYTES, searched_to) - 8
-        remainder = text[start:].decode(errors="surrogateescape")  # may begin or end within a character
+        remainder = text[start:].decode(errors="surrogateescape")  # may start or end within a character
         matches = (pattern.search(remainder) for pattern in self._boundary_patterns)
         ends = [match.end() for match in matches if match]
         return start + len(remainder[: min(ends)].encode(errors="surrogateescape")) if ends else 0
 
     @cached_property
     def _boundary_patterns(self) -> list[re.Pattern[str]]:
-        """Patterns that match at boundaries that this tokenizer's tokens never cross."""
+        """Patterns of boundaries that this tokenizer's tokens never cross."""
         if not isinstance(self._tokenizer, FileTokenizer):
             return []
         library = self._tokenizer.library
@@ -361,7 +361,7 @@ class DocumentSplitter:
 
 
 def _last_match_end(pattern: re.Pattern[str], text: bytes) -> int:
-    """Return the byte offset at which the last match ends, or 0.  `text` may begin or end within a character."""
+    """Return the byte offset at which the last match ends, or 0.  `text` may start or end within a character."""
     decoded = text.decode(errors="surrogateescape")
     last_end = max((match.end() for match in pattern.finditer(decoded)), default=0)
     return len(decoded[:last_end].encode(errors="surrogateescape"))

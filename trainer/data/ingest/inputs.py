@@ -1,6 +1,6 @@
 """Finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents.
 
-To find files, only names, sizes and times are read, and the first bytes of indices.
+Finding files reads only their names, sizes and times, and the first bytes of index files.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class InputFile:
     """A file of documents.
 
     size: in bytes.  mtime_ns: the modification time in ns.  key: the setting that names the file, for messages.
-    checksum: that of its content, if it is known without reading it; its path and time then do not matter.
+    checksum: the checksum of the content, if known without reading the file; path and time then do not matter.
     """
 
     path: str
@@ -79,7 +79,7 @@ class InputFile:
 
         Raises UserError that names the setting `key` if the file does not exist.
         """
-        kind_and_compression = kind_of(path)  # by the link's name: its target's may have no suffix
+        kind_and_compression = kind_of(path)  # by the link's name: the target's name may have no suffix
         if kind_and_compression is None:
             return None
         kind, compression = kind_and_compression
@@ -159,7 +159,7 @@ def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
 
 
 def is_foreign_token_file(path: str) -> bool:
-    """Return whether a .bin file comes from another trainer: there is neither our metadata nor our index next to it."""
+    """Return whether a .bin file comes from another trainer: it has neither our metadata nor our index next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
         return False
@@ -208,7 +208,7 @@ BLOCK = 1 << 20
 """Number of bytes read at once."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""Errors that reading a corrupt file may raise, compressed or not."""
+"""Errors that reading a corrupt file, compressed or not, may raise."""
 
 
 def open_stream(file: InputFile) -> BinaryIO:
@@ -297,7 +297,7 @@ class _ZstFile(io.RawIOBase):
 
 
 MAX_LISTED_PLACES = 20
-"""Maximum number of bad documents that a unit's record lists with their locations; all are counted."""
+"""Maximum number of bad documents to list with their locations in a unit's record; all are counted."""
 
 
 @dataclass(frozen=True)

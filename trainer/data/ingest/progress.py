@@ -13,7 +13,7 @@ _INTERVAL_S = {True: 0.5, False: 30.0}
 
 
 class ProgressLine:
-    """Prints the string that `line` returns at regular intervals until the block ends.
+    """At regular intervals until the block ends, prints the string that `line` returns.
 
     In a log, a block that ends within the first interval prints nothing.
     """

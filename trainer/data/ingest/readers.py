@@ -40,7 +40,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a line or text file that is read into memory at once."""
+"""Maximum bytes of a line or text file to read into memory at once."""
 
 
 class LongDocument(ABC):
@@ -133,7 +133,7 @@ def reject_file(input_file: InputFile, error: Exception, bad: BadDocuments) -> N
 def read_lines(
     input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[DocumentBatch]:
-    """Yield the documents of the lines that begin at byte positions from `start` (inclusive) to `stop` (exclusive)."""
+    """Yield the documents of the lines that start at byte positions from `start` (inclusive) to `stop` (exclusive)."""
     try:
         with closing(open_stream(input_file)) as file:
             for position, lines in _line_blocks(file, start, stop):
@@ -172,7 +172,7 @@ def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple
 def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, bytes]:
     """Skip to the next line.
 
-    Returns its position and the part of it that has been read already, which is empty if the line begins after `stop`.
+    Returns its position and the part of it that has already been read, which is empty if the line starts after `stop`.
     """
     while (stop is None or position < stop) and (block := file.read(BLOCK)):
         end = block.find(b"\n") + 1
@@ -184,7 +184,7 @@ def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, by
 
 @dataclass(frozen=True)
 class _Lines:
-    """A block of complete lines that begins at byte `position` of a file."""
+    """A block of complete lines that starts at byte `position` of a file."""
 
     input: InputFile
     position: int
@@ -228,7 +228,7 @@ class _Lines:
 
 
 def line_number(input_file: InputFile, position: int) -> int:
-    """Return the 1-based number of the line that begins at byte `position` of a file's content."""
+    """Return the 1-based number of the line that starts at byte `position` of a file's content."""
     number = 1
     with closing(open_stream(input_file)) as file:
         while position > 0 and (block := file.read(min(BLOCK, position))):
@@ -270,7 +270,7 @@ def _reject_record(record: Any, location: str, text_key: str, bad: BadDocuments)
 
 @dataclass(frozen=True)
 class _LongLine(LongDocument):
-    """A line of a JSONL file that begins at byte `position`."""
+    """A line of a JSONL file that starts at byte `position`."""
 
     input: InputFile
     position: int
@@ -296,7 +296,7 @@ class _LongLine(LongDocument):
 def read_record_file(
     input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[list[bytes]]:
-    """Yield the documents of a JSON array or of a CSV file, in batches.  `start` and `stop` are ignored."""
+    """Yield the documents of a JSON array or CSV file in batches.  `start` and `stop` are ignored."""
     documents: list[bytes] = []
     num_bytes = 0
     try:
@@ -321,7 +321,7 @@ def read_record_file(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Reading the text of a JSON line that is too long to hold in memory, piece by piece
+# Reading, piece by piece, the text of a JSON line too long to hold in memory
 MAX_OTHER_BYTES = 1 << 26
 """Maximum bytes of a line, not counting its text."""
 
@@ -370,7 +370,7 @@ def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
 
 
 def _check_remainder(remainder: bytes, key: str, has_text: bool) -> None:
-    """Raise BadLine unless `remainder`, a line without its text, is a JSON object that has the text."""
+    """Raise BadLine unless `remainder`, a line without its text, is a JSON object and the line has the text."""
     try:
         record = json.loads(remainder)
     except (ValueError, RecursionError) as error:
@@ -385,7 +385,7 @@ class _LineReader:
     """The bytes of a line, read on demand."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._buffer, self._is_all = file, b"", False
+        self._file, self._buffer, self._is_at_end = file, b"", False
 
     def read_until(self, mark: bytes) -> bytes:
         """Return the bytes up to and including `mark`, or up to the end of the line if `mark` does not occur."""
@@ -420,11 +420,11 @@ class _LineReader:
                 raise BadLine("is not JSON (it ends within a string)")
 
     def _read_more(self) -> bool:
-        if self._is_all:
+        if self._is_at_end:
             return False
         block = self._file.read(BLOCK)
         end = block.find(b"\n")
-        self._is_all = end >= 0 or not block
+        self._is_at_end = end >= 0 or not block
         self._buffer += block if end < 0 else block[:end]
         return True
 
@@ -466,7 +466,7 @@ def dump_json(value: Any) -> str:
 
 
 ROWS_PER_BATCH = 128
-"""Number of rows of a parquet file that are decoded at once."""
+"""Number of rows of a parquet file to decode at once."""
 
 
 def split_row_groups(input_file: InputFile, size: int) -> Iterator[tuple[int, int | None, int]]:
@@ -646,7 +646,7 @@ class TokenChunk:
 
 
 def check_tokens(inputs: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:
-    """Raise UserError if there are token files of other trainers and `data.tokenizer` is not set, or `data.bos` is."""
+    """For token files of other trainers, raise UserError unless `data.tokenizer` is set and `data.bos` is not."""
     token_files = [input_file.path for input_file in inputs if input_file.kind == "tokens"]
     if token_files and tokenizer.name == "bytes":
         rule = f"{token_files[0]} does not say which tokenizer made its tokens"
@@ -686,7 +686,7 @@ def _read_plain_tokens(input_file: InputFile, tokenizer: Tokenizer) -> Iterator[
 
 
 def _token_layout(input_file: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype[Any], int]:
-    """Return the dtype of a file's tokens, and the byte offset at which they begin."""
+    """Return the dtype of a file's tokens, and the byte offset at which they start."""
     header = np.fromfile(input_file.path, "<i4", 3)
     dtype = _HEADER_DTYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
@@ -731,7 +731,7 @@ def _read_megatron_index(input_file: InputFile) -> tuple[np.dtype[Any], NDArray[
 
 
 def _token_chunks(input_file: InputFile, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Yield the tokens of a file from byte `start` on in chunks, each with whether it is the last one."""
+    """Yield (tokens, is_last) for each chunk of a file from byte `start` on."""
     num_left = (input_file.size - start) // dtype.itemsize
     with open(input_file.path, "rb") as file:
         file.seek(start)

@@ -1,12 +1,12 @@
 """A cache of remote shard files, in a folder shared by all processes of this machine.
 
-    NAME          a complete file; its size and checksum were correct when it was downloaded
+    NAME          a complete file, whose size and checksum were verified when it was downloaded
     .NAME.crc     the checksum of NAME, if its source provides none
     .NAME.part    a file being downloaded; the process that downloads it holds a lock on it
     .lock         locked while files are evicted
 
-A name ends in the file's size, so that a file being downloaded counts with its full size from the start.  If the cache
-is full, the token files that are needed last are evicted; indices stay.
+A name ends in the file's size, so that a file being downloaded counts at its full size from the start.  If the cache is
+full, the token files needed furthest in the future are evicted; indices stay.
 
 A process verifies the checksum of a file before it first reads it.  A corrupt file is downloaded again.
 """
@@ -40,7 +40,7 @@ _BLOCK = 1 << 20
 
 
 class CacheFull(Exception):
-    """The cache is full of shards that are needed earlier."""
+    """The cache is full of shards that are needed sooner."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class ShardCache:
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
         self.prefetchers: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
-        """The prefetchers that know when files are needed, which decides about evictions."""
+        """The prefetchers, which know when files are needed; this determines evictions."""
 
     def read_into(self, buffer: NDArray[Any], file: RemoteFile, offset: int) -> int:
         """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
@@ -84,7 +84,7 @@ class ShardCache:
         return name in self._cached or (self._folder / name).exists()
 
     def fetch(self, file: RemoteFile, num_steps: float = -1) -> FileVersion:
-        """Return the cached version of a file, after downloading it if needed.
+        """Return the cached version of a file, downloading it first if needed.
 
         num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted for it;
             raises CacheFull if that does not free enough space.  Negative: the file is needed now.
@@ -127,7 +127,7 @@ class ShardCache:
             SHARD_FILES.forget(version)
 
     def _evict(self, size: int, num_steps: float) -> None:
-        """Evict the files that are needed last until `size` more bytes fit.  Raises CacheFull."""
+        """Evict the files needed furthest in the future until `size` more bytes fit.  Raises CacheFull."""
         if self._limit is None:
             return
         with locked(self._folder / ".lock", is_required=True):
@@ -147,7 +147,7 @@ class ShardCache:
                 self._forget(name)
 
     def _names(self) -> Sequence[str]:
-        """Return the names of the files that are cached or being downloaded; remove those that dead processes left."""
+        """Return the names of the files that are cached or being downloaded; remove those left by dead processes."""
         names = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_PART) and remove_unlocked(Path(entry.path)):
@@ -157,7 +157,7 @@ class ShardCache:
         return names
 
     def _by_need(self) -> list[tuple[str, float]]:
-        """Return the token files and the steps until each is needed, the largest number first, and old files first."""
+        """Return the token files with the steps until each is needed: the least urgent first, then the oldest."""
         files, prefetchers = [], list(self.prefetchers)
         for name in self._names():
             if name.endswith(".bin"):

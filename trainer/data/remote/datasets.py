@@ -1,12 +1,12 @@
-"""Data sets of the Hugging Face Hub: finds the files that a name refers to, and fetches them.
+"""Data sets on the Hugging Face Hub: finds the files that a name refers to, and fetches them.
 
     hf://datasets/org/name                                   the split `train` of the default configuration
     hf://datasets/org/name?config=en&split=validation        another configuration or split
     hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, by a path, folder or glob
     hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
 
-Configurations and splits are those that the repository's README.md declares, otherwise those that the names of its
-files suggest, as in the library `datasets`: https://huggingface.co/docs/hub/datasets-data-files-configuration.
+Configurations and splits are those declared in the repository's README.md, otherwise those suggested by the names of
+its files, as in the `datasets` library: https://huggingface.co/docs/hub/datasets-data-files-configuration.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ class HubData:
     column: str | None
 
     def paths(self) -> list[str]:
-        """Return the paths of the files in the cache; they need not be there yet."""
-        return [str(self.repository.folder / each.path) for each in self.files]
+        """Return the paths of the files in the cache; the files need not be there yet."""
+        return [str(self.repository.folder / file.path) for file in self.files]
 
     def inputs(self, key: str) -> list[InputFile]:
         """Return the files as input files, which are identified by their checksums."""
-        found = []
-        for each, path in zip(self.files, self.paths(), strict=True):
-            kind, compression = kind_of(each.path) or ("tokens", "")
+        inputs = []
+        for file, path in zip(self.files, self.paths(), strict=True):
+            kind, compression = kind_of(file.path) or ("tokens", "")
             if kind != "tokens":
-                found.append(InputFile(path, kind, compression, each.size, 0, key, each.checksum))
-        return found
+                inputs.append(InputFile(path, kind, compression, file.size, 0, key, file.checksum))
+        return inputs
 
     def names(self) -> list[hub.HubName]:
         """Return the names of the files."""
-        return [replace(self.repository.name, path=each.path, options="") for each in self.files]
+        return [replace(self.repository.name, path=file.path, options="") for file in self.files]
 
     def settings(self, data: DataSection) -> DataSection:
         """Return the data settings, with the column that the name of the data set specifies."""
@@ -80,7 +80,7 @@ class HubData:
 
 
 def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace the branches and tags of data sets in `data.path` and `data.eval_path` by the commits that they point to.
+    """Replace the branches and tags of data sets in `data.path` and `data.eval_path` with the commits they point to.
 
     A resumed run keeps the commits that it started with.  Raises UserError as `hub.open_repository` does.
     """
@@ -118,19 +118,19 @@ def find_data(setting: str, key: str) -> HubData:
     repository = hub.open_repository(name, key)
     if name.path:
         chosen = [
-            each
-            for each in repository.files
-            if f"{each.path}/".startswith(f"{name.path}/") or fnmatchcase(each.path, name.path)
+            file
+            for file in repository.files
+            if f"{file.path}/".startswith(f"{name.path}/") or fnmatchcase(file.path, name.path)
         ]
         if unused := [option for option in ("config", "split") if option in options]:
             rule = f"names files by their path, so {' and '.join(unused)} mean nothing"
             raise setting_error(key, setting, rule, fix="leave out one of the two")
     else:
         chosen = _of_split(repository, options.get("config"), options.get("split", "train"), setting, key)
-    usable = [each for each in chosen if _is_data(each.path)]
+    usable = [file for file in chosen if _is_data(file.path)]
     if not usable:
-        there = ", ".join(each.path for each in (chosen or repository.files)[:8])
-        rule = f"names no file that ends in {SUPPORTED_SUFFIXES}; there are {there or 'none'}"
+        paths = ", ".join(file.path for file in (chosen or repository.files)[:8])
+        rule = f"names no file that ends in {SUPPORTED_SUFFIXES}; there are {paths or 'none'}"
         raise setting_error(key, setting, rule, fix=f"name a path in it: hf://datasets/{name.repo}/PATH")
     return HubData(repository, usable, options.get("column"))
 
@@ -147,36 +147,36 @@ def _parse(setting: str, key: str) -> hub.HubName:
 
 
 def _of_split(repository: hub.Repository, config: str | None, split: str, setting: str, key: str) -> list[hub.HubFile]:
-    """Return the files of one split, according to README.md or to the names of the files."""
+    """Return the files of one split, according to README.md or the names of the files."""
     declared = _declared(repository)
     if declared:
-        names = [str(each.get("config_name", "default")) for each in declared]
-        marked = [name for name, each in zip(names, declared, strict=True) if each.get("default")]
-        usual = marked[0] if marked else None
-        usual = usual or ("default" if "default" in names else names[0] if len(names) == 1 else None)
-        wanted = config or usual
-        if wanted is None or wanted not in names:
+        names = [str(declaration.get("config_name", "default")) for declaration in declared]
+        marked = [name for name, declaration in zip(names, declared, strict=True) if declaration.get("default")]
+        default = marked[0] if marked else None
+        default = default or ("default" if "default" in names else names[0] if len(names) == 1 else None)
+        chosen = config or default
+        if chosen is None or chosen not in names:
             rule = f"has the configurations {', '.join(names)}" + (
                 f", not {config}" if config else "; name one of them"
             )
             raise setting_error(key, setting, rule, example=_with_option(setting, "config", names[0]))
-        patterns = _patterns(declared[names.index(wanted)])
+        patterns = _patterns(declared[names.index(chosen)])
         if patterns is not None:
             if split not in patterns:
                 rule = f"has the splits {', '.join(patterns)}, not {split}"
                 raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(patterns))))
-            return [each for pattern in patterns[split] for each in repository.files if _matches(each.path, pattern)]
+            return [file for pattern in patterns[split] for file in repository.files if _matches(file.path, pattern)]
         config = None
-    files = [each for each in repository.files if _is_data(each.path)]
+    files = [file for file in repository.files if _is_data(file.path)]
     if config is not None:
-        within = [each for each in files if config in each.path.split("/")[:-1]]
-        if not within:
-            folders = sorted({each.path.split("/")[0] for each in files if "/" in each.path})
+        files_in_config = [file for file in files if config in file.path.split("/")[:-1]]
+        if not files_in_config:
+            folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
             rule = f"has no configuration {config}" + (f"; its folders are {', '.join(folders)}" if folders else "")
             raise setting_error(key, setting, rule)
-        files = within
-    by_split = {name: [each for each in files if _has_word(each.path, words)] for name, words in _SPLITS.items()}
-    existing = {name: found for name, found in by_split.items() if found}
+        files = files_in_config
+    by_split = {name: [file for file in files if _has_word(file.path, words)] for name, words in _SPLITS.items()}
+    existing = {name: split_files for name, split_files in by_split.items() if split_files}
     if not existing:
         existing = {"train": files}
     if split not in existing:
@@ -206,38 +206,41 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _declared(repository: hub.Repository) -> list[Mapping[str, Any]]:
-    """Return the configurations that README.md declares; empty if there are none."""
-    readme = next((each for each in repository.files if each.path == "README.md"), None)
+    """Return the configurations that README.md declares, possibly none."""
+    readme = next((file for file in repository.files if file.path == "README.md"), None)
     if readme is None:
         return []
     repository.fetch([readme])
-    front = re.match(
+    front_matter = re.match(
         r"---\s*\n(.*?)\n---\s*\n", (repository.folder / "README.md").read_text(errors="replace") + "\n", re.S
     )
     try:
-        content = yaml.safe_load(front[1]) if front else None
+        content = yaml.safe_load(front_matter[1]) if front_matter else None
     except yaml.YAMLError:
         return []
-    found = content.get("configs") if isinstance(content, Mapping) else None
-    return [each for each in found if isinstance(each, Mapping)] if isinstance(found, list) else []
+    configs = content.get("configs") if isinstance(content, Mapping) else None
+    return [config for config in configs if isinstance(config, Mapping)] if isinstance(configs, list) else []
 
 
 def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the patterns of each split of a declared configuration, or None if it leaves them to the names."""
+    """Return the patterns of each split of a declared configuration, or None if they depend on file names."""
     files = config.get("data_files")
     folder = str(config.get("data_dir", "")).strip("/")
     if files is None:
         return {"train": [f"{folder}/**"]} if folder else None
-    rows = files if isinstance(files, list) and any(isinstance(row, Mapping) for row in files) else [{"path": files}]
-    found: dict[str, list[str]] = {}
-    for row in rows:
-        paths = row.get("path")
+    has_splits = isinstance(files, list) and any(isinstance(entry, Mapping) for entry in files)
+    entries = files if has_splits else [{"path": files}]
+    patterns: dict[str, list[str]] = {}
+    for entry in entries:
+        paths = entry.get("path")
         for path in paths if isinstance(paths, list) else [paths]:
-            found.setdefault(str(row.get("split", "train")), []).append(f"{folder}/{path}" if folder else str(path))
-    return found
+            patterns.setdefault(str(entry.get("split", "train")), []).append(
+                f"{folder}/{path}" if folder else str(path)
+            )
+    return patterns
 
 
 def _with_option(setting: str, option: str, value: str) -> str:
     location, _, query = setting.partition("?")
-    kept = [each for each in urllib.parse.parse_qsl(query) if each[0] != option]
-    return f"{location}?{urllib.parse.urlencode([*kept, (option, value)])}"
+    other_options = [(name, text) for name, text in urllib.parse.parse_qsl(query) if name != option]
+    return f"{location}?{urllib.parse.urlencode([*other_options, (option, value)])}"

@@ -75,13 +75,13 @@ def _listed_shards(url: str, content: bytes, cache_settings: CacheSettings) -> S
     base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
     def shards(is_held_out: bool) -> list[Shard]:
-        found: list[Shard] = []
+        listed: list[Shard] = []
         for name, info in manifest.infos(is_held_out):
             if name.startswith("/"):
                 rule = f"lists {name}, which is on another machine's file system"
                 raise ShardError(f"the manifest {masked(base)} {rule}")
-            found.append(RemoteShard(name if "://" in name else join(base, name), info, cache_settings, version))
-        return found
+            listed.append(RemoteShard(name if "://" in name else join(base, name), info, cache_settings, version))
+        return listed
 
     train, held_out = shards(is_held_out=False), shards(is_held_out=True)
     names = [shard.name for shard in train]
@@ -155,7 +155,7 @@ class CacheSettings:
 
     @property
     def cache(self) -> ShardCache:
-        """The cache of this process, since a forked process must not share the locks of its parent."""
+        """This process's own cache: a forked process must not share the locks of its parent."""
         key = self, os.getpid()
         if key not in _CACHES:
             _CACHES[key] = ShardCache(self.folder, self.limit)

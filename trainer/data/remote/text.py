@@ -54,7 +54,7 @@ class RemoteText:
             self._reject_web_page(item)
 
     def _reject_web_page(self, item: RemoteFile) -> None:
-        """Remove a file and raise Unreachable if it is a web page by mistake, such as a login or error page."""
+        """Remove a file and raise Unreachable if it turns out to be a web page, such as a login or error page."""
         path = self.folder / item.name
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()

@@ -120,10 +120,10 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
             return None
         system.invalidate_cache()
         return _size_and_version(url)[1]
-    with open(path, "wb") as file, _open_url(url) as answer:
-        for block in _body(answer):
+    with open(path, "wb") as file, _open_url(url) as response:
+        for block in _body(response):
             file.write(block)
-        return _version_of(answer) if with_version else None
+        return _version_of(response) if with_version else None
 
 
 def find_urls(url: str) -> list[str]:
@@ -134,9 +134,9 @@ def find_urls(url: str) -> list[str]:
     return sorted(with_retries(url, FEW_TRIES, lambda: _list_urls(url)))
 
 
-def _version_of(answer: http.client.HTTPResponse) -> str:
-    """Return a string that changes with a file's content, from the headers of the server's answer."""
-    return " ".join(answer.headers.get(name, "") for name in ("ETag", "Last-Modified"))
+def _version_of(response: http.client.HTTPResponse) -> str:
+    """Return a string that changes with a file's content, from the headers of the server's response."""
+    return " ".join(response.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
 _UNQUOTED = string.punctuation
@@ -162,13 +162,13 @@ different formats.
 
 def _size_and_version(url: str) -> tuple[int, str]:
     if is_http(url):
-        with _open_url(url) as answer:  # GET: some servers refuse HEAD
-            if answer.length is None:
+        with _open_url(url) as response:  # GET: some servers refuse HEAD
+            if response.length is None:
                 raise ValueError("the server does not report its size")
-            return answer.length, _version_of(answer)
+            return response.length, _version_of(response)
     system, path = open_filesystem(url)
-    facts = system.info(path)
-    return int(facts["size"]), next((str(facts[name]) for name in _VERSION_KEYS if name in facts), "")
+    info = system.info(path)
+    return int(info["size"]), next((str(info[name]) for name in _VERSION_KEYS if name in info), "")
 
 
 def _list_urls(url: str) -> list[str]:
@@ -229,16 +229,16 @@ def map_urls(function: Callable[[str], Result], urls: Sequence[str]) -> list[Res
     are daemons, so that the process does not wait for them at exit, as it would for the threads of an executor.
     """
     pending = deque(enumerate(urls))
-    answers: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
+    outcomes: queue.SimpleQueue[tuple[int, Result] | BaseException] = queue.SimpleQueue()
 
     def work() -> None:
         with suppress(IndexError):  # raised by `popleft` when no URL is left
             while True:
                 number, url = pending.popleft()
                 try:
-                    answers.put((number, function(url)))
+                    outcomes.put((number, function(url)))
                 except BaseException as error:
-                    answers.put(error)
+                    outcomes.put(error)
 
     for _ in range(min(_NUM_THREADS, len(urls))):
         threading.Thread(target=work, name="look-up", daemon=True).start()
@@ -247,10 +247,10 @@ def map_urls(function: Callable[[str], Result], urls: Sequence[str]) -> list[Res
         while len(results) < len(urls):
             stop_if_asked()
             with suppress(queue.Empty):
-                answer = answers.get(timeout=0.2)
-                if isinstance(answer, BaseException):
-                    raise answer
-                results[answer[0]] = answer[1]
+                outcome = outcomes.get(timeout=0.2)
+                if isinstance(outcome, BaseException):
+                    raise outcome
+                results[outcome[0]] = outcome[1]
     finally:
         pending.clear()
     return [results[number] for number in range(len(urls))]
@@ -282,16 +282,16 @@ def _content(url: str) -> Iterator[bytes]:
         system, name = open_filesystem(url)
         yield system.cat_file(name)
         return
-    with _open_url(url) as answer:
-        yield from _body(answer)
+    with _open_url(url) as response:
+        yield from _body(response)
 
 
 def _range(url: str, start: int, stop: int) -> bytes | None:
     if not is_http(url):
         system, name = open_filesystem(url)
         return bytes(system.cat_file(name, start=start, end=stop))
-    with _open_url(url, Range=f"bytes={start}-{stop - 1}") as answer:
-        return b"".join(_body(answer)) if answer.status == 206 else None
+    with _open_url(url, Range=f"bytes={start}-{stop - 1}") as response:
+        return b"".join(_body(response)) if response.status == 206 else None
 
 
 @contextmanager
@@ -304,18 +304,18 @@ def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
     )
     for name, value in login.items():
         request.add_unredirected_header(name, value)  # not sent to a server that this one redirects to
-    with urllib.request.urlopen(request, timeout=STALL_S) as answer:
-        yield answer
+    with urllib.request.urlopen(request, timeout=STALL_S) as response:
+        yield response
 
 
-def _body(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+def _body(response: http.client.HTTPResponse) -> Iterator[bytes]:
     """Yield the body of a response.
 
     Raises DamagedDownload if the connection ends early, SlowServer if it is too slow.
     """
-    expected, count = answer.length, 0
+    expected, count = response.length, 0
     window_start, count_at_start = time.monotonic(), 0
-    while block := answer.read1(_BLOCK):  # returns the available data; `read` would wait for a full block
+    while block := response.read1(_BLOCK):  # returns the available data; `read` would wait for a full block
         stop_if_asked()
         count += len(block)
         yield block
