@@ -41,7 +41,7 @@ class Texts:
         """Parse "64x256+768".  Raises UserError."""
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
-            rule = "must be the number of texts, x, the most tokens of a prompt, +, those of an answer"
+            rule = "must be the number of texts, x, the maximum prompt length, +, the maximum answer length"
             raise setting_error("generate", text, rule, example="64x256+768")
         return Texts(*map(int, match.groups()))
 
