@@ -431,7 +431,7 @@ def test_closing_after_a_loop_closes_all_sinks(tmp_path: Path) -> None:
     trainer = Trainer(tiny_config(tmp_path))
     for record in trainer.steps():
         if record.step == 1:
-            trainer.metrics._sinks.append(LastSink())
+            trainer.metrics._writers.append(LastSink())
     trainer.close()
     assert closed == [True]
 

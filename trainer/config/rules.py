@@ -610,7 +610,10 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
 SINKS = "meshtrainer.sinks"
 """Entry-point group in which other distributions list their trackers."""
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
-"""The built-in trackers: the library that each needs, and its product name."""
+"""The built-in trackers: the library that each needs, and its product name.
+
+`TRACKERS` in `metrics/trackers.py` lists the same names, with the classes, which this floor cannot import.  A test
+compares the two."""
 
 
 def _check_trackers(log: LogSection) -> None:

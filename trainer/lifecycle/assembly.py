@@ -1,4 +1,4 @@
-"""Assembles a run: creates all parts of a Trainer besides its model, optimizer and data, in order of dependency."""
+"""Assembles a run: creates all parts of a Trainer besides its model, optimizer and data, in dependency order."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class TrainingRun:
     """The parts of a Trainer besides its model, optimizer and data.
 
-    `assemble_run` sets the fields without an initial value in this order: each part uses those before it.
+    `assemble_run` sets the fields that have no default in this order: each part may use the previous ones.
     """
 
     config: RunConfig
@@ -51,7 +51,7 @@ class TrainingRun:
     horizon: StopCriterion
     """Decides when the run ends."""
     state: TrainState
-    """Everything that a resume restores."""
+    """The state that a resume restores."""
     average: WeightAverage
     origin: Origin
     """The files that came with the initial weights, including those of the tokenizer."""
@@ -60,7 +60,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     step_sync: StepSync
     callbacks: list[Callback]
-    """The watchdog and the optional features.  They are called in this order, and in reverse at the end of a step."""
+    """The watchdog and the optional features, called in this order, or in reverse at the end of a step."""
     step_metrics: StepMetrics = field(init=False)
     resume: Resume = field(init=False)
     relocation: Relocation = field(init=False)
@@ -69,7 +69,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Call `begin_fit` of all callbacks before the block, which is `Trainer.fit`, and `end_fit` after it."""
+        """Call `begin_fit` of all callbacks before the block (`Trainer.fit`), and `end_fit` after it."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -80,7 +80,7 @@ class TrainingRun:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Call `end_loop` of all callbacks after the block, which is the loop of `Trainer.steps`."""
+        """Call `end_loop` of all callbacks after the block (the loop of `Trainer.steps`)."""
         has_failed = True
         try:
             yield
@@ -96,8 +96,8 @@ class TrainingRun:
 def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     """Create the parts of `trainer`.  Collective.
 
-    The order matters: checkpoints store the parts of the state, and each step exchanges votes, in the order in which
-    they are registered here.  start_time: when the Trainer was created, by `time.monotonic`.
+    The order of registration matters: it is the order in which checkpoints store the parts of the state and steps
+    exchange votes.  start_time: when the Trainer was created, by `time.monotonic`.
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
     skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")

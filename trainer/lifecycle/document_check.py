@@ -1,17 +1,17 @@
-"""Self-check of documents packed into one row: none may influence another.
+"""Self-check for documents that are packed into one row: none may influence another.
 
-A model may accept document ids but ignore them in one layer, and its loss and outputs need not show it: while weights
-are fresh, the state that a recurrent layer carries across a document's border is smaller than the rounding error of
-bfloat16.  So the check does not compare outputs.  It runs the model itself, for any recipe, in two ways:
+A model may accept document ids but ignore them in one layer, without any visible effect on its loss or outputs: with
+fresh weights, the state that a recurrent layer carries across a document border is below bfloat16's rounding error.  So
+the check does not compare outputs.  It runs the model itself, whatever the recipe, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
-   A token that is not part of a computation gets exact zeros in any dtype; one that is part of it does not, however
+   A token that takes no part in a computation gets exact zeros in any dtype; one that does gets nonzero values, however
    small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is tested even
    if the next weight is zero, as in fresh adapters and some projections.
-2. *Swapped documents.*  A bias on absolute positions has no gradient.  So two documents of equal length share two rows,
-   in opposite orders.  Every module must compute the same output for a document in both rows.  It also gets the same
-   input in both, since the outputs of the modules before it are copied from one row to the other, so that rounding
-   errors do not accumulate.
+2. *Swapped documents.*  A bias on absolute positions has no gradient.  So two documents of equal length are put into
+   two rows, in opposite order.  Every module must compute the same output for a document in both rows.  Outputs are
+   copied from one row to the other after each module, so that every module gets the same input and rounding errors do
+   not accumulate.
 
 Borders lie within and between the chunks that recurrent layers process, and documents are longer than any convolution.
 """
@@ -40,40 +40,40 @@ from trainer.sequence import find_borders, full_sequences
 
 _LENGTHS = (70, 150, 100)
 """Tokens of the three documents of a row.  Recurrent layers process chunks of 64 to 256 tokens: the second document
-begins and ends within chunks and spans chunk borders, and the third crosses token 256."""
+starts and ends within chunks and spans chunk borders, and the third crosses token 256."""
 
 _MAX_SWAPPED = 128
-"""Maximum number of tokens of a swapped document: a whole number of chunks and of kernels' blocks."""
+"""Maximum number of tokens of a swapped document: a multiple of the chunk size and of the kernels' block sizes."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Maximum root mean square of the difference between a module's outputs in both rows, relative to that of the outputs,
-by dtype; other dtypes use `_HALF_TOLERANCE`."""
+"""Maximum RMS difference between a module's outputs in the two rows, relative to the RMS of the outputs, by dtype;
+other dtypes use `_HALF_TOLERANCE`."""
 _HALF_TOLERANCE = 2.0**-9
-"""Half the spacing of bfloat16: the difference if every element were rounded the other way.  Most modules give
+"""Half the spacing of bfloat16: the difference if every element were rounded the other way.  Most modules return
 identical outputs, and kernels that sum in a different order round few elements differently."""
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
 
-    The message names the module.  A no-op if documents do not share rows, or with a custom loader.  Collectives: those
-    of a forward and a backward pass over two rows of at most 320 tokens, of a forward pass of two rows, and a gather.
+    The message names the module.  A no-op if documents do not share rows, or with a custom loader.  Collectives: a
+    forward and backward pass over two rows of at most 320 tokens, a forward pass over two rows, and a gather.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
     leak: str | None = "its forward pass takes no documents"
     if "documents" in inspect.signature(model.forward).parameters:
         leak = find_leak(model, loader.source.vocab_size, config.data.seq_len, world.device)
-    leaks = [found for found in world.gather(leak) if found is not None]
+    leaks = [name for name in world.gather(leak) if name is not None]
     if leaks:
         rule = f"model.name={config.model.name} lets documents in one row influence each other: {leaks[0]}"
         raise setting_error("data.documents", "masked", rule, "apart")
 
 
 def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.device) -> str | None:
-    """Return which module lets documents in one row of at most `seq_len` tokens influence each other, or None.
+    """Return the module that lets documents in one row of at most `seq_len` tokens influence each other, or None.
 
-    Gradients of parameters are neither computed nor changed.
+    Parameter gradients are neither computed nor changed.
     """
     generator = torch.Generator().manual_seed(0)
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
@@ -92,7 +92,7 @@ def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.dev
 def _make_batch(
     lengths: Sequence[int], vocab_size: int, generator: torch.Generator, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return two rows of random tokens in documents of these lengths, with the entries that a loader provides.
+    """Return two rows of random tokens in documents of these lengths, as a batch with all entries that a loader adds.
 
     Only the last two documents have targets: the second to last in the first row, and the last in the second.  Targets
     are random, so that no model predicts them with certainty, which would make gradients vanish.
@@ -125,14 +125,14 @@ def _embedding_gradients(
     before: Callable[[str, Any], Any],
     after: Callable[[str, Any, Any], Any],
 ) -> list[torch.Tensor]:
-    """Return the gradients of the loss and `sums` with respect to the embeddings; with hooks as for `_hooks`."""
+    """Return the gradients of the loss and `sums` with respect to the embeddings.  before, after: see `_hooks`."""
     embeddings = _SeparatedEmbeddings(batch["tokens"])
     with torch.enable_grad(), _hooks(model, before, after):
         with embeddings:
             loss = find_loss(model)(batch)
-        if not embeddings.found:
+        if not embeddings.leaves:
             return []
-        gradients = torch.autograd.grad(sum(sums.close(), loss.float()), embeddings.found, allow_unused=True)
+        gradients = torch.autograd.grad(sum(sums.close(), loss.float()), embeddings.leaves, allow_unused=True)
     return [gradient for gradient in gradients if gradient is not None]
 
 
@@ -145,7 +145,7 @@ class _SeparatedEmbeddings(TorchFunctionMode):
     def __init__(self, tokens_BT: torch.Tensor) -> None:
         super().__init__()
         self._tokens_BT = tokens_BT
-        self.found: list[torch.Tensor] = []
+        self.leaves: list[torch.Tensor] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -155,7 +155,7 @@ class _SeparatedEmbeddings(TorchFunctionMode):
         if result.shape[:2] != shape or not any(map(self._is_tokens, tree_leaves((args, kwargs)))):
             return result
         leaf = result.detach().requires_grad_()
-        self.found.append(leaf)
+        self.leaves.append(leaf)
         return leaf
 
     def _is_tokens(self, argument: Any) -> bool:
@@ -169,7 +169,7 @@ class _SeparatedEmbeddings(TorchFunctionMode):
 
 
 class _HiddenSums:
-    """Sums the inputs and outputs of all modules at some tokens, in their hooks."""
+    """Sums the inputs and outputs of all modules at selected tokens; its methods are hooks."""
 
     def __init__(self, counted_BT: torch.Tensor) -> None:
         self._counted_BT = counted_BT
@@ -188,13 +188,13 @@ class _HiddenSums:
         self.add_inputs(name, outputs)
 
     def close(self) -> list[torch.Tensor]:
-        """Return the sums; later calls, from forward passes that are recomputed, add nothing."""
+        """Return the sums.  After this, calls from recomputed forward passes add nothing."""
         sums, self._sums = self._sums or [], None
         return sums
 
 
 def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
-    """Return the modules where gradients reach other documents: at their input, but not yet at their output.
+    """Describe the modules in which gradients cross to other documents: nonzero at their input, zero at their output.
 
     If several layers leak, these are the last ones: the gradients that they pass on hide the others.
     """
@@ -211,7 +211,7 @@ def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
 
     def watch_inputs(name: str, inputs: Any) -> Any:
         def alias(leaf: torch.Tensor) -> torch.Tensor:
-            """Return an alias of a hidden state, whose gradient comes from this module alone."""
+            """Return an alias of a hidden state that receives its gradient from this module alone."""
             if not any(hidden.requires_grad for hidden in _hidden_states(leaf, others_BT)):
                 return leaf
             own = leaf.view_as(leaf)
@@ -260,7 +260,7 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
     length = batch["tokens"].shape[1] // 2
     tokens_BT = torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))
     parameters_of = {name: any(True for _ in module.parameters()) for name, module in model.named_modules()}
-    found: list[str] = []
+    differing: list[str] = []
 
     def differs(hidden: torch.Tensor) -> bool:
         expected, actual = hidden[0].roll(length, 0).float(), hidden[1].float()
@@ -268,14 +268,14 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
         return not (actual - expected).norm() <= tolerance * expected.norm()
 
     def compare_inputs(name: str, inputs: Any) -> None:
-        if not found and any(map(differs, _hidden_states(inputs, tokens_BT))):
-            found.append(name.rpartition(".")[0])  # the enclosing module itself, between its children
+        if not differing and any(map(differs, _hidden_states(inputs, tokens_BT))):
+            differing.append(name.rpartition(".")[0])  # the enclosing module itself, between its children
 
     def compare_outputs(name: str, inputs: Any, outputs: Any) -> Any:
         if not parameters_of[name]:
             return None  # a function of positions alone, such as rotary angles, may differ
-        if not found and any(map(differs, _hidden_states(outputs, tokens_BT))):
-            found.append(name)
+        if not differing and any(map(differs, _hidden_states(outputs, tokens_BT))):
+            differing.append(name)
 
         def exchange(leaf: torch.Tensor) -> torch.Tensor:
             if not [*_hidden_states(leaf, tokens_BT)]:
@@ -288,9 +288,9 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
     entries = {name: batch[name] for name in ("documents", "positions", "borders") if name in named}
     with _hooks(model, compare_inputs, compare_outputs):
         logits = model(tokens_BT, **entries)
-    if not found and isinstance(logits, torch.Tensor) and differs(logits):
-        found.append("")
-    return _describe(model, found) if found else None
+    if not differing and isinstance(logits, torch.Tensor) and differs(logits):
+        differing.append("")
+    return _describe(model, differing) if differing else None
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -308,10 +308,10 @@ def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]
 def _hooks(
     model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any, Any], Any]
 ) -> Iterator[None]:
-    """Call functions with the name and the values of every module inside the block.
+    """Inside the block, call two functions around every module, with its name and values.
 
-    before: receives positional and keyword arguments, and returns those to use, or None.  after: receives the outputs
-    as well, and returns those to use, or None.  Both are also called in a forward pass that is recomputed.
+    before: receives positional and keyword arguments, and returns replacements or None.  after: also receives the
+    outputs, and returns replacements for them or None.  Both are also called in recomputed forward passes.
     """
     handles = []
     for name, module in model.named_modules():

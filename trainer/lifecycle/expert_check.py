@@ -1,16 +1,16 @@
-"""Self-check of expert parallelism: verifies the experts' gradients, and that the right ranks compute them.
+"""Self-check for expert parallelism: verifies the experts' gradients, and that the right ranks compute the experts.
 
-Neither error would be visible.  If gradients are too large by a factor of the number of ranks, the loss is still right,
-and its curve only looks like that of a higher learning rate.  If experts are computed on the wrong ranks, the model
-still trains, but its checkpoints hold a different model.
+Errors in either would be invisible.  If gradients are too large by a factor of the number of ranks, the loss is still
+right, and its curve merely looks like that of a higher learning rate.  If experts are computed on the wrong ranks, the
+model still trains, but its checkpoints hold a different model.
 
 1. *Gradients.*  A mixture is linear in the last matrices of its experts.  So by Euler's identity, the inner product of
-   these matrices with their gradients equals that of each token's output with its gradient, summed over all tokens.
-   This holds for any gradient of the outputs, so the backward pass of the check takes the outputs themselves as their
-   gradient: the sum is one of squares, in which nothing cancels, so that even in bfloat16 each layer's rounding errors
-   are far below any wrong factor.  One short pass yields both; no layer's weights are gathered.
-2. *Owners.*  The output of one token is compared with that of the experts that it chose, computed from weights that are
-   collected from the ranks that hold them according to their placement.
+   these matrices with their gradients equals the inner product of the outputs with their gradients, over all tokens.
+   This holds for any output gradients, so the check uses the outputs themselves as their gradients: the result is a sum
+   of squares, in which nothing cancels, and even in bfloat16 the rounding errors of a layer are far below any wrong
+   factor.  One short pass yields both sides; no layer's weights are gathered for this.
+2. *Owners.*  One token's output is compared with the output of its chosen experts, computed from weights that are
+   collected from the ranks that should hold them according to the placement.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from trainer.model.parameters import local, local_box
 from trainer.sequence import full_sequences
 
 _NUM_TOKENS = 32
-"""Tokens of the test input on each rank."""
+"""Number of test tokens on each rank."""
 
 _GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Relative tolerances, for a different order of summation."""
+"""Relative tolerances, which allow for a different order of summation."""
 
 
 @dataclass
 class _Observation:
-    """What one pass reveals about one module of experts on this rank."""
+    """Measurements of one experts module in one pass, on this rank."""
 
     squares: torch.Tensor
     """The squared outputs, summed over tokens: a scalar; zero until the backward pass."""
     token: list[torch.Tensor]
-    """The first token's input (D,), the experts that it chose (A,), their weights (A,), and the output (D,)."""
+    """The first token's input (D,), its chosen experts (A,), their weights (A,), and its output (D,)."""
 
 
 @dataclass
 class _Observer:
-    """Records one forward pass, and replaces the gradients of outputs in its backward pass.
+    """Records one forward pass, and replaces the output gradients in its backward pass.
 
     Recomputed forward passes are ignored.
     """
@@ -69,10 +69,10 @@ class _Observer:
         if name in self.seen:
             return
         token = [tensor[0].detach().clone() for tensor in (x_SD, chosen_SA, weights_SA, out_SD)]
-        found = self.seen[name] = _Observation(torch.zeros((), dtype=torch.float64, device=x_SD.device), token)
+        observation = self.seen[name] = _Observation(torch.zeros((), dtype=torch.float64, device=x_SD.device), token)
 
         def replace_gradient(gradient_SD: torch.Tensor) -> torch.Tensor:
-            found.squares += out_SD.detach().double().square().sum()
+            observation.squares += out_SD.detach().double().square().sum()
             return out_SD.detach().to(gradient_SD.dtype)
 
         if out_SD.requires_grad:
@@ -80,11 +80,11 @@ class _Observer:
 
 
 def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: object, config: RunConfig) -> None:
-    """Raise TrainingFailed on all ranks if the gradients of experts, or the ranks that compute them, are wrong.
+    """Raise TrainingFailed on all ranks if the experts' gradients are wrong or the wrong ranks compute the experts.
 
-    The test input is the beginning of this rank's next sample; gradients are deleted afterwards.  A no-op without
-    expert parallelism, or with a custom loader.  Collectives: those of a forward and a backward pass, a gather, three
-    all-reduces, and one of a token's experts for each layer.
+    The test input is the start of this rank's next sample; gradients are deleted afterwards.  A no-op without expert
+    parallelism, or with a custom loader.  Collectives: a forward and a backward pass, a gather, three all-reduces, and
+    for each layer an all-reduce of one token's experts.
     """
     if config.expert == 1 or not isinstance(loader, TrainLoader):
         return
@@ -95,7 +95,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
     if config.objective.outputs:  # a new head has no outputs for tokens
         targets = targets % config.objective.outputs
-    # Without the entry that says which rows are a preference pair: the loss here is that of tokens.
+    # Without the entry that says which rows form a preference pair: the loss here is over tokens.
     batch = {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items() if name != "pair"}
     devices = [world.device] if world.device.type == "cuda" else []
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
@@ -129,7 +129,7 @@ class _LinearityProbe:
 
     def __init__(self) -> None:
         self.linear: list[tuple[str, ...]] = []
-        """The parameters found, by the rows of the first call on this rank; empty if that call had no rows."""
+        """The parameters found in the first call on this rank; empty if that call had no rows."""
         self._has_run = False
 
     def run(self, module: nn.Module, args: Any, out: torch.Tensor) -> None:
@@ -144,15 +144,15 @@ class _LinearityProbe:
         for names in itertools.chain(*(itertools.combinations(trained, size) for size in (1, 2))):
             doubled = {name: 2 * own[name] if name in names else own[name] for name in own}
             with torch.no_grad():
-                found = functional_call(module, doubled, inputs)
-            if (found - 2 * out).abs().max() <= 1e-2 * out.abs().max():
+                doubled_out = functional_call(module, doubled, inputs)
+            if (doubled_out - 2 * out).abs().max() <= 1e-2 * out.abs().max():
                 self.linear.append(names)
 
 
 def _common_parameters(of_ranks: list[list[tuple[str, ...]]]) -> tuple[str, ...]:
-    """Return the first parameters that were found on all ranks with rows; empty if there are none."""
-    known = [names for names in of_ranks if names]
-    return next((names for names in known[0] if all(names in others for others in known)), ()) if known else ()
+    """Return the first parameters that every rank with rows has found; empty if there are none."""
+    nonempty = [names for names in of_ranks if names]
+    return next((names for names in nonempty[0] if all(names in others for others in nonempty)), ()) if nonempty else ()
 
 
 def _wrong_gradients(
@@ -163,7 +163,7 @@ def _wrong_gradients(
     mesh: DeviceMesh,
     config: RunConfig,
 ) -> Iterator[str]:
-    """Yield the modules for which Euler's identity does not hold, by parameters in which their output is linear."""
+    """Yield the modules that violate Euler's identity.  linear: the parameters in which their output is linear."""
     names = [
         name
         for name, module in modules.items()
@@ -180,14 +180,14 @@ def _wrong_gradients(
     tolerance = max(_GRADIENT_TOLERANCE[dtype] for dtype in dtypes)
     # Gradients are means over all ranks, and each replica has added the same.
     totals[0] *= world.size / replicas
-    for name, found, expected in zip(names, *totals.tolist(), strict=True):
-        if not abs(found - expected) <= tolerance * expected:
-            ratio = found / expected if expected else float("inf")
+    for name, actual, expected in zip(names, *totals.tolist(), strict=True):
+        if not abs(actual - expected) <= tolerance * expected:
+            ratio = actual / expected if expected else float("inf")
             yield f"{name}: the gradient of {' and '.join(linear)} is {ratio:.6g} times what its outputs demand"
 
 
 def _product(module: nn.Module, names: tuple[str, ...]) -> torch.Tensor:
-    """Return the product of this rank's parts of parameters with their gradients: a scalar in float64."""
+    """Return the inner product of this rank's parts of the parameters with their gradients: a scalar in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for name in names:
         parameter = module.get_parameter(name)
@@ -208,7 +208,7 @@ def _wrong_owners(
     mesh: DeviceMesh,
     config: RunConfig,
 ) -> Iterator[str]:
-    """Yield the modules whose output for the first token of rank 0 is not that of the experts that it chose."""
+    """Yield the modules whose output for rank 0's first token is not the output of the experts that it chose."""
     tolerance, dtype = _OUTPUT_TOLERANCE[config.fsdp.param_dtype], getattr(torch, config.fsdp.param_dtype)
     for name, module in modules.items():
         x_D, chosen_A, weights_A, out_D = (
@@ -232,13 +232,13 @@ def _wrong_owners(
 
 
 def _rows_of(parameter: torch.Tensor, rows_A: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:
-    """Return some rows of a parameter, (A, ...), from the ranks that hold them.  One all-reduce over the shard axis."""
-    box, held = local_box(parameter), local(parameter.detach())
+    """Return the given rows of a parameter, (A, ...), from the ranks that hold them.  One all-reduce over `shard`."""
+    box, shard = local_box(parameter), local(parameter.detach())
     assert box is not None
-    found = torch.zeros((len(rows_A), *parameter.shape[1:]), device=device)
+    selected = torch.zeros((len(rows_A), *parameter.shape[1:]), device=device)
     columns = tuple(slice(start, stop) for start, stop in box[1:])
     for number, row in enumerate(rows_A.tolist()):
-        if box[0][0] <= row < box[0][1] and held.numel():
-            found[number][columns] = held[row - box[0][0]].to(device, torch.float32)
-    dist.all_reduce(found, group=mesh.get_group(mesh.ndim - 1))
-    return found
+        if box[0][0] <= row < box[0][1] and shard.numel():
+            selected[number][columns] = shard[row - box[0][0]].to(device, torch.float32)
+    dist.all_reduce(selected, group=mesh.get_group(mesh.ndim - 1))
+    return selected

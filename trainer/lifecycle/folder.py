@@ -1,4 +1,4 @@
-"""The run folder: its owner, configuration and status, the files of earlier attempts, and what to do if it is lost.
+"""The run folder: its owner, configuration and status, the files of earlier attempts, and what happens if it is lost.
 
 Only rank 0 writes here, and only after the run's settings have been validated.
 """
@@ -49,12 +49,12 @@ RECORD_FILES = (
 
 @dataclass(frozen=True)
 class FolderLoss:
-    """The loss of a folder of the run, which is no longer at its configured path."""
+    """The loss of one of the run's folders, which is no longer at its configured path."""
 
     setting: str
     folder: Path
     event: str
-    """The cause, such as "was deleted"."""
+    """What happened, such as "was deleted"."""
     moved_to: Path | None = None
     """The folder's new path, if it was renamed."""
 
@@ -66,7 +66,7 @@ class RunFolder:
     """The folder `run.dir` and all files in it, except for metrics and checkpoints."""
 
     def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
-        """comment: to write above the configuration in `config.yaml`."""
+        """comment: text to write above the configuration in `config.yaml`."""
         self.config, self.path, self.is_main = config, config.run_dir, is_main
         self._comment = comment
         self._locks = [FolderLock(self.path, "run.dir")]
@@ -74,9 +74,9 @@ class RunFolder:
         self.loss: FolderLoss | None = None
         """The first folder of this run that was deleted, renamed or replaced.  On rank 0 only."""
         self.has_moved = False
-        """True once the run writes elsewhere because of a loss."""
+        """True once the run writes elsewhere because a folder was lost."""
         self.checkpoint_dir = config.checkpoint.dir
-        """The folder for checkpoints; None for one inside the run folder."""
+        """The folder for checkpoints; None if it is inside the run folder."""
         elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
@@ -89,7 +89,7 @@ class RunFolder:
 
     @property
     def previous_config(self) -> str | None:
-        """The content of `config.yaml`, before `begin` that of the previous attempt; None if there is no file."""
+        """The content of `config.yaml` (before `begin`, the previous attempt's); None if there is no file."""
         try:
             return (self.path / CONFIG).read_text()
         except (OSError, UnicodeDecodeError):
@@ -109,7 +109,7 @@ class RunFolder:
         self._is_owned = True
 
     def release(self) -> None:
-        """Release the folder for the next run.  Removes folders that this run created and that are still empty."""
+        """Release the folder for the next run.  Removes the folders that this run created, if still empty."""
         self._is_owned = False
         if self.is_main:
             for lock in reversed(self._locks):
@@ -132,9 +132,9 @@ class RunFolder:
             print_stderr(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
 
     def move(self) -> None:
-        """Move the run after a loss: to the new name of a renamed folder, otherwise to a new folder next to it.
+        """Move the run after a loss: to the renamed folder, otherwise to a new folder next to the old path.
 
-        Only on rank 0.  Raises OSError or UserError if that folder cannot be used.
+        Rank 0 only.  Raises OSError or UserError if that folder cannot be used.
         """
         for index, lock in enumerate(self._locks):
             loss = lock.find_loss()
@@ -159,7 +159,7 @@ class RunFolder:
     def _make_parents(self) -> None:
         """Create the folders between `run.dir` and a `checkpoint.dir` inside it.
 
-        Only done when the run acquires its folder.  Saves create no parents, so that deleted folders stay deleted.
+        Done only when the run acquires its folder: saves create no parents, so that deleted folders stay deleted.
         """
         checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
@@ -184,7 +184,7 @@ class RunFolder:
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
     def move_aside(self, names: Sequence[str]) -> Path | None:
-        """Move files that the new attempt does not continue to a folder `previous_NNN`, and return that folder.
+        """Move files that the new attempt does not append to into a folder `previous_NNN`, and return that folder.
 
         Deletes nothing.  With the metrics, also copies the files that the new attempt will overwrite.
         """
@@ -245,7 +245,7 @@ _PAUSES_S = (0.2, 1.0)
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
-    """Write `status.json`.  Only prints a failure, so that a full disk does not hide the run's own message."""
+    """Write `status.json`.  A failure is only printed, so that a full disk does not hide the run's own message."""
     text = json.dumps({**status, "reason": redact(str(status["reason"]))}) + "\n"
     for pause_s in (*_PAUSES_S, None):
         try:
@@ -268,9 +268,9 @@ def read_status(run_dir: Path) -> dict[str, Any]:
 
 
 def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int, reason: str) -> None:
-    """Write to `status.json` how the run ended, for a launcher after all its ranks have exited.
+    """Write to `status.json` how the run ended.  Called by a launcher after all its ranks have exited.
 
-    Writes nothing if a live run owns the folder, or if the file is that of an earlier attempt.
+    Writes nothing if a live run owns the folder, or if the file belongs to an earlier attempt.
 
     initial_status: the content of `status.json` before the ranks were started.
     last_step: the last recorded step.
@@ -283,7 +283,7 @@ def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int,
 
 
 class FolderLock:
-    """A lock on a run's folder, held by one process among all nodes, and broken if its owner is dead.
+    """A lock on a run's folder, held by one process across all nodes, and broken if its owner is dead.
 
     A file `.owner.json` identifies the owner.  An owner on the same machine is alive if its process exists.  One on
     another machine (or on this one before a reboot, since host names are not unique) is alive if its heartbeat, the
@@ -295,7 +295,7 @@ class FolderLock:
     CHECK_S = 1.0
     """Seconds between the owner's checks that the folder still exists."""
     _RECHECK_S = 0.2
-    """Seconds until a missing folder is checked again, because a program may be replacing it."""
+    """Seconds until a missing folder is checked again: a program may be replacing it."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
@@ -304,7 +304,7 @@ class FolderLock:
         self._stop_event = threading.Event()
         self._heartbeat: threading.Thread | None = None
         self._descriptor = -1
-        """An open descriptor of the folder, which a rename does not invalidate."""
+        """An open descriptor of the folder, which survives a rename."""
         self.on_loss: Callable[[FolderLoss], None] = lambda loss: None
         """Called from another thread after the folder was deleted, renamed or replaced."""
 
@@ -360,7 +360,7 @@ class FolderLock:
     def find_loss(self) -> FolderLoss | None:
         """Return what happened to the folder, or None if it is still in place.
 
-        Unreachable storage may recover and is no loss.
+        Unreachable storage does not count as a loss: it may recover.
         """
         if self._descriptor < 0 or self._owner() == self._identity:
             return None
@@ -398,11 +398,11 @@ class FolderLock:
         return None
 
     def follow(self, folder: Path) -> None:
-        """Continue with the folder under its new name `folder`."""
+        """Keep the lock on the folder after it was renamed to `folder`."""
         self.folder, self.path, self._created_folders = folder, folder / self.NAME, []
 
     def _wait_until_owner_is_dead(self, temporary: Path) -> None:
-        """Wait until the owner is dead, and remove its file.  Raises UserError if the owner is alive."""
+        """Wait until the owner counts as dead, then remove its file.  Raises UserError if the owner is alive."""
         owner, first_heartbeat = self._owner(), self._last_heartbeat()
         while not self._is_dead(owner, temporary):
             is_remote = owner is None or _pid_scope(owner) != _pid_scope(self._identity)
@@ -555,7 +555,7 @@ def _folder_identity(folder: Path) -> dict[str, Any]:
 
 
 def _is_copied(owner: dict[str, Any], folder: Path) -> bool:
-    """Return whether the owner file was copied, together with its run folder, from another folder here."""
+    """Return whether the owner file was copied, together with its run folder, from another folder on this machine."""
     return all(name in owner and owner[name] != value for name, value in _folder_identity(folder).items())
 
 
@@ -580,9 +580,10 @@ def _process_start_time(pid: int) -> str:
 # ---------------------------------------------------------------------------------------------------------------
 # Relocation: saves a run elsewhere after one of its folders was deleted, renamed or replaced
 #
-# If training continued, its results would be lost.  If the folder were recreated, its files would be where somebody has
-# just deleted them or another run has started.  So the run ends after the current step.  Its state, metrics and status
-# go to the new name of a renamed folder, otherwise to a new folder next to the old one, where the run can be resumed.
+# If training continued, its results would be lost.  If the folder were recreated, its files would reappear where
+# somebody has just deleted them, or where another run has started.  So the run ends after the current step.  Its state,
+# metrics and status go to the new name of a renamed folder, otherwise to a new folder next to the old one, where the
+# run can be resumed.
 
 
 class Relocation:
@@ -594,10 +595,10 @@ class Relocation:
         """True on all ranks once the run writes elsewhere."""
 
     def check(self) -> bool:
-        """Check whether a folder of the run is lost; if so, redirect all further writes to another folder.
+        """Check whether one of the run's folders is lost; if so, redirect all further writes to another folder.
 
-        Returns whether a folder is lost.  Raises on all ranks if no other folder can be created.  One broadcast if none
-        is lost.
+        Returns whether a folder is lost.  Raises on all ranks if no other folder can be created.  One broadcast if no
+        folder is lost.
         """
         if self.has_moved:
             return True
@@ -630,7 +631,7 @@ class Relocation:
         return self._world.agreed(attempt)
 
     def final_error(self, outcome: str) -> TrainingFailed:
-        """Return the error that ends the run: the cause, the location of the files, and how to continue.
+        """Return the error that ends the run: the cause, the location of the files, and how to resume.
 
         outcome: the location of the state, such as "the state of step 7 is in runs/a-rescued/checkpoints".
         """

@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
-    """Start `nproc` workers through torch's elastic launcher, and return the exit code of the run.
+    """Start `nproc` workers through torch's elastic launcher, and return the run's exit code.
 
-    command: arguments of the Python interpreter.
+    command: arguments for the Python interpreter.
     """
     import logging
 
@@ -46,7 +46,9 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     os.environ[SPAWNED_BY_US] = str(nproc)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")  # a save may take longer than the 30 s before a kill
+    os.environ.setdefault(
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"
+    )  # the default kills after 30 s; a save may take longer
     launch = _launch_config(nproc)
     initial_status = read_status(config.run_dir)
 
@@ -96,7 +98,7 @@ def _launch_config(nproc: int) -> LaunchConfig:
 
 
 def _report_end(config: RunConfig, initial_status: Mapping[str, Any], reason: str) -> None:
-    """Print, and record in `status.json`, how the ranks ended, because they could not do so themselves."""
+    """Print how the ranks ended, and record it in `status.json`, because they could not do so themselves."""
     print_stderr(f"error: {reason}")
     record_end(config.run_dir, initial_status, last_step(config.run_dir / "metrics.jsonl"), reason)
 
@@ -111,7 +113,7 @@ _DRY_RUN_FOLDER = "MESHTRAINER_DRY_RUN"
 
 @contextmanager
 def dry_run_config(config: RunConfig, env: Environment) -> Iterator[RunConfig]:
-    """Yield the configuration of a dry run, which only writes to a temporary folder that is removed afterwards.
+    """Yield the configuration of a dry run, which writes only to a temporary folder that is removed afterwards.
 
     A dry run resumes as the actual run would, without changing its checkpoints.
     """

@@ -67,7 +67,7 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
 
 
 class Lifecycle:
-    """One run in this process: its phase, its folder, requests to stop, and its end.
+    """One run in this process: its phase, its folder, stop requests, and its end.
 
     As one of `World.failure_listeners`, it is called from other threads: by the failure watch (`peer_failed`,
     `before_exit`) after another rank has failed, and by the watchdog (`main_thread_hung`).
@@ -83,7 +83,7 @@ class Lifecycle:
         self.phase: Phase = "built"
         self._has_run_end_command = False
         self.stopping = False
-        """True on all ranks once any rank was asked to stop.  The current step is then the last one."""
+        """True on all ranks once any rank has been asked to stop.  The current step is then the last."""
         self.stop = take_stop_request()
         if run.world.is_main:
             self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
@@ -91,7 +91,7 @@ class Lifecycle:
         if self.stop.prompt is not None:
             self.stop.prompt.before_exit = self._record_prompt_stop
         run.step_sync.register(self._is_asked_to_stop, self._start_stopping)
-        # After the loss of a folder, which rank 0 prints, the current step is the last one.
+        # If a folder is lost, which rank 0 reports, the current step is the last.
         run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
         self.step_abandoner = StepAbandoner(run.step_sync, loader, eval_loader, self._is_asked_to_stop)
         run.world.failure_listeners.append(self)
@@ -107,19 +107,19 @@ class Lifecycle:
     # -- transitions ---------------------------------------------------------------------------------------------
 
     def restore(self) -> None:
-        """Record that a checkpoint was loaded."""
+        """Record that a checkpoint has been loaded."""
         self._enter("restore")
 
     def check_may_begin(self) -> None:
-        """Raise UserError if this run has ended, because only a new Trainer can continue it."""
+        """Raise UserError if this run has ended, because only a new Trainer can resume it."""
         if (self.phase, "begin") not in TRANSITIONS:
             raise UserError(f"this Trainer's run has {self.phase}: create a new Trainer, which continues from there")
 
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Write config.yaml, open the metrics and write the start record.  The run is then running.  Collective.
 
-        facts: the start block on the console.  record: fields of the start record.  notes: more lines to print.  The
-        folder must be acquired already.
+        The folder must have been acquired.  facts: the start block on the console.  record: fields of the start record.
+        notes: lines to print below the start block.
         """
         resumed_step = record["resumed_step"] or 0
         for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
@@ -129,7 +129,7 @@ class Lifecycle:
         if self._world.is_main:
             notice = self._folder.path / NOTICE
             if self._stale_notice and identity(notice) == self._stale_notice:
-                notice.unlink(missing_ok=True)  # it was for an earlier attempt
+                notice.unlink(missing_ok=True)  # it was meant for an earlier attempt
             self.stop.watch(notice, find_deadline(self._config))
         self._folder.write_status("running", None, self._state.step, "")
         self._metrics.start(facts)
@@ -148,7 +148,7 @@ class Lifecycle:
     def end(self) -> int:
         """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
 
-        If a folder of the run was lost, saves the state elsewhere and raises TrainingFailed.
+        If one of the run's folders was lost, saves the state elsewhere and raises TrainingFailed.
         """
         self._end_if_lost(saves=True)
         if self.stopping:
@@ -172,9 +172,9 @@ class Lifecycle:
         return EXIT_FINISHED
 
     def _end_if_lost(self, saves: bool) -> None:
-        """Raise TrainingFailed on all ranks if a folder of the run was deleted, renamed or replaced.
+        """Raise TrainingFailed on all ranks if one of the run's folders was deleted, renamed or replaced.
 
-        With `saves`, first save the state elsewhere, unless that was done already.
+        With `saves`, first save the state elsewhere, unless that has already been done.
         """
         had_moved, step = self._relocation.has_moved, self._state.step
         if not self._relocation.check():
@@ -236,7 +236,7 @@ class Lifecycle:
         self._folder.release()
 
     def disable_prompt_stop(self) -> None:
-        """From now on, finish the step and save when asked to stop, because there is state to save."""
+        """From now on, a stop request lets the step finish and saves, because there is state to save."""
         self.stop.disable_prompt_stop()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
@@ -271,7 +271,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Catch requests to stop inside the block; if it raises, record the failure."""
+        """Catch stop requests inside the block; if the block raises, record the failure."""
         self.stop.install()
         try:
             yield
@@ -286,7 +286,7 @@ class Lifecycle:
 
     @contextmanager
     def without_writing(self) -> Iterator[None]:
-        """Catch requests to stop inside the block; write nothing to the run, even if the block raises."""
+        """Catch stop requests inside the block, but write nothing to the run, even if the block raises."""
         self._enter("end")
         if self._world.is_main:
             self.stop.on_first_signal = partial(acknowledge_stop, STOPPING_EVALUATION)
@@ -298,7 +298,7 @@ class Lifecycle:
             self.stop.uninstall()
 
     def close(self) -> None:
-        """End the run if it is still running, and close the process group if it was opened here.  Collective.
+        """End the run if it is still running, and close the process group if this run opened it.  Collective.
 
         If an exception propagates, the run has failed, and this method uses no collective.
         """
@@ -340,7 +340,7 @@ class Lifecycle:
                 self._metrics.say(STOPPING, "yellow")
 
     def _stopping_s(self) -> float:
-        """Return the expected time to stop in seconds: two steps and the longest save so far, with a margin."""
+        """Return how long stopping should take, in seconds: two steps and the longest save so far, with a margin."""
         return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_s + 5.0
 
     def _quit(self) -> None:
@@ -354,11 +354,11 @@ class Lifecycle:
     # -- failures elsewhere --------------------------------------------------------------------------------------
 
     def peer_failed(self) -> None:
-        """Let SIGTERM end this process after another rank has failed, because the main thread may hang."""
+        """After another rank has failed, let SIGTERM end this process, because the main thread may hang."""
         self.stop.exits_on_sigterm = True
 
     def before_exit(self, timeout_s: float, reason: str, saves: bool = True) -> None:
-        """Write `reason` to status.json and wait for the save in flight, before this process ends.
+        """Before this process exits, write `reason` to status.json and wait for the save in flight.
 
         Called from another thread, because the main thread may hang.  The storage may hang as well.
         """
@@ -371,7 +371,7 @@ class Lifecycle:
             self._saver.wait(min(timeout_s, self._config.run.timeout_s))
 
     def main_thread_hung(self, reason: str) -> None:
-        """Record that the main thread hangs.  Called by the watchdog, from another thread."""
+        """Record that the main thread hangs.  Called by the watchdog from another thread."""
         self._folder.write_status("failed", EXIT_FAILED, self._state.step, reason)  # first, because `_end` may hang too
         self._end("failed", EXIT_FAILED, reason)
 
@@ -381,7 +381,7 @@ class Lifecycle:
 
 
 DATA_TIMEOUT_S = 5.0
-"""Seconds to wait for data after a request to stop, enough for most steps."""
+"""Seconds to wait for data after a stop request; enough for most steps."""
 
 
 class _StepAbandoned(Exception):
@@ -389,14 +389,14 @@ class _StepAbandoned(Exception):
 
 
 class StepAbandoner:
-    """Abandons a step if its data does not arrive on a rank that was asked to stop, for example without a connection.
+    """Abandons a step whose data does not arrive on a rank that was asked to stop, for example if the network is down.
 
-    That rank votes for abandoning in the step's first all-reduce, in which the others take part when they begin the
-    step.  By then no rank has changed its state, so all ranks can save the state from before the step.  An evaluation
-    can be abandoned in the all-reduce before each of its micro-batches.
+    That rank votes to abandon in the step's first all-reduce, which the other ranks join when they start the step.  At
+    that point no rank has changed its state, so all ranks can save the state from before the step.  An evaluation can
+    be abandoned in the all-reduce before each of its micro-batches.
 
-    loader, eval_loader: steps of custom loaders are never abandoned.  is_asked: returns whether this rank was asked to
-    stop.
+    loader, eval_loader: with a custom loader, steps are never abandoned.  is_asked: returns whether this rank was asked
+    to stop.
     """
 
     def __init__(self, step_sync: StepSync, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
@@ -410,7 +410,7 @@ class StepAbandoner:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Leave the block on all ranks if one of them abandons its step.  At most one all-reduce."""
+        """Leave the block on all ranks if any of them abandons its step.  At most one all-reduce."""
         try:
             try:
                 yield
@@ -437,13 +437,13 @@ class StepAbandoner:
 
 
 END_COMMAND_TIMEOUT_S = 30.0
-"""Time limit of the command in seconds, short because a request to stop may be pending."""
+"""The command's time limit in seconds; short, because a stop request may be pending."""
 _GRACE_S = 5.0
-"""Seconds after the limit until `timeout` kills the command, in case this process was killed."""
+"""Seconds past the limit after which `timeout` kills the command, in case this process was killed."""
 
 
 def run_end_command(command: str, facts: Mapping[str, object]) -> str:
-    """Run a shell command with `facts` in its environment; return an error message, or an empty string.
+    """Run a shell command with `facts` in its environment.  Return an error message, or an empty string on success.
 
     The command runs in its own session, so that signals to the run's process group do not reach it.
     """

@@ -1,4 +1,4 @@
-"""Resume: selects the checkpoint that a run starts from, and moves aside files that the run does not continue.
+"""Resume: selects the checkpoint that a run starts from, and moves aside files that the run does not build on.
 
 `EarlierAttempts` compares the records in the run's folder with its checkpoints, to notice missing ones.
 """
@@ -31,7 +31,7 @@ from trainer.metrics.sinks import Metrics, warn
 
 
 class Resume:
-    """Restores a state from the checkpoint that `checkpoint.resume` selects, or from a given one.
+    """Restores the state from the checkpoint that `checkpoint.resume` selects, or from a given one.
 
     All methods are collective unless they say otherwise.
     """
@@ -47,11 +47,11 @@ class Resume:
         self.path = ""
         """Path or URL of that checkpoint."""
         self.is_same_run = False
-        """True if this run has written that checkpoint."""
+        """True if that checkpoint was written by this run."""
         self.changed: list[str] = []
-        """Settings that differ from the checkpoint's, one line each."""
+        """Settings that differ from the checkpoint's, one per line."""
         self.seconds = 0.0
-        """Seconds spent loading, which the Trainer measures."""
+        """Seconds spent loading, as measured by the Trainer."""
         self._must_supersede = False
 
     def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
@@ -68,7 +68,7 @@ class Resume:
         own_path = f"{self._checkpoints.storage}/{checkpoint_name(restored.manifest.step)}"
         self.is_same_run = self._world.broadcast(is_same_location(restored.path, own_path))
         if not self.is_same_run or self._world.broadcast(self.earlier_attempts.is_copied(restored)):
-            self._metrics.tracking_id = None  # that of the other run
+            self._metrics.tracking_id = None  # it belongs to the other run
         self._must_supersede = is_running
         if self._world.is_main:
             for name, damage in restored.damaged.items():
@@ -84,7 +84,7 @@ class Resume:
             resume = "auto"
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
-            allowed |= {"state.optimizer"}  # without matching moments, start with fresh ones
+            allowed |= {"state.optimizer"}  # if the moments do not match, start with fresh ones
         request = RestoreRequest(
             state,
             compare=lambda stored: compare_configs(self._config, stored),
@@ -108,9 +108,9 @@ class Resume:
 
     @contextmanager
     def _saving_differences(self) -> Iterator[None]:
-        """Write the differences of an incompatible checkpoint to a file if there are too many to print.
+        """If an incompatible checkpoint has too many differences to print, write them to a file.
 
-        This is a temporary file, one for each run, because a refused start must not change the run's folder.
+        The file is temporary, one per run, because a refused start must not change the run's folder.
         """
         try:
             yield
@@ -121,10 +121,10 @@ class Resume:
             raise UserError(error.message(_write_temporary(self._folder.path, text))) from error
 
     def _is_restart(self, resume: str) -> bool:
-        """Return whether the newest checkpoint here is from an attempt that was started with the same `resume`.
+        """Return whether the newest checkpoint here was written by an attempt with the same `resume` setting.
 
-        If so, that attempt was stopped or killed, and this one continues from its progress.  With `none` this is only
-        the case if the launcher has restarted the same job.
+        If so, that attempt was stopped or killed, and this one continues from there.  With `none` this is the case only
+        if the launcher has restarted the same job.
         """
         if resume == "auto":
             return False
@@ -146,17 +146,17 @@ class Resume:
         return is_restart
 
     def confirm(self, step: int) -> None:
-        """Supersede later checkpoints if one was loaded in mid-run and training now continues from its `step`."""
+        """Supersede later checkpoints if one was loaded during the run and training now continues from its `step`."""
         if self._must_supersede:
             self._must_supersede = False
             self.supersede(is_running=True)
             self._world.agreed(lambda: self._metrics.go_back(step))
 
     def supersede(self, is_running: bool = False) -> None:
-        """Move aside files that this attempt does not continue, and delete partial files of killed attempts.
+        """Move aside files that this attempt does not build on, and delete partial files of killed attempts.
 
         A run that starts over (`checkpoint.resume=none`) or from an older checkpoint supersedes later checkpoints;
-        otherwise `auto` would resume from them.  A run that continues a checkpoint from elsewhere supersedes all
+        otherwise `auto` would resume from them.  A run that resumes from a checkpoint elsewhere supersedes all
         checkpoints here, and their metrics.
         """
         work = partial(self._supersede, is_running)
@@ -183,7 +183,7 @@ class Resume:
             subject = "earlier run" if starts_over else f"checkpoints after step {step}"
             self._metrics.say(f"moved the {subject} to {moved_to}")
         if not is_running and self.earlier_attempts.copied_from():
-            self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original in its trackers
+            self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original run in its trackers
 
 
 def _write_temporary(folder: Path, text: str) -> str:
@@ -216,7 +216,7 @@ class RecordedProgress:
 
 
 def read_recorded_progress(folder: Path) -> RecordedProgress:
-    """Return the progress that a run folder records; empty if there are no records."""
+    """Return the progress recorded in a run folder; empty if there are no records."""
     progress = RecordedProgress()
     with contextlib.suppress(OSError):
         for record in read_kinds(folder / METRICS, "start", "checkpoint"):
@@ -226,7 +226,7 @@ def read_recorded_progress(folder: Path) -> RecordedProgress:
                 progress = RecordedProgress(max(progress.newest_saved or 0, _step(record.get("step")) or 0), METRICS)
     status = read_status(folder)
     step = _step(status.get("step"))
-    # The step of an orderly end or a resume was saved.  A custom loop ends as "closed" even without a save.
+    # An orderly end and a resume imply that their step was saved.  A custom loop ends as "closed" even without a save.
     is_saved = status.get("state") in ("finished", "stopped", "running") and status.get("reason") != "closed"
     if progress.newest_saved is None and step and is_saved:
         return RecordedProgress(step, STATUS)
@@ -238,7 +238,7 @@ def _step(value: Any) -> int | None:
 
 
 class EarlierAttempts:
-    """The earlier attempts of the run in a folder, whose checkpoints are expected in `checkpoint_dir`.
+    """Earlier attempts of the run in a folder, and where their checkpoints should be (`checkpoint_dir`).
 
     A run without its checkpoints must not silently start over, and a copy of a run must not touch the checkpoints of
     the original.  So before anything is written, rank 0 compares the records in the folder with the checkpoints.
@@ -260,7 +260,7 @@ class EarlierAttempts:
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 
     def check(self, restored: RestoredCheckpoint | None) -> None:
-        """Raise UserError if the run had checkpoints and has none now; warn if only the newest one is missing.
+        """Raise UserError if the run's checkpoints are all gone; warn if only the newest one is missing.
 
         restored: the checkpoint that `checkpoint.resume=auto` has selected.
         """
@@ -286,11 +286,11 @@ class EarlierAttempts:
             )
 
     def is_copied(self, restored: RestoredCheckpoint) -> bool:
-        """Return whether another run, which still exists, has written the checkpoint."""
+        """Return whether the checkpoint was written by another run that still exists."""
         return _is_of_another_run(stored_value(restored.config_yaml, "run.dir"), self._folder.path)
 
     def copied_from(self) -> str | None:
-        """Return the folder of the run of which this one is a copy, or None."""
+        """Return the folder of the run that this one was copied from, or None."""
         stored = stored_value(self._folder.previous_config or "", "run.dir")
         return str(stored) if _is_of_another_run(stored, self._folder.path) else None
 

@@ -1,10 +1,10 @@
 """Self-check before the first step: verifies across all ranks that the run is set up as configured.
 
-It finds errors that would otherwise stay silent: a parameter that FSDP does not manage trains separately on each rank,
-replicas that differ once never become equal again, and samples that two ranks read count twice.
+It finds errors that would otherwise stay silent: a parameter that FSDP does not manage is trained separately on each
+rank, replicas that differ once never become equal again, and samples that two ranks read count twice.
 
-Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (each save
-compares those that it stores); and models besides `Trainer.model`, such as a teacher or an average.
+Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
+compares the ones it stores); and models other than `Trainer.model`, such as a teacher or an average.
 
 The check changes nothing, draws no random numbers, and works for any recipe.  A further check runs the model itself:
 context parallelism (`check_context`) must not change its loss.
@@ -44,10 +44,10 @@ from trainer.model.parameters import local_box, tied_names
 from trainer.sequence import current_slices, use_slices
 
 DATA = "data"
-"""Entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
+"""Entry of `Trainer.exempt_from_selfcheck` that skips the check of samples."""
 
 _PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
-"""Keys that may differ between ranks, because they do not affect results."""
+"""Configuration keys that may differ between ranks, because they do not affect results."""
 
 _MAX_LINES = 10
 _BLOCK = 4096
@@ -60,10 +60,10 @@ _BLOCK = 4096
 def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
     """Raise UserError on all ranks unless they have the same configuration and the same code.
 
-    The code consists of this package with its recipes and objectives, the modules of the model, of the objective and of
-    `owner` (the Trainer's class), torch and Python.  exempt: patterns of keys and files that may differ.  Call this
+    The code consists of this package with its recipes and objectives, the modules that define the model, the objective
+    and `owner` (the Trainer's class), torch and Python.  exempt: patterns of keys and files that may differ.  Call this
     before anything is built, because ranks with different meshes would wait for each other.  One gather of a number if
-    there is no difference.
+    nothing differs.
     """
     objective, takes_objectives = config.train.objective, getattr(owner, "takes_objectives", False)
     if takes_objectives and config.objective.trainer is None:
@@ -75,7 +75,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     exempt = tuple(exempt)
     facts = {name: fact for name, fact in _facts(config, owner) if not _matches(name, exempt)}
     digest = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
-    # Gather even if the self-check is off on this rank: it may be on for others.
+    # Gather even if the self-check is off on this rank: it may be on for other ranks.
     digests = channel.gather((digest, config.run.selfcheck))
     if len(set(digests)) == 1 or not any(is_on for _, is_on in digests):
         return
@@ -90,10 +90,10 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 
 
 def check_shape(world: World, config: RunConfig) -> MeshShape:
-    """Return the shape of the mesh for this number of ranks.
+    """Return the mesh shape for this number of ranks.
 
-    Raises UserError on all ranks if the settings do not match that number or require missing packages.  Warns if the
-    shape is inefficient.
+    Raises UserError on all ranks if the settings do not match that number or need missing packages.  Warns if the shape
+    is inefficient.
     """
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
@@ -170,20 +170,20 @@ class _Piece:
     """Properties that must be the same on all ranks."""
     tensor: torch.Tensor
     spans: tuple[tuple[int, int], tuple[int, int]]
-    """The [start, stop) along dimension 0 and along the other one that is divided; (0, 1) without another one."""
+    """The [start, stop) along dimension 0 and along the other divided dimension; (0, 1) if there is no other."""
     totals: tuple[int, int]
-    """The size of the parameter along these dimensions."""
+    """The parameter's size along these dimensions."""
     copies: int
     """Number of ranks that hold the same piece."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """The report of one rank to the others, which is small for any model."""
+    """One rank's report to the others, which is small for any model."""
 
     problems: list[str]
     digest: int
-    """Digest of the parameters' properties, which must be the same on all ranks."""
+    """Digest of the parameter properties that must be the same on all ranks."""
     pieces: NDArray[np.int64]
     """One row per parameter: start and stop along both dimensions, and a checksum."""
     order: tuple[int, int, int, str] | None
@@ -201,19 +201,19 @@ def check_start(
     exempt: Iterable[str] = (),
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
-    """Check parameters and data; raise TrainingFailed on all ranks with the problems of all ranks.
+    """Check parameters and data; if there are problems, raise TrainingFailed on all ranks with the problems of all.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
     unsharded with its gradient averaged (`trainer.model.gradients`).  Parameters in `meshes` must be sharded over the
     last two axes of their own mesh.  The shards must cover the parameter without overlap.  Replicas, and frozen
     unsharded parameters, must be bitwise equal.  The samples that the ranks read for the next step must be the global
-    batch: each sample once, in order, or once for each rank that holds a slice of it.
+    batch: each sample once, in order, or once per rank that holds a slice of it.
 
     ties: groups of names, which must still be the same parameter.
     exempt: patterns of parameter names to skip, and `DATA`.
     meshes: the meshes of expert parameters, by name.
 
-    Reads each replicated parameter once.  Two gathers, of 40 bytes per parameter and 8 per sample.
+    Reads each replicated parameter once.  Two gathers: 40 bytes per parameter, 8 per sample.
     """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
@@ -285,10 +285,10 @@ def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequen
 def _inspect(
     name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_of_experts: bool, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
-    """Return the problem with a parameter, and this rank's piece of it, if there is one to compare.
+    """Return the problem with a parameter (empty if none), and this rank's piece of it if there is one to compare.
 
     is_of_experts: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.
-    is_reduced: whether its gradient needs no FSDP, because it is averaged anyway or there is one rank.
+    is_reduced: whether its gradient does not need FSDP, because it is averaged elsewhere or there is only one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
     facts = f"{parameter.dtype} {shape}, {'trainable' if is_trainable else 'frozen'}"
@@ -322,8 +322,8 @@ def _inspect(
 
 
 _SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
-"""Names of the placements that shard a parameter, by whether it belongs to experts, which are divided among ranks
-first: FSDP then shards it again, with strides."""
+"""Names of the placements that shard a parameter, by whether it belongs to experts.  Experts are divided among ranks
+first; FSDP then shards the parameter again, with strides."""
 
 
 def _expected_placement(mesh: DeviceMesh, is_of_experts: bool) -> str:
@@ -341,7 +341,7 @@ def _describe_axes(mesh: DeviceMesh) -> str:
 def _checksum(piece: _Piece) -> int:
     """Return a checksum of a piece that several ranks hold; 0 for other pieces.
 
-    The device sums up blocks of 64-bit words at memory speed, and CRC-32 is computed over the sums.  This detects any
+    The device sums blocks of 64-bit words at memory speed, and a CRC-32 is computed over the sums.  This detects any
     single change, and swapped blocks.
     """
     tensor = piece.tensor.detach()
@@ -362,7 +362,7 @@ def _checksum(piece: _Piece) -> int:
 
 
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
-    """Yield inconsistencies between ranks.  tables: both spans and checksum by rank and parameter."""
+    """Yield inconsistencies between ranks.  tables: by rank and parameter, both spans and the checksum."""
     for number, piece in enumerate(pieces):
         rows: dict[tuple[int, int], list[int]] = {}
         for rank, (start, stop, other_start, other_stop) in enumerate(tables[:, number, :4].tolist()):
@@ -383,7 +383,7 @@ def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iter
 def _tiling(
     name: str, unit: str, where: str, holders: Mapping[tuple[int, int], Sequence[int]], total: int
 ) -> Iterator[str]:
-    """Yield where spans, with the ranks that hold them, do not cover [0, total) exactly once."""
+    """Yield the places where spans do not cover [0, total) exactly once.  holders: the ranks that hold each span."""
     end = 0
     for (start, stop), ranks in sorted(holders.items()):
         if start != end:
@@ -405,10 +405,10 @@ def _compare_copies(
             f"{_list_ranks(ranks)}: rows {rows[0]} to {rows[1] - 1} of {piece.name} are on {len(ranks)} ranks; "
             f"expected: {piece.copies}"
         )
-    right = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
+    expected = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
     for rank, checksum in zip(ranks, checksums, strict=True):
-        if checksum != right:
-            model = ranks[checksums.index(right)]
+        if checksum != expected:
+            model = ranks[checksums.index(expected)]
             yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
 
 
@@ -458,18 +458,18 @@ _MAX_SLICE_TOKENS = 32
 """Maximum number of tokens per slice in the test input."""
 
 _LOSS_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3}
-"""Relative tolerance of the loss, for a different order of summation.  It must be tight: attention of fresh weights is
-so weak that even restarting positions in each slice changes their loss by at most 2e-6."""
+"""Relative tolerance of the loss, which allows for a different order of summation.  It must be tight: with fresh
+weights, attention is so weak that even restarting positions in each slice changes the loss by at most 2e-6."""
 
 
 def check_context(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if the model's loss on slices differs from that on complete sequences.
 
-    A model that mixes or counts tokens outside `trainer.sequence` computes a wrong loss on slices of sequences, which
-    its loss curve does not show.  The check runs the model itself and works for any recipe.
+    A model that mixes or counts tokens outside `trainer.sequence` computes a wrong loss on slices of sequences, and its
+    loss curve does not show this.  The check runs the model itself and works for any recipe.
 
-    The test input is the beginning of this rank's next sample; no gradients are computed.  A no-op without context
-    parallelism, or with a custom loader.  Collectives: those of two forward passes, and a gather of two numbers.
+    The test input is the start of this rank's next sample; no gradients are computed.  A no-op without context
+    parallelism, or with a custom loader.  Collectives: two forward passes, and a gather of two numbers.
     """
     slices = current_slices()
     if slices is None or not isinstance(loader, TrainLoader):
@@ -495,10 +495,10 @@ def check_context(world: World, model: nn.Module, loader: object, config: RunCon
 
 
 def _batches(loader: TrainLoader, slices: Slices) -> tuple[Batch, Batch]:
-    """Return the beginning of the next sample, with targets only in this rank's slice, and the slice itself.
+    """Return the start of the next sample, with targets only in this rank's slice, and the slice itself.
 
-    Positions without a target, such as a prompt's, get their own token as target, so that the loss covers all
-    positions.
+    Positions without a target, such as those of a prompt, get their own token as the target, so that the loss covers
+    all positions.
     """
     batch = _with_targets(loader.first_tokens(slices.seq_len))
     slice_batch = _with_targets(loader.first_tokens(slices.seq_len, slices))

@@ -1,8 +1,8 @@
 """TrainState: everything that a resume restores.
 
-State that is not registered here is not restored.  A subclass of Trainer registers its own state with one line,
-`self.state.add("name", thing)`, for an object with `state_dict` and `load_state_dict`.  If it forgets one, the first
-save raises an error.
+State that is not registered here is not restored.  A subclass of Trainer registers its own state, an object with
+`state_dict` and `load_state_dict`, in one line: `self.state.add("name", thing)`.  If it forgets to, the first save
+raises an error.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.optim.optimizer import AS_TORCHS, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
-"""No trained weight is this large: its square overflows float32, and so would the loss."""
+"""No trained weight is this large: its square would overflow float32, and so would the loss."""
 
 
 class TrainState:
@@ -45,17 +45,17 @@ class TrainState:
         random_state: RandomState,
         base: BaseWeights | None = None,
     ) -> None:
-        """base: the frozen weights below adapters, which checkpoints refer to but do not store."""
+        """base: the frozen weights under adapters, which checkpoints refer to but do not store."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
         self.zero_after_end = True
-        """Whether a decay to zero reaches 0 one step after the last step.  False for runs of older versions, which had
-        learning rate 0 in the last step."""
+        """Whether a decay to zero reaches 0 one step after the last step.  False for runs started by older versions,
+        whose last step had learning rate 0."""
         self.eval_pending = False
-        """True if the evaluation at this step was aborted; `fit` repeats it after the next start."""
+        """True if this step's evaluation was aborted; `fit` repeats it after the next start."""
         self.evaluation: dict[str, float] = {}
-        """The finite losses of this step's evaluation, by field; empty before it."""
+        """The finite losses of this step's evaluation, by field; empty until then."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -66,8 +66,8 @@ class TrainState:
         }
         """Parts that are the same on all ranks or sharded (DTensors), and can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
-        """Per-rank parts, which are restored on the same number of ranks.  On another number, parts with a `restart`
-        method restart."""
+        """Per-rank parts, restored only on the same number of ranks.  On a different number, parts that have a
+        `restart` method are restarted."""
         if base is not None:
             self.parts[BASE] = base
         self._registered: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -75,7 +75,7 @@ class TrainState:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The magnitude limit of each parameter, by key.  Only finite weights below it are published."""
+        """Each parameter's magnitude limit, by key.  Only finite weights below the limit are published."""
         saved = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
@@ -90,15 +90,15 @@ class TrainState:
 
     @property
     def num_skipped(self) -> int:
-        """Number of consecutive skipped steps, the same on all ranks.  If it is above 0, the weights may be bad."""
+        """Number of consecutive skipped steps, the same on all ranks.  Above 0, the weights may be bad."""
         return self.skips.in_a_row
 
     def add(self, name: str, part: Any, per_rank: bool = False) -> None:
         """Save and restore `part` under `name`.
 
         `part` is an object with `state_dict` and `load_state_dict`, or a random generator.  Its state may contain
-        DTensors, which are saved sharded; everything else must be the same on all ranks.  With `per_rank` each rank
-        saves its own state, which is restored only on the same number of ranks.
+        DTensors, which are saved sharded; everything else must be the same on all ranks.  With `per_rank`, each
+        rank saves its own state, which is restored only on the same number of ranks.
         """
         if name in {*self.parts, *self.per_rank_parts}:
             raise ValueError(f"TrainState already has a part named {name!r}")
@@ -107,7 +107,7 @@ class TrainState:
         parts[name] = part if per_rank and _is_stateful(part) else _as_part(part)
 
     def add_loaders(self, loader: object, eval_loader: object, channel: Channel) -> None:
-        """Save and restore the position in the training data; evaluation has none.  Collective."""
+        """Save and restore the position in the training data; evaluation data has no position.  Collective."""
         if isinstance(loader, TrainLoader):
             loader.fingerprint = channel.broadcast(loader.fingerprint)
             self.add("loader", loader)
@@ -127,14 +127,14 @@ class TrainState:
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
     def leave_out(self, *things: object) -> None:
-        """Exclude objects that need not be restored, for example because the configuration defines them."""
+        """Exclude objects that need not be restored, for example because the configuration determines them."""
         self._registered += things
 
     def check_complete(self) -> None:
         """Raise UserError if an attribute of the owner, a Trainer, has unregistered state.
 
-        A module without trainable parameters, such as a frozen teacher, is only state if it changes, as an average
-        does.
+        A module without trainable parameters, such as a frozen teacher, counts as state only if it changes, as an
+        average does.
         """
         known_ids = {id(thing) for thing in self._registered} | {
             id(p) for p in (*self.parts.values(), *self.per_rank_parts.values())
@@ -163,12 +163,12 @@ class TrainState:
             return False
         current = [_cheap_fingerprint(tensor) for tensor in (*thing.parameters(), *thing.buffers())]
         first = self._first_fingerprints.setdefault(id(thing), current)
-        # An FSDP unit has different tensors while it is unsharded, which cannot be compared.
+        # While an FSDP unit is unsharded it has different tensors, which cannot be compared.
         return not any(a != b for (form, a), (other, b) in zip(first, current, strict=False) if form == other)
 
 
 def _cheap_fingerprint(tensor: torch.Tensor) -> tuple[object, list[float]]:
-    """Return a tensor's form, and a fingerprint: its number of in-place writes, and a few of its values.
+    """Return a tensor's form, and a fingerprint: how often it was written in place, and a few of its values.
 
     Writes to `.data` are not counted.
     """
@@ -241,7 +241,7 @@ def clean_name(name: str) -> str:
 
 
 class ModelState(StatePart):
-    """Parameters and persistent buffers by name, except for those in `stored_elsewhere`.
+    """Parameters and persistent buffers by name, except those in `stored_elsewhere`.
 
     A tied parameter appears once, under its first name.
     """
@@ -287,18 +287,18 @@ def _copy_unless_shared(target: torch.Tensor, loaded: torch.Tensor) -> None:
 
 
 def _algorithm(part: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer's algorithm, by default its class name.  It must match the checkpoint's."""
+    """Return the name of an optimizer's algorithm, by default its class name.  The checkpoint's must be the same."""
     return getattr(part, "algorithm", type(part).__name__)
 
 
 _SAME_MOMENTS = {"NorMuon": "Muon"}
-"""Algorithms that continue with the moments of another; `optim.muon.variant` already says whether it may change."""
+"""Algorithms that can resume with another's moments; whether `optim.muon.variant` may change is checked elsewhere."""
 
 
 class OptimizerState(StatePart):
     """The optimizer's moments by parameter name.
 
-    Hyperparameters come from the configuration, not the checkpoint, unless the optimizer itself has changed them during
+    Hyperparameters come from the configuration, not the checkpoint, unless the optimizer itself changed them during
     training.  The learning rate always comes from the schedule.
     """
 
@@ -350,7 +350,7 @@ class OptimizerState(StatePart):
     def _match_torch_muon(self, plain: Any) -> None:
         """Give Muon the parameters that it had in a checkpoint of torch.optim.Muon, which older versions used.
 
-        They gave it output projections and routers as well, but no stacked experts.
+        Older versions also gave it output projections and routers, but no stacked experts.
         """
         if not any("ns_steps" in group or AS_TORCHS in group for group in plain["groups"]):
             return
@@ -387,7 +387,7 @@ class OptimizerState(StatePart):
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
         """Allocate the moments in the checkpoint, sharded like their parameters, and drop all others.
 
-        Before its first step an optimizer has no moments, and torch's `load_state_dict` expects unsharded ones.
+        An optimizer has no moments before its first step, and torch's `load_state_dict` expects unsharded ones.
         """
         stored_fields: dict[str, dict[str, StoredTensor]] = {}
         for key, tensor in stored.items():
@@ -412,7 +412,7 @@ def _kind_of(parameter: torch.Tensor) -> str:
 
 def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, stored: StoredTensor) -> torch.Tensor:
     if stored.shape == tuple(parameter.shape):
-        # If the optimizer sets a dtype, moments stored in a different one are converted while they are read.
+        # If the optimizer sets a dtype, moments stored in another dtype are converted while they are read.
         dtype_name = group.get("state_dtype") if field != "step" else None
         is_quantized = "int8" in (dtype_name, str(stored.dtype).removeprefix("torch.u").removeprefix("torch."))
         dtype = (
@@ -452,7 +452,7 @@ class _Counters(StatePart):
 
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:
-    """Seed Python, numpy and torch differently on each rank, so that dropout differs as well."""
+    """Seed Python, numpy and torch differently on each rank, so that dropout differs between ranks."""
     combined = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
     random.seed(combined)
     np.random.seed(combined)
@@ -460,13 +460,13 @@ def seed_everything(seed: int, rank: int, step: int = 0) -> None:
 
 
 class RandomState:
-    """The random states of this rank, as one part of the state."""
+    """This rank's random states, as one part of the state."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank
 
     def restart(self, step: int) -> None:
-        """Reseed at `step`, if there is no stored state, so that the noise of the first steps is not repeated."""
+        """If there is no stored state, reseed for `step`, so that the noise of the first steps is not repeated."""
         seed_everything(self._seed, self._rank, step)
 
     def state_dict(self) -> dict[str, Any]:

@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh, with `replicate` always first.
+    """Return the size of each axis of a run's mesh, always with `replicate` first.
 
-    The sizes of the groups that share sequences or experts, if above 1, are added as `context` and `expert`.
+    The sizes of groups that share sequences or experts are added as `context` and `expert` if above 1.
     """
     groups = {CONTEXT: config.context, EXPERT: config.expert}
     shared = {name: size for name, size in groups.items() if size > 1}
@@ -81,7 +81,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     if (teacher := teacher_of(config, trainer.mesh.size(trainer.mesh.ndim - 1))) is not None:
         state_bytes, reference = state_bytes + teacher.num_bytes, ", a teacher"
     interface = f", small messages by {world.interface}" if world.interface else ""
-    # Only if the optimizer, its learning rate or its decay differ between parameters.
+    # Shown only if the optimizer, its learning rate or its decay differ between parameters.
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
     optimizer_facts = [*describe(trainer.optimizer.parts, parameter_names), *trainer.optimizer.notes]
     description = [config.model.name, *config.recipe.notes_on(config.model, model)]
@@ -107,7 +107,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _adapter_facts(model: nn.Module) -> str:
-    """Describe which layers have adapters, with their share of the adapters' parameters; and experts without any."""
+    """Describe which layers have adapters, with their shares of the adapter parameters, and experts without any."""
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():
@@ -129,7 +129,7 @@ def _adapter_facts(model: nn.Module) -> str:
 
 
 def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resume, parts: Mapping[str, object]) -> str:
-    """Describe the source of the trained weights, and of frozen base or reference weights.
+    """Describe where the trained weights and any frozen base or reference weights come from.
 
     initial_weights_source: the result of `load_initial_weights`.
     parts: the parts of the run's state.
@@ -154,7 +154,7 @@ def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resum
 
 
 def _tokenizer_facts(config: RunConfig, loader: object) -> str:
-    """Describe the tokenizer of the data and the size of its vocabulary."""
+    """Describe the data's tokenizer and its vocabulary size."""
     data = config.data
     if not isinstance(loader, TrainLoader):
         return f"{data.tokenizer} (data.tokenizer; the samples come from a custom loader)"
@@ -173,7 +173,7 @@ def _tokenizer_facts(config: RunConfig, loader: object) -> str:
 
 
 def _template_facts(config: RunConfig) -> str:
-    """Describe the source of the chat template."""
+    """Describe where the chat template comes from."""
     data = config.data
     if data.source != "chat":
         return "none: the data are not chats"
@@ -186,7 +186,7 @@ def _template_facts(config: RunConfig) -> str:
 
 
 def _data_facts(config: RunConfig, loader: object) -> str:
-    """Describe the data of the run, and how much of it is used; with a custom loader, only the settings."""
+    """Describe the run's data and how much of it is used; with a custom loader, only the settings."""
     if not isinstance(loader, TrainLoader):
         return f"{config.data.source} (data.source), {config.train.steps} steps; the samples come from a custom loader"
     path = config.data.path
@@ -205,7 +205,7 @@ def _data_facts(config: RunConfig, loader: object) -> str:
 def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> list[str]:
     """Return the lines to print below the start block.
 
-    These are the plan's choice, advice from optional features, settings that have changed since the checkpoint, and
+    These are the plan's choice, advice from optional features, settings that differ from the checkpoint's, and
     warnings if evaluations have no data, the model cannot be exported, or future checkpoints do not fit on the disk.
     """
     config, changed = trainer.config, trainer.resume.changed
@@ -261,7 +261,7 @@ def closing(
     folder, is_early = config.run.dir, last_train.step < config.train.steps
     first, *others = next_commands(config)
     names = ("metrics.jsonl", "console.log", "checkpoints")
-    files = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be in another place
+    files = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be elsewhere
     held_out = "" if last_eval is None else f", {last_eval.loss:.4f} on held-out data"
     return [
         f"finished {last_train.step} steps in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}",
@@ -276,12 +276,12 @@ def closing(
 def next_commands(config: RunConfig) -> list[str]:
     """Return commands that use a finished run, ready to paste into the same shell.
 
-    Commands that load the weights must import the model: a custom model needs `--allow-import`.  They are left out if
-    the model is in a script that would train again when it is imported.
+    Commands that load the weights must import the model: a custom model needs `--allow-import`.  They are omitted if
+    the model is defined in a script that would train again when imported.
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
-    if config.schedule.name == "range":  # the weights of a range test have diverged
+    if config.schedule.name == "range":  # a range test leaves diverged weights
         return [report]
     module, python = module_to_allow(config.model.name), "python"
     if module == "__main__":
@@ -302,7 +302,7 @@ def next_commands(config: RunConfig) -> list[str]:
 
 
 def _text_option(config: RunConfig) -> str:
-    """Return the option of `trainer.generate` for this data: `--chat` for chats with a template, else `--prompt`."""
+    """Return the `trainer.generate` option for this data: `--chat` for chats with a template, otherwise `--prompt`."""
     if config.data.source != "chat":
         return "--prompt"
     try:
@@ -313,7 +313,7 @@ def _text_option(config: RunConfig) -> str:
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
-    """If `log.sample_tokens` is set, print a sample text, and gzip's bits per byte to compare with the loss.
+    """If `log.sample_tokens` is set, print a sample, and gzip's bits per byte for comparison with the loss.
 
     Collectives: those of `generate_batch`.
     """
@@ -345,7 +345,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
 
 
 def _find_chat_prompt(config: RunConfig) -> list[int]:
-    """Return the tokens of a conversation, if possible a held-out one, up to the assistant's turn."""
+    """Return a conversation's tokens up to the assistant's turn; held-out conversations are preferred."""
     from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2
 
     splits: tuple[Split, ...] = ("eval", "train")

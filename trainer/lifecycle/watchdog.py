@@ -4,15 +4,15 @@ Every rank tracks its phase, and a thread watches the clock.  If a step, a save 
 too long, all ranks report their phase and stack through the store, because some of them are blocked in a collective.
 Rank 0 prints one table and names the ranks that the others wait for, and the run ends as failed on all ranks.
 
-Limits: `run.step_timeout_s` covers one step, from requesting its data to its log line.  `run.first_step_timeout_s`
+Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line.  `run.first_step_timeout_s`
 covers the first step, which compiles and allocates, the time between two forward passes of an evaluation, and starting
 or writing a profile.  `checkpoint.timeout_s` covers the time that training waits for a save, and a background save from
-its start.  A rank that waits for another rank's evaluation, save or profile is allowed the same time.  The start of a
-run and the code of a custom loop between steps have no limit, but ranks that wait for them inside a step do.
+its start.  A rank that waits for another rank's evaluation, save or profile gets the same limit.  A run's start and a
+custom loop's code between steps have no limit, but ranks that wait for them inside a step do.
 
-Not covered: a process that holds Python's GIL forever or is suspended.  It is named, because it does not respond.  If
-it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened elsewhere,
-there is no store for messages: each rank only reports on itself and does not exit.
+Not covered: a process that is suspended or never releases Python's GIL.  Its rank is still named, because it does not
+respond.  If it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened
+elsewhere, there is no store for messages: each rank reports only on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
 """
@@ -54,7 +54,7 @@ _IN_BACKGROUND = "a save in the background"
 
 @dataclass(frozen=True)
 class _Limit:
-    """A time limit: when it expires, by `time.monotonic`, the setting that defines it, and its length."""
+    """A time limit: when it expires (by `time.monotonic`), the setting that defines it, and its length."""
 
     expires: float
     key: str
@@ -62,9 +62,9 @@ class _Limit:
 
 
 class Watchdog(Callback):
-    """Tracks the phase of this rank, at the cost of setting two attributes per phase, and detects hangs.
+    """Tracks this rank's phase, at the cost of setting two attributes per phase, and detects hangs.
 
-    On rank 0 its thread calls the world's failure listeners to record the failure.
+    On rank 0, its thread calls the world's failure listeners to record the failure.
     """
 
     def __init__(self, world: World, config: RunConfig) -> None:
@@ -94,7 +94,7 @@ class Watchdog(Callback):
             observe(phase)
 
     def begin_step(self, step: int) -> None:
-        """Begin a step, in the phase `data`."""
+        """Start a step, in the phase `data`."""
         self.step, self.num_phases_entered = step, 0
         self.enter("data")
         is_first = self._num_steps == 0
@@ -102,7 +102,7 @@ class Watchdog(Callback):
         self._set_limit("run.first_step_timeout_s" if is_first else "run.step_timeout_s", limit)
 
     def end_step(self, step: int) -> None:
-        """End a step.  After the first step, collectives get the ordinary timeout."""
+        """End a step.  After the first step, collectives get their ordinary timeout."""
         self._limit = None
         self.enter("between steps")
         self._num_steps += 1
@@ -111,7 +111,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """Enter a phase outside the steps, with its own limit, for the duration of the block."""
+        """For the duration of the block, enter a phase outside the steps that has its own limit."""
         outer_phase, outer_limit, self._limit = self.phase, self._limit, None
         self.enter(phase)
         if phase == "save":
@@ -126,7 +126,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Start watching.  After the block no limit is active, even if the block raises."""
+        """Watch during the block.  After it no limit is active, even if it raises."""
         self._start()
         try:
             yield
@@ -167,7 +167,7 @@ class Watchdog(Callback):
         self._stop_event.set()
 
     def explain(self, error: BaseException) -> None:
-        """If `error` is the timeout of a collective, make all ranks report and exit, as after an expired limit."""
+        """If `error` is a collective's timeout, make all ranks report and exit, as when a limit expires."""
         frame, trace = None, error.__traceback__
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
@@ -198,7 +198,7 @@ class Watchdog(Callback):
             self._saving_since += seconds
 
     def _describe_expired_limit(self) -> str:
-        """Describe the limit that has expired; empty if none has."""
+        """Describe the expired limit; empty if none has expired."""
         limit, saving_since, save_limit_s = self._limit, self._saving_since, self._save_limit_s
         if limit is not None and time.monotonic() > limit.expires:
             return f"no progress within {limit.key}, {limit.seconds:g} s"
@@ -220,7 +220,7 @@ class Watchdog(Callback):
     def _report(self, reason: str) -> None:
         """Report this rank's status; on rank 0, print the table of all ranks.  Then all ranks exit.
 
-        Returns and restarts the limit if the late ranks are in a phase with a longer limit.  Also returns if the
+        If the late ranks are in a phase with a longer limit, restarts the limit and returns.  Also returns if the
         process group was opened elsewhere.
         """
         store, rank = self._world.messages, self._world.rank
@@ -295,7 +295,7 @@ class Watchdog(Callback):
         self._exit(is_stuck)
 
     def _exit(self, is_stuck: bool) -> NoReturn:
-        """Exit, although the main thread may hang, after the save in flight has ended, unless that is stuck."""
+        """Exit although the main thread may hang: wait for the save in flight first, unless it is stuck."""
         thread = threading.Thread(target=dump_record, args=(self._folder, self._world.rank), daemon=True)
         thread.start()
         thread.join(_GRACE_S)
@@ -307,7 +307,7 @@ class Watchdog(Callback):
         os._exit(EXIT_FAILED)
 
     def status(self, reason: str = "") -> RankStatus:
-        """Return this rank's status, from another thread.  reason: the reason for the report."""
+        """Return this rank's status; called from another thread.  reason: the reason for the report."""
         phase, since = self.phase, self.since
         main_frame, saving_frame = sys._current_frames().get(self._main_thread), _saving_frame()
         active_limit, save_limit_s = self._limit, self._save_limit_s
@@ -324,7 +324,7 @@ class Watchdog(Callback):
         if reason.startswith(_IN_BACKGROUND):
             is_waiting = saving_frame is None or _is_in_a_collective(
                 saving_frame
-            )  # without a frame, its part of the save is done
+            )  # without a frame, this rank's part of the save is done
             if saving_frame is not None:
                 phase, since, stack = (
                     "save",
@@ -357,7 +357,7 @@ class Watchdog(Callback):
 
 
 def _saving_frame() -> FrameType | None:
-    """Return the frame of the saving thread; None if there is no such thread or it is idle."""
+    """Return the saving thread's frame; None if there is no such thread or it is idle."""
     frames = sys._current_frames()
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint"):
@@ -368,7 +368,7 @@ def _saving_frame() -> FrameType | None:
 
 
 def _is_in_a_collective(frame: FrameType | None) -> bool:
-    """Return whether the innermost frames are in torch.distributed, or in torch called from there."""
+    """Return whether the innermost frames are in torch.distributed, or in torch code that it called."""
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
         if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
             return True
@@ -377,7 +377,7 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
 
 
 _DEVICE_WAIT_FILES = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
-"""Files with functions that wait for work on a GPU, where a collective may hang."""
+"""Files with functions that wait for GPU work, where a hanging collective shows up."""
 
 _OPERATOR_FILES = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
 _WRAPPER_FILES = ("nn/modules/module.py", "autograd/function.py", *_OPERATOR_FILES)
@@ -385,7 +385,7 @@ _HIDDEN_FILES = (
     f"{os.sep}contextlib.py",
     *(os.sep + os.path.join("torch", *name.split("/")) for name in _WRAPPER_FILES),
 )
-"""Files with uninformative frames, which are left out of printed stacks."""
+"""Files whose frames are uninformative and left out of printed stacks."""
 
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -401,14 +401,14 @@ def _stack_lines(frame: FrameType | None) -> list[str]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.endswith(_HIDDEN_FILES):
             lines.append(f"{file}:{frame.f_lineno} in {name}")
-        if name in ("fit", "_save") and file.startswith(_PACKAGE):  # the callers of these are always the same
+        if name in ("fit", "_save") and file.startswith(_PACKAGE):  # their callers are always the same
             break
         frame = frame.f_back
     return lines[:_MAX_FRAMES][::-1]
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Phases of a step, detected by hooks so that custom train steps work too
+# Phases of a step, detected by hooks, so that custom train steps work too
 
 
 IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
@@ -416,7 +416,7 @@ IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
 
 
 def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Register hooks on the model and the optimizers that report the phases of a step to the watchdog."""
+    """Register hooks on the model and the optimizers that report each phase of a step to the watchdog."""
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         if watchdog.phase == "forward" and torch.is_grad_enabled():
@@ -462,28 +462,28 @@ class RankStatus:
     step: int
     """The current step, or the last one."""
     num_phases_entered: int
-    """Number of phases entered since the step began."""
+    """Number of phases entered since the step started."""
     is_waiting: bool
-    """True if the rank is in a collective and so waits for other ranks."""
+    """True if the rank is in a collective, and so waiting for other ranks."""
     is_within_limit: bool = False
-    """True during a save, an evaluation or the writing of a profile, within the limit of that phase."""
+    """True during a save, an evaluation or the writing of a profile, if still within that phase's limit."""
     is_responding: bool = True
     stack: list[str] = field(default_factory=list)
-    """Stack of the main thread; also of the saving thread, if the main thread waits for it."""
+    """The main thread's stack, plus the saving thread's if the main thread waits for it."""
     collectives: list[int] = field(default_factory=list)
-    """Numbers of collectives that were completed, started and enqueued on its GPU; empty without a GPU."""
+    """How many collectives its GPU has completed, started and enqueued; empty without a GPU."""
     device: str = ""
     """Description of the collective that its GPU waits for."""
     group: str = ""
-    """`context` if the rank is in a collective of its context-parallel group, otherwise empty."""
+    """`context` if the rank is in a collective of its context-parallel group; otherwise empty."""
 
 
 def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for.
 
-    These are the ranks that do not respond; if all do, the ranks furthest behind among those outside collectives.  If
-    all ranks are in collectives, which then do not match, these are the ranks with the GPU (on a CPU: with the step and
-    phase) that is furthest behind.
+    These are the ranks that do not respond; if all respond, the ranks furthest behind among those outside collectives.
+    If all ranks are in collectives, these do not match, and the ranks returned are those whose GPU (on a CPU: whose
+    step and phase) is furthest behind.
     """
     unresponsive = [status for status in statuses if not status.is_responding]
     if unresponsive:
@@ -500,7 +500,7 @@ def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 def is_stuck(statuses: Sequence[RankStatus]) -> bool:
     """Return whether a save in flight cannot finish, so that no rank needs to wait for it.
 
-    This is the case if the save itself has timed out, or if a rank that others wait for does not respond.
+    This is the case if the save itself has timed out, or if a rank that the others wait for does not respond.
     """
     stragglers = find_stragglers(statuses)
     return any(
@@ -524,7 +524,7 @@ def reason_of(cause: str, statuses: Sequence[RankStatus]) -> str:
 
 
 def table(cause: str, statuses: Sequence[RankStatus]) -> str:
-    """Return the table to print: one row per rank, with marks on the late ranks, and the stacks of these."""
+    """Return the table to print: one row per rank, with the late ranks marked, followed by their stacks."""
     stragglers = find_stragglers(statuses)
     rows = [*stragglers, *(status for status in statuses if status not in stragglers)]
     lines = [reason_of(cause, statuses), "     rank    step  phase            for"]
@@ -548,14 +548,14 @@ def table(cause: str, statuses: Sequence[RankStatus]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# NCCL's flight recorder, which is in host memory and can be read while the GPU hangs
+# NCCL's flight recorder, which is in host memory and so can be read while the GPU hangs
 
 
 @dataclass(frozen=True)
 class CollectiveProgress:
-    """Numbers of collectives that this rank has completed, started and enqueued, over all its process groups.
+    """How many collectives this rank has completed, started and enqueued, over all its process groups.
 
-    All ranks call the same collectives, so the numbers of different ranks are comparable.  `waiting_for` describes the
+    All ranks call the same collectives, so the numbers are comparable between ranks.  `waiting_for` describes the
     oldest unfinished collective.
     """
 
@@ -584,7 +584,7 @@ def _recorder() -> Any:
 
 
 def progress_of(record: bytes) -> CollectiveProgress | None:
-    """Return the progress of the collectives in a record; None if the record does not contain it."""
+    """Return the progress of collectives according to a record; None if the record does not contain it."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(record)
         groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
@@ -607,7 +607,7 @@ def progress_of(record: bytes) -> CollectiveProgress | None:
 def dump_record(folder: Path, rank: int) -> None:
     """Dump the record, if there is one, to `folder`.  Call this in a separate thread, because the file system may hang.
 
-    Name and format are those of NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
+    File name and format match NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """
     if has_record():
         with contextlib.suppress(OSError):

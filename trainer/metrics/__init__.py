@@ -1,5 +1,5 @@
-"""Metrics: one record per step, reduced once across ranks and sent to the sinks.
+"""Metrics: one record per step, reduced once across ranks and sent to the record writers.
 
-Only rank 0 has sinks: metrics.jsonl, the console, Prometheus, and trackers such as Weights & Biases, which follow
-metrics.jsonl in separate threads.  A tracker that loses its server never stops or delays training.
+Only rank 0 has record writers: metrics.jsonl, the console, Prometheus, and one per tracker.  A tracker, such as Weights
+& Biases, follows metrics.jsonl in a separate thread: if it loses its server, it neither stops nor delays training.
 """

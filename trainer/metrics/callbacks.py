@@ -1,6 +1,6 @@
-"""Optional features of a run: the hooks that they can use, and the small ones themselves.
+"""Optional features of a run: the hooks available to them, and the small features themselves.
 
-Here: norms by unit, samples, garbage collection, and the loss by source of a mixture.  Profiles are in `profile.py`.
+These are norms by unit, samples, garbage collection, and a mixture's loss by source.  Profiles are in `profile.py`.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from trainer.optim.average import WeightAverage
 class Callback:
     """An optional feature of a run.  Its hooks do nothing unless they are overridden.
 
-    A callback never decides whether the run saves, evaluates or stops: `Trainer.fit` does.  All ranks have the same
-    callbacks in the same order and call them at the same moments, so hooks may be collective.  `begin_` hooks are
+    Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
+    callbacks in the same order and call them at the same points, so hooks may be collective.  `begin_` hooks are
     called in the order of the callbacks, `end_` hooks in reverse order.
     """
 
@@ -46,13 +46,13 @@ class Callback:
         return ""
 
     def begin_fit(self) -> None:
-        """Called when `Trainer.fit` begins, but not in a custom loop over `Trainer.steps`."""
+        """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, also by an exception."""
+        """Called when `Trainer.fit` ends, even by an exception."""
 
     def begin_step(self, step: int) -> None:
-        """Called when `step` begins, before its data is loaded."""
+        """Called when `step` starts, before its data is loaded."""
 
     def end_step(self, step: int) -> None:
         """Called when `step` has been queued; a GPU may still be running it."""
@@ -67,8 +67,8 @@ class Callback:
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
 
-    Other steps compute nothing.  The host never waits for the device before the end of a step.  It is also a step
-    listener of the optimizer: `after_step` is called before the gradients are freed.
+    Other steps compute nothing.  The host never waits for the device before the end of a step.  It is also one of the
+    optimizer's step listeners: `after_step` is called before the gradients are freed.
     """
 
     def __init__(
@@ -80,27 +80,25 @@ class UnitNorms(Callback):
         metrics: Metrics,
         grad_norm: Callable[[], float],
     ) -> None:
-        """`grad_norm()` returns the global gradient norm before clipping of the step that has just ended."""
+        """`grad_norm()` returns the global gradient norm, before clipping, of the step that has just ended."""
         self._log, self._mesh, self._metrics = log, mesh, metrics
         self._parameters = parameters_by_unit(model, units)
         self._grad_norm = grad_norm
         self._is_due = False
         self._pending: HostScalars | None = None
-        """Squared norms that are being computed, if they are due in this step."""
+        """Squared norms being computed, if they are due in this step."""
 
     def begin_step(self, step: int) -> None:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
 
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
-        """Start computing the norms if they are due in this step.  Collective in that case: one all-reduce over the
-        `shard` axis.
-        """
+        """If norms are due in this step, start computing them: one all-reduce over the `shard` axis."""
         if self._is_due:
             self._pending = HostScalars(*self._squares())
 
     @torch.no_grad()
     def _squares(self) -> list[torch.Tensor]:
-        """Return the squared norms over all ranks: first of each unit's gradients, then of each unit's weights."""
+        """Return the squared norms over all ranks: each unit's gradients first, then each unit's weights."""
         device = torch.device(self._mesh.device_type)
         units = self._parameters.values()
         gradients = [_square([p.grad for p in unit if p.grad is not None], device) for unit in units]
@@ -110,7 +108,7 @@ class UnitNorms(Callback):
         return list(squares.unbind())
 
     def end_step(self, step: int) -> None:
-        """Write the norms record if norms were due in this step.  Waits for the device in that case."""
+        """If norms were due in this step, wait for the device and write the norms record."""
         if self._pending is None:
             return
         norms, self._pending = [math.sqrt(square) for square in self._pending.read()], None
@@ -140,7 +138,7 @@ def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 class Samples(Callback):
-    """Continues `log.prompts`, or answers them if the data is chats.  The fixed seed makes them comparable."""
+    """Completes `log.prompts`, or answers them if the data is chats.  A fixed seed makes samples comparable."""
 
     def __init__(
         self, config: RunConfig, world: World, model: nn.Module, average: WeightAverage, metrics: Metrics
@@ -171,7 +169,7 @@ class Samples(Callback):
         return {find_tokenizer(data.tokenizer).end_id}
 
     def check(self) -> None:
-        """Raise UserError for a prompt that cannot be tokenized, for example if the tokenizer has no chat template."""
+        """Raise UserError for a prompt that cannot be tokenized, for example without a chat template."""
         assert len(self._prompts) == len(self._config.log.prompts)
 
     def after_evaluation(self, step: int) -> None:
@@ -195,7 +193,7 @@ class Samples(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects garbage at the same steps on all ranks, since a collection on a single rank delays all others."""
+    """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others."""
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:
         self.every, self.full_every = every, full_every
@@ -223,7 +221,7 @@ Log = Callable[[str, Amount, Amount | None], None]
 
 
 def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
-    """Return `loss`, wrapped to also log each source's mean as `loss_<source>` if a loader reads a mixture of sources.
+    """Return `loss`, wrapped to also log `loss_<source>` for each source if a loader reads a mixture of sources.
 
     The cross-entropy functions of `trainer.loss` record the loss of each row.  If a model computes its loss in another
     way, these are unknown and the fields are null.

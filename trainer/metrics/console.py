@@ -1,7 +1,6 @@
-"""Console output: a summary at the start, one line per logging interval, and a status bar on a terminal.
+"""Console output: a summary at the start, one line per logging interval, and on a terminal a status bar.
 
-The output goes to a screen (a terminal or plain lines), which writes to a stream that can neither stop nor block the
-run.
+The output goes to a screen (a terminal or plain lines), whose stream can neither stop nor block the run.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from trainer.metrics.record import Record, logged_names
 from trainer.metrics.time_breakdown import KINDS
 
 _SMOOTHING = 0.7
-"""Weight of earlier lines in the moving average of the step time, from which the remaining time is estimated."""
+"""Weight of earlier lines in the moving average of the step time, which the remaining time is estimated from."""
 
 _PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
-"""Labels of the phases outside a step, as shown in the status bar."""
+"""Status bar labels of the phases outside a step."""
 
 
 class ConsoleSink:
@@ -75,7 +74,7 @@ class ConsoleSink:
             self._print(f"profiled steps {record.first_step} to {record.step}, {_shares(record)}", "magenta")
 
     def say(self, text: str, style: str = "") -> None:
-        """Print a line of text that does not belong to a record."""
+        """Print a line of text that belongs to no record."""
         self._print(text, style)
 
     def close(self) -> None:
@@ -110,7 +109,7 @@ class ConsoleSink:
         self._print_with_logged(fields, record)
 
     def _print_with_logged(self, fields: Sequence[tuple[int, str]], record: Record, style: str = "") -> None:
-        """Print a line of fields followed by all fields that `Trainer.log` added to the record.
+        """Print a line of fields, followed by all fields that `Trainer.log` added to the record.
 
         Logged fields that do not fit on a terminal line are wrapped onto further lines; none is omitted.
         """
@@ -139,7 +138,7 @@ class ConsoleSink:
         self._draw()
 
     def enter_phase(self, phase: str) -> None:
-        """Show in the status bar which phase outside a step is running."""
+        """Show the current phase outside a step in the status bar."""
         label = _PHASE_LABELS.get(phase, self.first_step)
         if label != self._phase_label:
             self._phase_label = label
@@ -154,8 +153,8 @@ class ConsoleSink:
 def fit_to_width(fields: Sequence[tuple[int, str]], width: int | None) -> str:
     """Join fields, given as (priority, text), into one line of at most `width` characters.
 
-    Those with the highest numbers are dropped first, those with priority 0 never; if they alone are too long, their
-    padding is removed.  If `width` is None, nothing is dropped.
+    Fields with the highest numbers are dropped first, those with priority 0 never; if the latter alone are too long,
+    their padding is removed.  If `width` is None, nothing is dropped.
     """
     fields = list(fields)
     while width is not None and len("  ".join(text for _, text in fields)) > width:
@@ -219,7 +218,7 @@ _INDENT = 14
 
 
 class Screen(Protocol):
-    """Displays console output.  Callers must sanitize all text, so that it contains no control characters."""
+    """Displays console output.  Callers must strip control characters from all text."""
 
     @property
     def width(self) -> int | None:
@@ -263,10 +262,10 @@ class PlainScreen:
 
 
 def find_screen(stream: TextIO) -> Screen:
-    """Return a `Terminal` if the stream is one, or if the environment asks to treat it as one, else a `PlainScreen`."""
+    """Return a `Terminal` if the stream is one, or if the environment says to treat it as one; else a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
-    from trainer.metrics.terminal import Terminal  # imports rich, which other runs need not load
+    from trainer.metrics.terminal import Terminal  # imports rich, which other runs do not need
 
     return Terminal.on(stream)
 
@@ -276,10 +275,10 @@ def find_screen(stream: TextIO) -> Screen:
 
 
 class NonBlockingStream(io.TextIOBase):
-    """A wrapper around a text stream that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
+    """A text stream wrapper that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
 
-    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), so that the next write fails, or stop
-    reading (a pager, a suspended `tee`), so that a write blocks forever.  Neither affects training.
+    The reader of a pipe or a terminal may exit (`| head`, a closed terminal), after which writes fail, or stop reading
+    (a pager, a suspended `tee`), after which a write blocks forever.  Neither affects training.
 
     Text is dropped silently while the reader is `_QUEUE_SIZE` writes behind, and if it has not caught up `CLOSE_S`
     seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
@@ -350,7 +349,7 @@ class NonBlockingStream(io.TextIOBase):
 
 
 class LogFile(io.TextIOBase):
-    """An append-only log file.  Lines that cannot be written are dropped, and the run continues."""
+    """An append-only log file.  Lines that cannot be written are dropped, without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -364,7 +363,7 @@ class LogFile(io.TextIOBase):
         return len(text)
 
     def move_to(self, path: Path) -> None:
-        """Continue in another file.  The text so far is copied, unless `path` is the same file, renamed."""
+        """Switch to another file.  The text so far is copied, unless `path` is the same file under a new name."""
         content, self._path = b"", path
         with contextlib.suppress(OSError):
             if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
@@ -381,7 +380,7 @@ class LogFile(io.TextIOBase):
 
 
 def _may_block(stream: TextIO) -> bool:
-    """Return whether a write to the stream may block, which is not the case for regular files and in-memory streams."""
+    """Return whether a write to the stream may block; regular files and in-memory streams never do."""
     try:
         return not stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
     except (OSError, ValueError):

@@ -21,11 +21,11 @@ class Device:
     """Part of the device name that the driver reports."""
     bf16_flops: float
     fp32_flops: float
-    """Peak of fp32 matrix products without TF32, which is torch's default."""
+    """Peak for fp32 matrix products without TF32 (torch's default)."""
     fp8_flops: float | None
     """None if the device has no fp8 matrix products."""
     memory_gib: float
-    """Memory size reported by the driver, which is less than the marketed size."""
+    """Memory size as reported by the driver, which is below the marketed size."""
     memory_bandwidth: float
     link_bandwidth: float
     """Bandwidth to the other devices of a node, in one direction."""

@@ -31,7 +31,7 @@ class TrackedRun:
     """The run folder."""
     config: RunConfig
     resumed_step: int
-    """Step of the checkpoint that this attempt continues; 0 for a fresh start."""
+    """Step of the checkpoint that this attempt resumes from; 0 for a fresh start."""
 
     @property
     def name(self) -> str:
@@ -48,24 +48,31 @@ class Sink(Protocol):
     The entry point is a callable without arguments that returns a Sink.  Its methods are called one at a time, in a
     separate thread on rank 0: they may block, and exceptions that they raise do not stop the run.  After an error,
     `open` is called again, until the run ends.
+
+    Two more methods are optional, and therefore not declared below:
+
+    rewind(step): the steps after `step` will be repeated within this run, so drop their values.  Without this method,
+        the old values remain and the repeated steps are not sent.
+    abandon(): called from the main thread if not everything could be sent in time at the end of the run; must not
+        block.
     """
 
     def open(self, run: TrackedRun) -> int | None:
-        """Open or continue the run.  Returns the last step that the tracker has received, or 0 if it has received none.
+        """Open or resume the run.  Return the last step that the tracker has received, or 0 if it has received none.
 
-        Steps up to that one are not sent again.  Return None if the tracker does not know: the last step for which
-        `write` has returned, in any attempt, is used instead.
+        Steps up to that one are not sent again.  Return None if the tracker cannot know: then the last step for which
+        `write` has returned, in any attempt, is used.
         """
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
-        """Add the values of one step, such as `train/loss`.  time: when they were recorded, seconds since the epoch.
+        """Add the values of one step, such as `train/loss`.  time: when they were recorded, in seconds since the epoch.
 
-        Steps increase, and each is sent once, with the evaluation after it.  An evaluation that is run separately may
-        arrive later, for the same step.
+        Steps increase.  Each is sent once, together with its evaluation; an evaluation that runs separately may arrive
+        later, for the same step.
         """
 
     def close(self) -> None:
-        """End the run in the tracker, after everything has arrived."""
+        """End the run in the tracker, once everything has arrived there."""
 
 
 PLOTTED_KINDS = ("train", "eval", "norms")
@@ -107,8 +114,8 @@ class Row:
 class RowReader:
     """Reads `metrics.jsonl` while the run appends to it, and returns one row for each step, in order.
 
-    A row is complete if a later step is recorded, or if nothing was added to it for `SETTLE_S` and no evaluation is
-    expected after its step.  Thus a step whose evaluation was cut off is left to the next attempt, which repeats it.
+    A row is complete if a later step is recorded, or if nothing was added to it for `SETTLE_S` and no evaluation of its
+    step is expected.  A step whose evaluation was cut off is left to the next attempt, which repeats the evaluation.
     """
 
     SETTLE_S = 1.0
@@ -119,8 +126,8 @@ class RowReader:
         self._file = self._opened()
         self._partial = b""
         self._row: Row | None = None
-        self._last = 0
-        """The last step of which a row was returned."""
+        self._last_returned = 0
+        """The last step whose row was returned."""
         self._has_finished = False
 
     @property
@@ -139,8 +146,8 @@ class RowReader:
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._release(self._row))
-            is_late = step == self._last and not is_reread
-            if self._row is None and (step > max(sent, self._last) or is_late):
+            is_late = step == self._last_returned and not is_reread
+            if self._row is None and (step > max(sent, self._last_returned) or is_late):
                 self._row = Row(step, record.get("time") or time.time())
             if self._row is not None and step == self._row.step:
                 self._row.add(record)
@@ -152,7 +159,7 @@ class RowReader:
         return rows
 
     def _release(self, row: Row) -> Row:
-        self._row, self._last = None, row.step
+        self._row, self._last_returned = None, row.step
         return row
 
     def _is_unevaluated(self, row: Row) -> bool:
@@ -160,10 +167,10 @@ class RowReader:
 
     def go_back(self, step: int) -> None:
         """Return the steps after `step` again, once they are recorded again."""
-        self._row, self._last = None, step
+        self._row, self._last_returned = None, step
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield new records, each with whether it is read again because the file was replaced."""
+        """Yield new records, each with a flag: True if it is read again because the file was replaced."""
         for record in self._lines_of(self._file):
             yield record, False
         with contextlib.suppress(FileNotFoundError):  # until it is restored
@@ -193,19 +200,19 @@ class RowReader:
 
 
 class TrackingFile:
-    """`trackers.json` in the run folder: the run's ID, and the last step sent to each tracker that does not know it."""
+    """`trackers.json` in the run folder: the run's ID, and the last step sent to each tracker that cannot report it."""
 
     NAME = "trackers.json"
 
     def __init__(self, folder: Path, restored_id: str | None) -> None:
-        """restored_id: the ID in the checkpoint, for a folder in which the file is missing."""
+        """restored_id: the ID in the checkpoint, used if the folder has no such file."""
         self._folder, self._lock = folder, threading.Lock()
-        known: dict[str, Any] = {}
+        stored: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
-            known = json.loads((folder / self.NAME).read_text())
-        sent = known.get("sent")
+            stored = json.loads((folder / self.NAME).read_text())
+        sent = stored.get("sent")
         self._sent: dict[str, int] = dict(sent) if isinstance(sent, dict) else {}
-        self.id = str(known.get("id") or restored_id or os.urandom(4).hex())
+        self.id = str(stored.get("id") or restored_id or os.urandom(4).hex())
         self._write()
 
     def sent(self, tracker: str) -> int:
@@ -245,7 +252,7 @@ class Follower:
         tracking: TrackingFile,
         warn: Callable[[str], None],
     ) -> None:
-        """key: the name in `log.trackers`.  name: the name for messages.  make: creates the tracker, in the thread."""
+        """key: the name in `log.trackers`.  name: shown in messages.  make: creates the tracker, in the thread."""
         self._key, self._name, self._make = key, name, make
         self._run, self._tracking, self._warn = run, tracking, warn
         self._path = run.folder / "metrics.jsonl"
@@ -262,7 +269,7 @@ class Follower:
             self._wake.set()
 
     def go_back(self, step: int) -> None:
-        """Note that the steps after `step` will be repeated.  Only trackers with a method `rewind` replace them."""
+        """Note that the steps after `step` will be repeated.  Only trackers with a `rewind` method replace them."""
         self._back_to = step
         self._wake.set()
 
@@ -270,7 +277,7 @@ class Follower:
         self._path = folder / self._path.name
 
     def finish(self) -> None:
-        """Make the thread send the remaining rows and end.  Does not wait for it, unlike `close`."""
+        """Make the thread send the remaining rows and exit.  Unlike `close`, does not wait for it."""
         self._ends.set()
         self._wake.set()
 
@@ -311,8 +318,8 @@ class Follower:
 
     def _follow(self, sink: Sink) -> None:
         """Open the tracker, and send it all rows until the run ends."""
-        known = sink.open(self._run)
-        sent = self._tracking.sent(self._key) if known is None else known
+        last_received = sink.open(self._run)
+        sent = self._tracking.sent(self._key) if last_received is None else last_received
         reader = RowReader(self._path, self._awaits_evaluation)
         try:
             while not self._is_given_up:
@@ -329,7 +336,7 @@ class Follower:
                 for row in reader.read(sent, has_ended):
                     sink.write(row.step, row.values, row.time)
                     sent = row.step
-                    if known is None:
+                    if last_received is None:
                         self._tracking.note(self._key, sent)
                 if has_ended:
                     sink.close()

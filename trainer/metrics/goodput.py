@@ -1,8 +1,8 @@
 """Goodput: the fraction of a run's wall time spent in productive steps, over all attempts, and where the rest went.
 
-It is computed from the records in `metrics.jsonl`, whether an attempt wrote an end record or was killed.  A killed
-attempt is known only up to its last line: later steps are not counted as lost, and their time is part of the gap before
-the next attempt.
+It is computed from the records in `metrics.jsonl`, whether or not an attempt wrote an end record.  A killed attempt is
+known only up to its last line: later steps are not counted as lost, and their time is part of the gap before the next
+attempt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 class Goodput:
     """The wall time of a run, broken down.
 
-    Time that is in none of the parts, such as logging and waiting for the last save, is `other_s`.
+    Time outside all other parts, such as logging and waiting for the last save, is `other_s`.
     """
 
     wall_s: float = 0.0
@@ -27,7 +27,7 @@ class Goodput:
     update_s: float = 0.0
     """Time in steps that contributed to the run's result."""
     lost_s: float = 0.0
-    """Time in steps that were repeated after a crash, or skipped because they were not finite."""
+    """Time in steps that were repeated after a crash, or skipped because the loss or gradient was not finite."""
     start_s: float = 0.0
     """Time from the start of a process to its first step, excluding loading."""
     load_s: float = 0.0
@@ -36,7 +36,7 @@ class Goodput:
     """Time during which saves blocked training."""
     eval_s: float = 0.0
     between_s: float = 0.0
-    """Time from the last record of an attempt to the start of the next process, including any unrecorded work."""
+    """Gaps from the last record of an attempt to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
     """Steps repeated after a crash: from the checkpoint to the last recorded step."""
@@ -45,15 +45,15 @@ class Goodput:
     has_failed: bool = False
     """True if the last attempt counts as such a failure, or would if it ended now."""
     down_s: float = 0.0
-    """Time from the end of each failed attempt until the next attempt began its first step."""
+    """Time from the end of each failed attempt until the next attempt started its first step."""
     node_s: float = 0.0
-    """Node-seconds: the time of each attempt times its number of nodes, summed over attempts."""
+    """Node-seconds: each attempt's time multiplied by its number of nodes, summed over attempts."""
     until: float = 0.0
     """Time of the last record, in seconds since the Unix epoch."""
     boot: str = ""
-    """Identifier of the boot of the machine that ran the last attempt, or empty if unknown."""
+    """Identifier of the machine boot under which the last attempt ran; empty if unknown."""
     booted: float = 0.0
-    """Time of that boot, by the clock of the attempt."""
+    """Time of that boot, according to that attempt's clock."""
 
     @property
     def other_s(self) -> float:
@@ -80,15 +80,15 @@ class Goodput:
 
 @dataclass(frozen=True)
 class RunHistory:
-    """History of a run's saves and failures."""
+    """A run's saves and failures so far."""
 
     saves: Sequence[tuple[float, float]] = ()
-    """Blocked seconds and total seconds of each of the most recent saves."""
+    """For each recent save: seconds that training was blocked, and seconds in total."""
     longest_save_s: float = 0.0
     failures: int = 0
     node_s: float = 0.0
     restart_s: float = 0.0
-    """Mean seconds of a restart after a failure, or 0 if there was none."""
+    """Mean duration of a restart after a failure, in seconds; 0 if there was no failure."""
 
 
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
@@ -105,7 +105,7 @@ class TimeLedger:
     """
 
     def __init__(self, resumed_step: int | None = None) -> None:
-        """`resumed_step`: count the steps past it as lost, since the next attempt resumes from there."""
+        """`resumed_step`: the step to resume from; steps after it count as lost."""
         self.reached = 0
         """The last recorded step of the current attempt."""
         self._saves: deque[tuple[float, float]] = deque(maxlen=_NUM_SAVES)
@@ -115,7 +115,7 @@ class TimeLedger:
         self._repeated_s = 0.0
         self._skipped = self._counted_to = 0
         self._num_nodes = 0
-        self._began_at_step = 0
+        self._start_step = 0
         self._reason = ""
         """How the current attempt ended, or empty if it has no end record."""
 
@@ -126,9 +126,9 @@ class TimeLedger:
             self._start(record, time)
             return
         if time:
-            passed_s = max(0.0, time - total.until) if total.until else 0.0
-            total.wall_s += passed_s
-            total.node_s += passed_s * self._num_nodes
+            elapsed_s = max(0.0, time - total.until) if total.until else 0.0
+            total.wall_s += elapsed_s
+            total.node_s += elapsed_s * self._num_nodes
             total.until = time  # may move backward if the clock was set back, so that later intervals still count
         if kind == "train":
             self._train(record)
@@ -171,7 +171,7 @@ class TimeLedger:
         total.node_s += max(0.0, time - started) * self._num_nodes
         total.until = time or total.until
         total.boot, total.booted = str(record.get("boot") or ""), _number(record, "booted")
-        self.reached = self._counted_to = self._began_at_step = int(_number(record, "resumed_step"))
+        self.reached = self._counted_to = self._start_step = int(_number(record, "resumed_step"))
         self._skipped = int(_number(record, "skipped"))
         self._reason = ""
 
@@ -192,7 +192,7 @@ class TimeLedger:
 
     @property
     def lost_steps(self) -> int:
-        """Number of steps of the last attempt past the step to resume from."""
+        """Number of steps that the last attempt took past the step to resume from."""
         return 0 if self._resumed_step is None else max(0, self.reached - self._resumed_step)
 
     def total(self) -> Goodput:
@@ -212,7 +212,7 @@ class TimeLedger:
 
         An attempt that ends before its first step does not indicate a broken node.
         """
-        return self._reason in ("", "failed") and self.reached > self._began_at_step
+        return self._reason in ("", "failed") and self.reached > self._start_step
 
     def experience(self) -> RunHistory:
         """Return the history of saves and failures so far."""

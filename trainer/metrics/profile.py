@@ -1,8 +1,8 @@
 """Profiles selected steps: writes a trace, a memory snapshot (on CUDA), and a record of where the time went.
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
-torch's profiler records, a trace contains a range for each step and a row with the phases of the step, which may begin
-on one thread and end on another.
+torch's profiler records, a trace contains a range for each step and a row with the step's phases, which may start on
+one thread and end on another.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from trainer.lifecycle.watchdog import Watchdog
 
 _MAX_ALLOCATIONS = 100_000
-"""Number of most recent allocations and frees in a memory snapshot; torchtitan uses the same number."""
+"""Maximum number of allocations and frees in a memory snapshot, the same as in torchtitan."""
 _ROW = 2**31 - 1
-"""Row of the phases in the trace: the id of a nonexistent thread."""
+"""Thread id of the row of phases in the trace; no such thread exists."""
 
 
 class Profile(Callback):
@@ -38,8 +38,8 @@ class Profile(Callback):
 
     It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
     other ranks wait in their next collective.  Files are named after steps and rank and are written atomically; failing
-    to write one does not stop training.  If training ends early, the steps recorded so far are written, except for the
-    trace after an error on CUDA, because the device may never finish its queued work.
+    to write one does not stop training.  If training ends early, the steps recorded so far are written, but after an
+    error on CUDA without a trace, because the device may never finish its queued work.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Profile(Callback):
         self._recording: _Recording | None = None
 
     def advice(self, step: int) -> str:
-        """Return a note if a run that continues after `step` will have no profile, or an incomplete one."""
+        """Return a note if a run that resumes after `step` will produce no profile, or an incomplete one."""
         if self._config.log.profile_steps is None:
             return ""
         setting = f"log.profile_steps=[{self._first},{self._last}]"
@@ -67,7 +67,7 @@ class Profile(Callback):
 
     def begin_step(self, step: int) -> None:
         """Start recording if `step` is to be profiled."""
-        if not self._config.log.profiles(step):  # the run may have rolled back to an earlier checkpoint
+        if not self._config.log.profiles(step):  # the run may have gone back to an earlier checkpoint
             self._finish()
         elif self._recording is None and self._is_profiled_rank:
             self._start()
@@ -117,13 +117,13 @@ class Profile(Callback):
 
 
 class _Recording:
-    """One profiler session on the current thread, with the memory history on CUDA.  Starts when constructed."""
+    """One profiler session on the current thread, with the memory history on CUDA.  Construction starts it."""
 
     def __init__(self, device: torch.device) -> None:
         self.thread = threading.get_ident()
         self._device, self._on_cuda = device, device.type == "cuda"
         self._step_starts: dict[int, float] = {}
-        """Start time of each step, in microseconds of this process's clock."""
+        """Start time of each step by this process's clock, in microseconds."""
         self._num_ended = 0
         self._range: torch.profiler.record_function | None = None
         self._phases: list[tuple[float, str]] = []
@@ -164,7 +164,7 @@ class _Recording:
         trace, memory = folder / f"trace_{name}.json.gz", folder / f"memory_{name}.pickle"
         has_trace = not (self._on_cuda and has_failed)
         try:
-            if has_trace:  # stop the profiler first: if it kept running, it would disturb everything that follows
+            if has_trace:  # stop the profiler first: it would disturb everything that follows
                 self._end_range()
                 self.enter_phase("end")
                 self._profiler.stop()
@@ -219,10 +219,10 @@ class _Recording:
         return timeline
 
     def _row_of_phases(self, timeline: Timeline) -> list[dict[str, Any]]:
-        """Return the trace events of the phases, with times converted to the clock of the trace.
+        """Return the trace events of the phases, with times converted to the trace's clock.
 
-        The offset between the clocks is derived from the step ranges.  Each range begins slightly before this process's
-        clock is read, and the first one noticeably earlier, so the largest difference is the most accurate.
+        The offset between the clocks is derived from the step ranges.  Each range starts slightly before this process's
+        clock is read, and the first one noticeably before, so the largest difference is the most accurate.
         """
         updates = timeline.updates
         shifts = [update.start_us - self._step_starts[int(update.name)] for update in updates]

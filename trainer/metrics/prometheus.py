@@ -1,7 +1,7 @@
 """Serves a run's current state to Prometheus: `http://HOST:PORT/metrics`, on rank 0, in Prometheus' text format.
 
-The page has what an alert or a dashboard needs: is it stepping, how well, and where does the time go.  Everything else
-is in `metrics.jsonl`.
+The page has what alerts and dashboards need: whether the run makes progress, how well, and where the time goes.
+Everything else is in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _GAUGES = (
     ("mfu", "mfu", "Model FLOPs utilisation."),
     ("peak_memory_gib", "peak_memory_gib", "Peak memory of a rank, the largest over ranks, in GiB."),
 )
-"""Fields of `train` records: the field, the name of the metric, and its help."""
+"""Fields of `train` records: the field, the metric's name, and its help text."""
 
 
 class Prometheus:
-    """A record writer that serves a page over HTTP.  If the port cannot be used, it warns and the run continues."""
+    """A `RecordWriter` that serves a page over HTTP.  If the port cannot be used, it warns and serves nothing."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
-        """port: 0 takes a free one.  run: the run's name, a label of every metric."""
+        """port: 0 for any free port.  run: the run's name, which every metric has as a label."""
         self._run = run
         self._lock = threading.Lock()
         self._ledger = TimeLedger()
@@ -50,7 +50,7 @@ class Prometheus:
 
     @property
     def port(self) -> int:
-        """The port that is served, or 0 if none is."""
+        """The port in use, or 0 if there is none."""
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def progress(self, step: int) -> None:
@@ -146,4 +146,4 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(content)
 
     def log_message(self, *_: Any) -> None:
-        pass  # keeps the console free for the run
+        pass  # keep the console for the run

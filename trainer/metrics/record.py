@@ -1,4 +1,4 @@
-"""Metrics records (the fields of one line of `metrics.jsonl`), functions that read them, and the run's clock."""
+"""Metrics records (each the fields of one line of `metrics.jsonl`), functions that read them, and the run's clock."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVAL_FIELDS = ("kind", "step", "loss", "epoch", "time", "bits_per_byte", "eval_s
 
 
 def logged_names(names: Iterable[str]) -> list[str]:
-    """Return those names of `train` or `eval` fields that come from `Trainer.log`, in their order.
+    """Return the names of `train` or `eval` fields that come from `Trainer.log`, in their original order.
 
     The per-source fields `loss_<source>` and `epoch_<source>` are excluded.  A source is recognized by its
     `epoch_<source>` field, which never comes from `Trainer.log`.
@@ -32,8 +32,8 @@ def logged_names(names: Iterable[str]) -> list[str]:
 class Record(Mapping[str, Any]):
     """One line of metrics.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
 
-    A field may be given as a function without arguments, which is called when the field is first read.  This avoids
-    waiting for the device for fields that are never read.
+    A field may be given as a function without arguments, which is called when the field is first read.  So fields that
+    are never read do not wait for the device.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -75,7 +75,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
-    """Yield the records of these kinds.  Most other lines are not even parsed."""
+    """Yield the records of these kinds, without parsing most other lines."""
     with open(path, errors="replace") as file:
         for line in file:
             if any(f'"{kind}"' in line for kind in kinds):
@@ -87,7 +87,7 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Yield every line as (raw text, parsed record).
 
-    The record is None if the line does not hold one, such as a partial line of a killed process.
+    The record is None if the line holds none, for example a partial line from a killed process.
     """
     with open(path, errors="replace") as file:
         for line in file:
@@ -130,8 +130,8 @@ def find_boot() -> str:
 class Clock:
     """The clock of one attempt: seconds since the Unix epoch, unaffected by adjustments of the system clock.
 
-    It reads the system clock once and measures time with a monotonic clock from then on.  The boot is recorded as well,
-    so that the next attempt on the same machine knows the elapsed time even if the system clock was changed in between.
+    It reads the system clock once and then measures time with a monotonic clock.  The boot is recorded as well, so that
+    the next attempt on the same machine knows the elapsed time even if the system clock was changed in between.
     """
 
     def __init__(self) -> None:
@@ -144,5 +144,5 @@ class Clock:
         return self.at(uptime())
 
     def at(self, uptime_s: float) -> float:
-        """Return the time at which the machine had been up for `uptime_s` seconds."""
+        """Return the time at which the machine's uptime was `uptime_s` seconds."""
         return self.booted + uptime_s

@@ -1,7 +1,7 @@
-"""Where the records of a run go: `metrics.jsonl`, `samples.txt`, the console, trackers and Prometheus.
+"""Where a run's records go: `metrics.jsonl`, `samples.txt`, the console, trackers and Prometheus.
 
-`Metrics` creates those of a run and sends each record to all of them.  The console is in `console.py`; trackers such as
-Weights & Biases follow `metrics.jsonl` (`follower.py`).
+`Metrics` creates a run's `RecordWriter`s and sends each record to all of them.  The console is in `console.py`;
+trackers such as Weights & Biases follow `metrics.jsonl` (`follower.py`).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ from trainer.metrics.trackers import find_tracker, tracker_names
 class RecordWriter(Protocol):
     """Receives every record of a run.
 
-    Training calls `write` directly, so it must not raise, nor wait for a server or the reader of a pipe.  `close` is
-    called once, at the end of the run.  What may wait is a `Sink` (`follower.py`).
+    Training calls `write` directly, so it must neither raise nor wait for a server or a pipe's reader.  `close` is
+    called once, at the end of the run.  Code that may wait belongs in a `Sink` (`follower.py`), which has its own
+    thread.
     """
 
     def write(self, record: Record) -> None: ...
@@ -44,9 +45,9 @@ class RecordWriter(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
-    A resumed run first drops the lines past its checkpoint that it will write again (the kinds in `_WRITTEN_AGAIN`).
-    Dropped lines are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so a crash leaves
-    either the old or the new file.  `lost_steps` and `before` are computed before any lines are dropped.
+    A resumed run first drops the lines past its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).  They
+    are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so that a crash leaves either the
+    old or the new file.  `lost_steps` and `before` are computed before any lines are dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -75,7 +76,7 @@ class JsonLines:
         return open(self._path, "a+b", buffering=0)
 
     def go_back(self, step: int) -> None:
-        """Drop the lines past `step` during a run.  Raises OSError if that fails, leaving the file unchanged."""
+        """During a run, drop the lines past `step`.  If that fails, raises OSError and leaves the file unchanged."""
         kept, dropped = b"", b""
         for line in self._unwritten.splitlines(keepends=True):
             if _is_kept(json.loads(line), step):
@@ -94,7 +95,7 @@ class JsonLines:
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
         had_failed = bool(self._unwritten)
-        # Mask secrets, and write None in place of non-finite numbers, which JSON does not have.
+        # Mask secrets, and write None for non-finite numbers, which JSON lacks.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
         self._unwritten += json.dumps(line).encode() + b"\n"
@@ -110,11 +111,11 @@ class JsonLines:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
     def _restore_file(self, after_s: float) -> None:
-        """Restore the file if it was deleted, or continue in the new one if it was replaced.
+        """Restore the file if it was deleted, or switch to the new one if it was replaced.
 
-        A deleted file is written again, since its content can still be read through the open descriptor.  This happens
-        no earlier than `after_s` seconds after the file was first found missing: otherwise a command that is deleting
-        the entire folder would fail because the folder is not empty.
+        A deleted file's content can still be read through the open descriptor and is written again, but no earlier than
+        `after_s` seconds after the file was first found missing: otherwise a command that is deleting the entire folder
+        would fail because the folder is not empty.
         """
         opened = os.fstat(self._file.fileno())
         try:
@@ -134,7 +135,7 @@ class JsonLines:
         warn(f"{self._path} was {'deleted: it was written again' if current is None else 'replaced: it is continued'}")
 
     def move_to(self, folder: Path) -> None:
-        """Continue the file in another folder, copying its content unless the file already exists there."""
+        """Switch to another folder, and copy the content unless the file already exists there."""
         old_folder, self._path = self._folder, folder / self._path.name
         self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.close(old_folder)
@@ -164,7 +165,7 @@ _RESTORE_AFTER_S = 1.0
 """Seconds after which a missing metrics file is written again."""
 
 SUPERSEDED = "metrics_superseded.jsonl"
-"""File for the lines that a resume removed from the metrics because the run will write them again."""
+"""File for lines that a resume dropped from the metrics because the run will write them again."""
 
 _WRITTEN_AGAIN = ("train", "eval", "profile", "sample", "norms")
 """Kinds of records that a resumed run writes again."""
@@ -197,7 +198,7 @@ def warn(message: str) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# All sinks of a run
+# All record writers of a run
 
 
 LOG = "console.log"
@@ -207,7 +208,7 @@ SAMPLES = "samples.txt"
 
 
 class Metrics:
-    """The sinks of a run.  Only rank 0 has sinks; on other ranks, calls write nothing."""
+    """The record writers of a run.  Only rank 0 has any; on other ranks, calls write nothing."""
 
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self._config = config
@@ -219,7 +220,7 @@ class Metrics:
             self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
         self._log: ConsoleSink | None = None
         self._log_file: LogFile | None = None
-        self._sinks: list[RecordWriter] = []
+        self._writers: list[RecordWriter] = []
         self._ledger = TimeLedger()
         self.before: dict[str, Any] = {}
         """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""
@@ -228,7 +229,7 @@ class Metrics:
         self._prometheus: Prometheus | None = None
         self._tracking: TrackingFile | None = None
         self.tracking_id: str | None = None
-        """ID of the run in its trackers, or None if it has none.  The same on all ranks, and saved in checkpoints so
+        """The run's ID in its trackers, or None if it has none.  The same on all ranks, and saved in checkpoints, so
         that every attempt continues the same run there."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,7 +239,7 @@ class Metrics:
         self.tracking_id = state["wandb_id"]
 
     def open(self, path: Path, resumed_step: int) -> None:
-        """Open all sinks, including the metrics file at `path`, for a run that continues after `resumed_step`."""
+        """Open all writers, including the metrics file at `path`, for a run that resumes after `resumed_step`."""
         if self.console is None:
             return
         file = JsonLines(path, resumed_step)
@@ -249,12 +250,12 @@ class Metrics:
         log_file = self._log_file = LogFile(path.parent / LOG)
         self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
         self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        self._sinks = [file, self.console, self._log]
+        self._writers = [file, self.console, self._log]
         if self._config.log.prompts:
-            self._sinks.append(SampleFile(path.parent / SAMPLES))
+            self._writers.append(SampleFile(path.parent / SAMPLES))
         if self._config.log.prometheus is not None:
             self._prometheus = Prometheus(self._config.log.prometheus, self._config.run.name, warn)
-            self._sinks.append(self._prometheus)
+            self._writers.append(self._prometheus)
             if self._prometheus.port:
                 self.say(f"metrics for Prometheus: http://{socket.gethostname()}:{self._prometheus.port}/metrics")
         self._follow(path.parent, resumed_step)
@@ -267,37 +268,37 @@ class Metrics:
         tracking = self._tracking = TrackingFile(folder, self.tracking_id)
         self.tracking_id = tracking.id
         run = TrackedRun(tracking.id, folder, self._config, resumed_step)
-        self._sinks += [Follower(name, *find_tracker(name), run, tracking, warn) for name in names]
+        self._writers += [Follower(name, *find_tracker(name), run, tracking, warn) for name in names]
 
     def go_back(self, step: int) -> None:
         """Drop the lines past `step` from the metrics file, because those steps will be repeated."""
-        for sink in self._sinks:
-            if isinstance(sink, (JsonLines, Follower)):
-                sink.go_back(step)
+        for writer in self._writers:
+            if isinstance(writer, (JsonLines, Follower)):
+                writer.go_back(step)
 
     def move_to(self, folder: Path) -> None:
-        """Continue the files in another folder, because their folder was renamed or deleted.
+        """Switch to files in another folder, because their folder was renamed or deleted.
 
         Their contents are preserved.  TensorBoard event files and W&B's local files are not moved.
         """
-        for sink in self._sinks:
-            if isinstance(sink, (JsonLines, SampleFile, Follower)):
-                sink.move_to(folder)
+        for writer in self._writers:
+            if isinstance(writer, (JsonLines, SampleFile, Follower)):
+                writer.move_to(folder)
         if self._tracking is not None:
             self._tracking.move_to(folder)
         if self._log_file is not None:
             self._log_file.move_to(folder / LOG)
 
     def write(self, record: Record) -> Record:
-        """Send the record to all sinks, with a `time` field added (seconds since the epoch).
+        """Send the record to all writers, with an added `time` field (seconds since the epoch).
 
         Returns the record without that field.
         """
-        if self._sinks:
+        if self._writers:
             stamped = self.latest[record.kind] = Record(**record, time=self.clock.now())
             self._ledger.add(stamped)
-            for sink in self._sinks:
-                sink.write(stamped)
+            for writer in self._writers:
+                writer.write(stamped)
         return record
 
     def experience(self) -> RunHistory:
@@ -327,9 +328,9 @@ class Metrics:
             self._prometheus.progress(step)
 
     def close(self) -> None:
-        for sink in self._sinks:
-            if isinstance(sink, Follower):
-                sink.finish()  # all at once: each may take a while
-        for sink in self._sinks:
-            sink.close()
-        self._sinks, self._log, self._log_file = [], None, None
+        for writer in self._writers:
+            if isinstance(writer, Follower):
+                writer.finish()  # all at once: each may take a while
+        for writer in self._writers:
+            writer.close()
+        self._writers, self._log, self._log_file = [], None, None

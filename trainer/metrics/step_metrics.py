@@ -1,8 +1,8 @@
 """Times each training step, counts good and skipped steps, and writes one record per logged step.
 
-On a GPU, the loss and gradient norm of a step are read, and its line is written, only after the next step has been
-queued, so the device is never idle while the host waits.  A step is therefore counted and timed when its numbers arrive
-on the host.
+On a GPU, a step's loss and gradient norm are read, and its line is written, only after the next step has been queued,
+so that the device is never idle while the host waits.  A step is therefore counted and timed when its numbers reach the
+host.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Update:
     """The outcome of one optimizer step, identical on all ranks.
 
     The loss and gradient norm may still be in flight from the device when the step returns; reading either waits for
-    the transfer.  `num_targets` is the number of targets in the global batch that are not ignored.
+    the transfer.  `num_targets` is the number of targets in the global batch, not counting ignored ones.
     """
 
     def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
@@ -47,7 +47,7 @@ class Update:
     def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the `time.perf_counter` time at which the device finished the step.  Waits for the device.
 
-        Returns None if the numbers were on the host from the start, so the step was finished when it returned.
+        Returns None if the numbers were on the host from the start, so that the step was finished when it returned.
 
         previous, previous_end: the previous step and the time at which it ended.
         """
@@ -82,7 +82,7 @@ class _Queued:
     """Time at which the host finished the step."""
     seconds: float = 0.0
     means: StepMeans | None = None
-    """Means over the steps since the last line, including this one; set once this step has been measured."""
+    """Means over the steps since the last line, including this step; set once this step has been measured."""
     line: Record | None = None
     """The record to write once the step has been counted, or None if no line is due."""
 
@@ -91,16 +91,16 @@ class StepMetrics:
     """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
 
     def __init__(self, run: TrainingRun, loader: object) -> None:
-        """`loader`: the training data; epochs are recorded if it is a TrainLoader."""
+        """`loader`: the training loader; epochs are recorded only for a TrainLoader."""
         self._config, self._world, self._state, self._metrics = run.config, run.world, run.state, run.metrics
         self._skips, self._watchdog, self._checkpoints = run.state.skips, run.watchdog, run.checkpoints
         self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
         self.horizon = run.horizon
         self.reads_late = run.world.device.type != "cpu"
-        """True if the numbers of a step are read, and its line written, only after the next step has been queued.  The
-        same on all ranks."""
+        """True if a step's numbers are read, and its line written, only after the next step has been queued.  The same
+        on all ranks."""
         self.productive_s = 0.0
-        """Total seconds of all steps that were not skipped."""
+        """Total duration of all steps that were not skipped, in seconds."""
         self.step_s = 0.0
         """Duration of the last step in seconds; 0 for the first step, which compiles and allocates."""
         self.evaluated_step: int | None = None
@@ -149,10 +149,10 @@ class StepMetrics:
         return micro_batches
 
     def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
-        """Finish the step that the state has just counted and return its record.
+        """Finish the step that the state has just counted, and return its record.
 
         If a line is due, the record is also written: immediately, or with `reads_late` once the step's numbers have
-        been read.  `flops_per_token` walks all modules of the model, so it is called only when `mfu` is read.
+        been read.  `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
 
         Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
         on all ranks after too many consecutive skipped steps.
@@ -179,7 +179,7 @@ class StepMetrics:
         return record
 
     def _measured(self, queued: _Queued) -> StepMeans:
-        """Add a step to the running means, at most once, and return the means.  Waits for the device.
+        """Add a step to the running means, unless it has been added, and return the means.  Waits for the device.
 
         A step lasts from its start, or from the end of the previous step if that is later, until the device has
         finished it.  Host work therefore adds to the step time only if it keeps the device from working.
@@ -220,7 +220,7 @@ class StepMetrics:
         return math.nan if self._latest is None else self._latest.grad_norm
 
     def discard(self) -> None:
-        """Drop the pending step and the fields logged for the next line, after an earlier checkpoint was loaded."""
+        """After loading an earlier checkpoint, drop the pending step and the fields logged for the next line."""
         if self.pending is not None:
             self._measured(self.pending)  # its record may still be read
             self.pending = None
@@ -268,8 +268,8 @@ class StepMetrics:
     def evaluated(self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float) -> Record:
         """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
-        total, count: this rank's sum of losses and the count to divide it by.
-        started: start of the evaluation, by `time.perf_counter`.
+        total, count: this rank's sum of losses, and the count to divide by.
+        started: when the evaluation started, by `time.perf_counter`.
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
@@ -284,7 +284,7 @@ class StepMetrics:
     def _mfu(self, flops_per_token: Callable[[], float], step_s: float) -> float | None:
         """Return the model FLOPs utilization, or None if the device's peak is unknown.
 
-        Model FLOPs per second over the peak of all devices (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        Model FLOPs per second divided by the peak of all devices (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
         """
         peak = peak_flops(self._world.device)
         if peak is None:
@@ -306,21 +306,21 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the peak memory of this process: allocated on the GPU or, without a GPU, resident in host memory."""
+    """Return this process's peak memory: allocated on the GPU or, without a GPU, resident in host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return _peak_resident() / 2**30
 
 
 def resident_gib() -> float:
-    """Return the resident host memory of this process, or its peak if the system does not report the current value."""
+    """Return this process's resident host memory, or the peak if the system does not report the current value."""
     return (_read_status("VmRSS") or _peak_resident()) / 2**30
 
 
 def _peak_resident() -> int:
     """Return the peak resident memory in bytes.
 
-    Prefers /proc, because the value from getrusage may be that of the program that started this one.
+    Prefers /proc, because getrusage may report the peak of the program that started this one.
     """
     if (peak := _read_status("VmHWM")) is not None:
         return peak
@@ -329,7 +329,7 @@ def _peak_resident() -> int:
 
 
 def _read_status(name: str) -> int | None:
-    """Return the value of a line of Linux's /proc/self/status in bytes, or None if it is unavailable."""
+    """Return a value from Linux's /proc/self/status in bytes, or None if it is unavailable."""
     with suppress(OSError), open("/proc/self/status") as status:
         for line in status:
             if line.startswith(f"{name}:"):
@@ -346,7 +346,7 @@ class StepMeans:
     tokens_per_s: float
     """Target tokens per second."""
     loss: float
-    """Mean loss over the steps that were not skipped, or NaN if there are none."""
+    """Mean loss over steps that were not skipped; NaN if all were."""
 
 
 @dataclass
@@ -364,7 +364,7 @@ class _Totals:
 
 
 class StepTimer:
-    """Accumulates means over the steps since the last line.
+    """Computes means over the steps since the last line.
 
     Times and throughput exclude profiled steps, unless all steps were profiled.
     """
@@ -376,7 +376,7 @@ class StepTimer:
     def count(
         self, seconds: float, data_s: float, num_tokens: int, is_profiled: bool = False, loss: float | None = None
     ) -> None:
-        """Add a step: its duration, the time it waited for data, its number of target tokens, and its loss.
+        """Add a step: its duration, the time spent waiting for data, its number of target tokens, and its loss.
 
         `loss`: None if the step was skipped.
         """
@@ -406,7 +406,7 @@ class SkipCounter:
     """Counts steps that were skipped because the loss or gradient norm was not finite."""
 
     def __init__(self, max_in_a_row: int, may_end_skipped: bool = False) -> None:
-        """`may_end_skipped`: whether the last steps of a run may be skipped, as in a learning-rate range test."""
+        """`may_end_skipped`: whether a run's last steps may be skipped, as in a learning-rate range test."""
         self.max_in_a_row, self._may_end_skipped = max_in_a_row, may_end_skipped
         self.total = 0
         self.in_a_row = 0
@@ -414,7 +414,7 @@ class SkipCounter:
         """The last good step, if too many steps have been skipped since; otherwise None."""
 
     def count(self, loss: float, grad_norm: float, step: int) -> None:
-        """Count a step, which was skipped if either value is not finite.  The values are the same on all ranks.
+        """Count a step; it was skipped if either value is not finite.  The values are the same on all ranks.
 
         Raises TrainingFailed after too many consecutive skipped steps.
         """
@@ -456,7 +456,7 @@ Amount: TypeAlias = float | torch.Tensor
 """A number, or a one-element tensor on any device."""
 
 Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
-"""Fields of a record, some of which are computed when first read."""
+"""Fields of a record; functions are called when the field is first read."""
 
 _NUM_SUMS = 3
 """Sums per field: the values, the divisors, and how often a divisor was given."""
@@ -465,8 +465,8 @@ _NUM_SUMS = 3
 class LoggedSums:
     """Sums of named amounts, kept on the device until a line is due.
 
-    Ranks need not log the same names: names that are new on any rank are exchanged when the next line is due.  Steps
-    never communicate, and lines without logged fields need no extra collective.
+    Ranks need not log the same names: when a line is due, names that are new on any rank are exchanged.  Steps between
+    lines never communicate, and lines without logged fields need no extra collective.
     """
 
     def __init__(self, world: World, standard_fields: Collection[str]) -> None:
@@ -493,7 +493,7 @@ class LoggedSums:
     def flags(self) -> list[bool]:
         """Return the flags to reduce over all ranks before calling `take`.
 
-        The first flag is True if this rank has a name that other ranks may not know.  The others tell, for each name
+        The first flag is True if this rank has a name that other ranks may not know.  The others say, for each name
         known to all ranks, whether this rank has added to it.
         """
         return [not self._sums.keys() <= set(self._names), *(name in self._sums for name in self._names)]
@@ -501,8 +501,8 @@ class LoggedSums:
     def take(self, flags: Sequence[float]) -> Fields:
         """Return the fields summed over all ranks, and reset the sums.  A mean over nothing is None.
 
-        Reading a field waits for the device; this call does not.  `flags`: those of all ranks, reduced by sum or max,
-        so that an entry is 0 if it is False on all ranks.
+        Reading a field waits for the device; this call does not.  `flags`: the flags of all ranks, reduced by
+        sum or max, so that an entry is 0 only if it is False on all ranks.
         Collective: one all-gather if any rank has a new name, and one all-reduce on the device if there are any fields.
         """
         added = {name for name, is_added in zip(self._names, flags[1:], strict=True) if is_added}

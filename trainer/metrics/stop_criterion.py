@@ -1,6 +1,6 @@
 """Decides when a run ends, and tracks its best evaluation.
 
-A run ends at `train.steps`, or earlier, once `eval.patience` consecutive evaluations have not improved on the best one.
+A run ends at `train.steps`, or earlier if `eval.patience` consecutive evaluations have not improved on the best one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class StopCriterion:
         self.num_steps, self._eval = config.train.steps, config.eval
         self._sign = -1.0 if config.higher_is_better else 1.0
         self.best: tuple[float, int] | None = None
-        """Value of `eval.metric` and step of the best evaluation, whether or not its checkpoint still exists."""
+        """The best evaluation's value of `eval.metric` and its step, whether or not its checkpoint still exists."""
         self.num_worse = 0
         """Number of evaluations since the best one."""
         self._latest: int | None = None
@@ -40,7 +40,7 @@ class StopCriterion:
     def evaluated(self, record: Mapping[str, Any], step: int) -> None:
         """Process the evaluation of a step, at most once per step.
 
-        A value that is missing or not finite never counts as an improvement.
+        A missing or non-finite value never counts as an improvement.
         """
         if step == self._latest:
             return
@@ -61,7 +61,7 @@ class StopCriterion:
         return step >= self.num_steps or self.has_lost_patience
 
     def may_end_at(self, step: int) -> bool:
-        """Return whether the run may end at `step`, as far as is known before its evaluation."""
+        """Return whether the run may end at `step`, as far as known before that step's evaluation."""
         return step == self.num_steps or (self._eval.patience > 0 and self._eval.due(step))
 
     def reason(self, step: int) -> str:
@@ -99,7 +99,7 @@ class StopCriterion:
 FILE = "lr_range.json"
 """File in the run folder with the results of the test."""
 _HALF_WINDOW = 3
-"""Number of steps on either side over which the loss is averaged, since the loss of a single batch is noisy."""
+"""Number of steps on either side over which the loss is averaged, since a single batch's loss is noisy."""
 _DIVERGED = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
@@ -112,8 +112,8 @@ def find_horizon(config: RunConfig) -> StopCriterion:
 class RangeTest(StopCriterion):
     """The horizon of a range test, which ends at `train.steps` or as soon as the loss diverges.
 
-    The test raises the learning rate every step and suggests the rate at which the loss falls fastest.  Source: Smith
-    2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
+    The test raises the learning rate in every step and suggests the rate at which the loss falls fastest.  Source:
+    Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -166,7 +166,7 @@ def suggested_lr(points: Sequence[tuple[float, float]]) -> float | None:
     """Return the learning rate at which the loss fell fastest, or None if it did not fall.
 
     The slope is taken with respect to the logarithm of the learning rate, up to the minimum of the smoothed loss.
-    `points` are pairs (learning rate, loss) in order of rising learning rate.
+    `points`: pairs (learning rate, loss), by increasing learning rate.
     """
     finite = [(lr, loss) for lr, loss in points if math.isfinite(loss) and lr > 0]
     if len(finite) < 3:

@@ -1,8 +1,8 @@
 """Breaks down the time of profiled steps by kind of work: kernels, exposed communication, data loading, host.
 
-Every moment of a step is attributed to a single kind, the first of `KINDS` that is active.  Communication is therefore
-counted only while no kernel hides it, and waiting for data only while the device is idle; the host gets the rest.  On a
-CPU, operators take the place of kernels, and an operator's time excludes the operators nested inside it.
+Every moment of a step is attributed to a single kind, the first of `KINDS` that is active.  So communication counts
+only while no kernel hides it, and waiting for data only while the device is idle; the host gets the rest.  On a CPU,
+operators take the place of kernels, and an operator's time excludes the operators nested inside it.
 
 `Timeline` parses the events of a Kineto trace; the rest of the module is independent of the profiler.
 """
@@ -26,7 +26,7 @@ STEP = "ProfilerStep#"
 """Prefix of a step's range, before the step number.  Trace viewers look for this name as well."""
 
 PHASE = "phase"
-"""Category of the events that mark which phase of the step the rank is in."""
+"""Category of the events that mark the rank's current phase of the step."""
 
 
 class Span(NamedTuple):
@@ -39,7 +39,7 @@ class Span(NamedTuple):
     lane: Any = None
     """The stream or thread that the span ran on."""
     launched_us: float | None = None
-    """When the host launched it; None if that was at its start."""
+    """When the host launched it; None if it started at launch."""
 
     @property
     def end_us(self) -> float:
@@ -105,8 +105,8 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
 def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
     """Return the steps with their times on the device, which may lag behind the host.
 
-    A step ends when its last kernel has ended.  It begins when the host begins it, or when the previous step has ended
-    if that is later.
+    A step ends when its last kernel ends.  It starts when the host starts it or when the previous step ends, whichever
+    is later.
     """
     extended: list[Span] = []
     for update in sorted(updates, key=lambda update: update.start_us):
@@ -124,7 +124,7 @@ def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[S
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Pointwise and reduction kernels.  Operator names follow, not all of them of operators in the kernel."""
+"""Pointwise and reduction kernels.  Operator names follow, but not all of these operators are in the kernel."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"
@@ -166,7 +166,7 @@ def kind_of_operator(name: str) -> str:
 
 
 def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
-    """Return the offset at which the events begin in the text of a trace, and an iterator over the events.
+    """Return the offset at which the events start in a trace's text, and an iterator over the events.
 
     The events are parsed lazily because there may be millions.  Both the function and the iterator raise ValueError if
     the text is not valid JSON or has no events.
@@ -194,7 +194,7 @@ _LAUNCHES = ("cuda_runtime", "cuda_driver")
 class Timeline:
     """The profiled steps of a trace and the activity recorded in it.
 
-    Steps begin and end as seen on the training thread.
+    A step's start and end are those on the training thread.
     """
 
     updates: list[Span] = field(default_factory=list)
@@ -250,11 +250,13 @@ class Timeline:
 
 
 def _with_attention_backward(operators: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:
-    """Return the operators, given with their arguments; those in the backward pass of attention become attention.
+    """Return the operators, with those in the backward pass of attention reclassified as attention.
+
+    operators: each with its arguments.
 
     Autograd numbers its nodes.  A forward operator carries the number of the next node to be created, so among
-    operators with the same number the last one to begin created that node.  A backward operator carries the number of
-    the node it belongs to.
+    operators with the same number, the last one to start created that node.  A backward operator carries the number of
+    its own node.
     """
     attention_end_us, is_of_attention = 0.0, dict[Any, bool]()
     for span, arguments in sorted(operators, key=lambda item: item[0].start_us):

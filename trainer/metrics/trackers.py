@@ -1,7 +1,7 @@
-"""The trackers of `log.trackers`: Weights & Biases, TensorBoard, Trackio, MLflow, and those of entry points.
+"""The trackers of `log.trackers`: Weights & Biases, TensorBoard, Trackio, MLflow, and those that entry points add.
 
-Each is a `Sink` (`follower.py`).  Their own environment variables decide where they store the run: WANDB_BASE_URL,
-TRACKIO_DIR or MLFLOW_TRACKING_URI, for example.
+Each is a `Sink` (`follower.py`).  Where it stores the run is set by its own environment variables, such as
+WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class WandB:
     """
 
     FINISH_S = 10.0
-    """Seconds that its client may take to end a run."""
+    """Seconds that the client may take to end a run."""
     _TEARDOWN_S = 1.0
 
     def open(self, run: TrackedRun) -> int:
@@ -73,7 +73,9 @@ class WandB:
             finish_timeout=self.FINISH_S,
             console="off",
             silent=True,
-            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),  # it includes the command line
+            x_disable_meta=any(
+                masked_argument(word) != word for word in sys.argv
+            ),  # the metadata includes the command line
         )
         self._run = wandb.init(
             project=run.project,
@@ -87,7 +89,7 @@ class WandB:
         )
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
-        return stored if is_offline else max(0, self._run.step - 1)  # the server gives the step that comes next
+        return stored if is_offline else max(0, self._run.step - 1)  # the server reports the next step
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         self._run.log({**values, "step": step}, step=step)
@@ -98,7 +100,7 @@ class WandB:
     def abandon(self) -> None:
         """End the client's service process, which would outlive this process by up to a minute while it retries.
 
-        The client offers no other way at this point.  The data remains in the run folder for `wandb sync`.
+        The client offers no other way to do this.  The data remains in the run folder for `wandb sync`.
         """
         import wandb
 
@@ -130,8 +132,8 @@ def _services() -> set[int]:
 def _last_stored_step(folder: Path, run_id: str) -> int:
     """Return the last step in the client's files of earlier offline attempts, or 0.
 
-    If an attempt is killed, its service loses the rows that are not yet written: 10 of 36 in a test.  So only the files
-    show which steps `wandb sync` will find.
+    If an attempt is killed, its service loses the rows not yet written: 10 of 36 in a test.  So only the files show
+    which steps `wandb sync` will find.
     """
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]
 
@@ -148,9 +150,9 @@ def _last_stored_step(folder: Path, run_id: str) -> int:
 
 
 def _stored_records(data: bytes) -> Iterator[bytes]:
-    """Yield the records of a file of the W&B client, as far as they are complete.
+    """Yield the complete records of one of the W&B client's files.
 
-    Its format is that of LevelDB's log, after a header of 7 bytes: blocks of 32 KiB with fragments of records
+    After a 7-byte header, the format is that of LevelDB's log: blocks of 32 KiB with fragments of records
     (https://github.com/google/leveldb/blob/main/doc/log_format.md).
     """
     block, header = 1 << 15, 7
@@ -172,7 +174,7 @@ def _stored_records(data: bytes) -> Iterator[bytes]:
 class Trackio:
     """Trackio: a local database (TRACKIO_DIR), a server (TRACKIO_SERVER_URL) or a Space (TRACKIO_SPACE_ID).
 
-    Runs are found by their name there, so the ID is part of it.
+    Trackio identifies runs by name, so the name includes the ID.
     """
 
     _REACH_S = 10.0
@@ -185,7 +187,7 @@ class Trackio:
 
         server = os.environ.get("TRACKIO_SERVER_URL")
         if server and not os.environ.get("TRACKIO_SPACE_ID"):
-            # Its client would continue without the server, and could not report which steps the server has.
+            # The client would go on without the server, and could not report which steps the server has.
             url = urlsplit(server)
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.hostname or "", port), timeout=self._REACH_S).close()
@@ -212,7 +214,7 @@ class Trackio:
 
 
 class MLflow:
-    """MLflow, with any store (MLFLOW_TRACKING_URI).  The run is found by its tag `meshtrainer.id`."""
+    """MLflow, with any store (MLFLOW_TRACKING_URI).  The tag `meshtrainer.id` identifies the run."""
 
     _DEFAULTS = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
@@ -231,16 +233,16 @@ class MLflow:
 
         self._client = MlflowClient()
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or run.project
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known is not None else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing is not None else self._client.create_experiment(name)
         tag = "meshtrainer.id"
-        found = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'", order_by=["start_time ASC"])
-        for extra in found[1:]:  # empty duplicates: the responses to their creation were lost
+        runs = self._client.search_runs([experiment], f"tags.`{tag}` = '{run.id}'", order_by=["start_time ASC"])
+        for extra in runs[1:]:  # empty duplicates: the responses to their creation were lost
             self._client.delete_run(extra.info.run_id)
-        if found:
-            self._id = found[0].info.run_id
+        if runs:
+            self._id = runs[0].info.run_id
             self._client.update_run(self._id, status="RUNNING")
-            return int(found[0].data.metrics.get("step", 0))
+            return int(runs[0].data.metrics.get("step", 0))
         self._id = self._client.create_run(experiment, run_name=run.name, tags={tag: run.id}).info.run_id
         values = [
             Param(f"{section}.{key}", str(value)[: self._MAX_CHARS])
@@ -276,17 +278,20 @@ TRACKERS: dict[str, tuple[str, Callable[[], Sink]]] = {
     "trackio": ("Trackio", Trackio),
     "mlflow": ("MLflow", MLflow),
 }
-"""The trackers by their name in `log.trackers`, each with the name that messages show."""
+"""The trackers of this package by their name in `log.trackers`, each with its display name and its class.
+
+`_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, three floors below, where these
+classes cannot be imported.  A test compares the two."""
 
 
 def tracker_names(log: LogSection) -> tuple[str, ...]:
-    """Return the trackers of `log.trackers`, `log.wandb` and `log.tensorboard`, each once."""
+    """Return the names in `log.trackers`, plus those that `log.wandb` and `log.tensorboard` turn on, each once."""
     also = [*(["wandb"] if log.wandb != "off" else []), *(["tensorboard"] if log.tensorboard else [])]
     return tuple(dict.fromkeys((*also, *log.trackers)))
 
 
 def find_tracker(name: str) -> tuple[str, Callable[[], Sink]]:
-    """Return a tracker's name for messages, and a function that creates it, here or in an entry point."""
+    """Return a tracker's display name and a function that creates it, from this package or from an entry point."""
     if name in TRACKERS:
         return TRACKERS[name]
     (point,) = [point for point in entry_points(group=SINKS) if point.name == name][:1]

@@ -31,8 +31,9 @@ _BUDGET_S = 0.6
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     """Measure this machine's rates, write them to the calibration cache and return them.
 
-    Measures matrix products at the shapes of `config`'s model, attention, memory bandwidth and issue rates, in FLOP/s,
-    bytes/s and seconds.  Collective in a distributed run.  Raises UserError if this machine has no such `device`.
+    Measures matrix products at the shapes of `config`'s model, attention, memory bandwidth, and the time to issue
+    operators, in FLOP/s, bytes/s and seconds.  Collective in a distributed run.  Raises UserError if this machine has
+    no such `device`.
     """
     world = World(config) if find_environment().is_distributed else None
     here = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -92,7 +93,7 @@ def _width(config: RunConfig, device: torch.device) -> int:
 
 
 def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product of the model's width; smaller on a CPU, to stay within the time budget."""
+    """Return the FLOP/s of a matrix product at the model's width (smaller on a CPU, to stay within the time budget)."""
     width = _width(config, device)
     rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
     a = torch.randn(rows, width, device=device, dtype=dtype)
@@ -101,7 +102,7 @@ def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> floa
 
 
 def _orthogonalize(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of Muon's iterations for matrices like those of the model, of two shapes."""
+    """Return the FLOP/s of Muon's iterations on matrices of two shapes that are typical of the model."""
     width, flops = _width(config, device), 0
     batches = [torch.randn(2, rows, width, device=device).to(dtype) for rows in (width, 3 * width)]
     for batch in batches:

@@ -38,11 +38,11 @@ class Moment:
 
 @dataclass(frozen=True)
 class Memory:
-    """Tensor memory of one rank over one step, in bytes, from the second step on, when the optimizer state exists."""
+    """One rank's tensor memory over a step, in bytes, from the second step on, when the optimizer state exists."""
 
     peak: Moment
     curve: tuple[Moment, ...]
-    """One moment per mark of the step, in order, for the picture; empty unless requested."""
+    """One moment per mark of the step, in order, for plotting; empty unless requested."""
     offloaded: int = 0
     """Host memory of the rank for activations (`train.offload_activations`), in bytes."""
 
@@ -51,7 +51,7 @@ _UPDATE = (-1, False)
 
 
 class _MemoryWatcher(Watcher):
-    """Adds up allocations and frees, and remembers the peak."""
+    """Adds up allocations and frees, and keeps the peak."""
 
     def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
         self._trace, self._draws = trace, draws
@@ -125,7 +125,7 @@ def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool 
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
-    """Return the bytes of each kind that occupy a rank's device memory between two steps."""
+    """Return the bytes of each kind in a rank's device memory between two steps."""
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
         return kinds
@@ -185,8 +185,8 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
     """Return the number of times that a step issues each kind of collective.
 
     Besides FSDP's collectives, these are the training step's three small all-reduces (the votes, through host memory;
-    the squared gradient norm over the shard axis; the loss over all ranks), that of the choices of experts, and Muon's
-    messages, with the sizes that rank 0 receives.
+    the squared gradient norm over the shard axis; the loss over all ranks), the all-reduce of how often each expert was
+    chosen, and Muon's messages, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
@@ -232,7 +232,7 @@ class Rates:
     taken_by_collectives: float = 0.0
     """Share of the device that is unavailable to kernels while a collective runs."""
     orthogonalize: dict[int, float] = field(default_factory=dict)
-    """FLOP/s of Muon's iterations, by element size; where they were not measured, those of matrix products."""
+    """FLOP/s of Muon's iterations, by element size; if not measured, the rate of matrix products is used."""
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
@@ -313,7 +313,7 @@ class _Clock(Watcher):
         self.host_s += self._repeats * num_kernels * self._rates.host_s
 
     def _times_of(self, segment: Segment) -> tuple[float, float, int]:
-        """Return the seconds of a segment's kernels, those of the collectives between them, and their total number."""
+        """Return the seconds of a segment's kernels, the seconds of its collectives, and their total number."""
         kernels_s = sent_s = 0.0
         layout = self._layout
         for work, count in segment.work:

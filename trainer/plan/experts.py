@@ -17,11 +17,11 @@ from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
-"""Relative reduction of the step time below which a change is not worth recommending."""
+"""Smallest relative reduction of the step time for which a change is worth recommending."""
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
-    """Yield what `mesh.expert` would change for a model with experts on several ranks, if it is not set.
+    """Yield lines on what `mesh.expert` would change, for a model with experts on several ranks if it is not set.
 
     FSDP moves the weights of all experts, regardless of the number of tokens; an expert axis moves tokens instead.
     Between nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A
@@ -56,7 +56,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
 
 def advice_on_balance(plan: Plan) -> Iterator[str]:
-    """Yield what the forward passes cost that count the choices of experts, if there are any."""
+    """Yield a line on the cost of the forward passes that count which experts are chosen, if there are any."""
     if not plan.trace.counting or plan.num_micro_batches == 1:
         return
     trace = replace(plan.trace, counting=())
@@ -77,14 +77,14 @@ def tokens_at_break_even(plan: Plan) -> float | None:
 
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return the choices of `mesh.expert` (`expert_choices`) for which ranks can divide the experts of the model."""
-    model, found = build_network(config), []
+    """Return the choices of `mesh.expert` (`expert_choices`) that can divide the model's experts among ranks."""
+    model, possible = build_network(config), []
     units = find_units(model, config.recipe, config.fsdp.wrap)
     for choice in expert_choices(config, mesh, ranks_per_node):
         with contextlib.suppress(UserError):
             check_experts(model, config.recipe, units, choice, mesh.shard)
-            found.append(choice)
-    return found
+            possible.append(choice)
+    return possible
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
@@ -99,7 +99,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
 
 
 def _replicated(plan: Plan) -> Plan | None:
-    """Return the plan on fewer shards, the most that divide the experts, if it fits and its step is shorter."""
+    """Return the plan on the largest number of shards that divides the experts, if it fits and its step is shorter."""
     config, mesh = plan.config, plan.mesh
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_of_experts]
     if not any(plan.layout.division(parameter).dim for parameter in experts):
@@ -109,9 +109,9 @@ def _replicated(plan: Plan) -> Plan | None:
     section = replace(config.mesh, replicate=other.replicate, shard=shard)
     if shard % config.context:
         return None
-    found = make_plan(replace(config, mesh=section), other, plan.machine, plan.probe)
-    is_shorter = found.time.total_s <= (1 - _MIN_GAIN) * plan.time.total_s
-    return found if found.fits and is_shorter else None
+    candidate = make_plan(replace(config, mesh=section), other, plan.machine, plan.probe)
+    is_shorter = candidate.time.total_s <= (1 - _MIN_GAIN) * plan.time.total_s
+    return candidate if candidate.fits and is_shorter else None
 
 
 def _padding(plan: Plan) -> str | None:

@@ -26,28 +26,30 @@ from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_au
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
-"""Relative prediction error up to which nothing is reported."""
+"""Largest relative prediction error that goes unreported."""
 _HOST_TOLERANCE_GIB = 0.25
-"""Margin around the planned range within which nothing is reported on a CPU, where the peak is that of the process."""
+"""On a CPU, where only the peak of the whole process can be measured: how far outside the planned range that peak may
+be without a report."""
 _HEAP_SHARE = 0.5
 _MAX_HEAP_SHARES = (1.5, 0.6)
 _MAX_HEAP_GIB = 0.3
 """Freed memory that malloc retains on a CPU, as a share of the peak without weights: typical value and upper bound.
 
-The upper bound is the smaller of two: the first share alone (for small runs), or the second share plus the constant.
+The upper bound is the smaller of two values: the first share alone (for small runs), and the second share plus the
+constant.
 
 Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments differently in each run of the same
-command.  In twelve kinds of runs (30M and 135M parameters, one thread) the share was 0.03 to 0.93, and 1.3 on two
-ranks.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4 times the CPU
-time (see `keep_freed_memory`)."""
+command.  Across twelve configurations (30M and 135M parameters, one thread) the share ranged from 0.03 to 0.93, and was
+1.3 on two ranks.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4
+times the CPU time (see `keep_freed_memory`)."""
 _DEVICE_TOLERANCE_GIB = 0.25
 """Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
 
 
 def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
-    """Return `config` with its `auto` settings resolved, the same on all ranks, and on rank 0 the choice made.
+    """Return `config` with its `auto` settings resolved, the same on all ranks, and on rank 0 the planner's choice.
 
-    Plans for the memory of the rank that has the least.  The choice is None on other ranks, and if nothing is `auto`.
+    Plans for the rank with the least memory.  The choice is None on other ranks, and if nothing is `auto`.
     Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
     resolution = Resolution(shape=mesh, world=world)
@@ -57,7 +59,8 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
 def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Let the planner choose the `auto` settings for the device's memory; sets `resolution.choice` on rank 0.
 
-    This is the last pass, since a plan needs every other setting.  Collective if any setting is `auto`.
+    Runs late, since a plan needs almost every other setting; only the passes that depend on its choice follow.
+    Collective if any setting is `auto`.
     """
     mesh, world = resolution.shape, resolution.world
     assert mesh is not None
@@ -100,7 +103,7 @@ def machine_of(config: RunConfig, world: World) -> Machine:
 
 
 class Forecast:
-    """A run's plan, and how it compares with measurements.  No collective; the plan is made when first accessed."""
+    """A run's plan, and how it compares with measurements.  No collectives; the plan is made when first accessed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, world: World) -> None:
         self._config, self._mesh, self._world = config, mesh, world
@@ -136,7 +139,7 @@ class Forecast:
 
     @property
     def peak_gib(self) -> float | None:
-        """The peak as `peak_memory_gib` measures it: of tensors on a GPU, of the process on a CPU."""
+        """The planned peak of what `peak_memory_gib` measures: tensors on a GPU, the process on a CPU."""
         return None if self.plan is None else self._peaks_gib(self.plan)[1]
 
     def _peaks_gib(self, plan: Plan) -> tuple[float, float, float]:
@@ -161,7 +164,7 @@ class Forecast:
 
     @property
     def step_s(self) -> float | None:
-        """Planned seconds per step, or None if there is neither a data sheet nor a calibration for the device."""
+        """Planned seconds per step, or None if the device has neither a data sheet nor a calibration."""
         if self.plan is None:
             return None
         machine = self.plan.machine

@@ -1,7 +1,7 @@
 """Plans the memory for generating texts inside a training step, as in reinforcement learning.
 
-The state of training stays in memory meanwhile, and beside it the weights, which `trainer.gathered` keeps gathered.  To
-these come the cache of the texts, and what a call of the model and the choice of tokens allocate.
+Meanwhile the training state stays in memory, and so do the gathered weights (`trainer.gathered`).  In addition, the
+texts need a cache, and calls of the model and the sampling of tokens allocate temporaries.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trainer.plan.trace import MemoryMeter, UnitFacts
 from trainer.sequence import Cache, full_sequences
 
 BYTES_OF_CHOICE = 36
-"""Bytes for each text and entry of the vocabulary while a token is drawn: log-probabilities, and noise in float64."""
+"""Bytes per text and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
 
 
 @dataclass(frozen=True)
 class Texts:
-    """The texts that a rank generates at once: how many, and the most tokens of a prompt and of an answer."""
+    """How many texts a rank generates at once, and the maximum number of tokens of a prompt and of an answer."""
 
     number: int
     prompt: int
@@ -41,7 +41,7 @@ class Texts:
         """Parse "64x256+768".  Raises UserError."""
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
-            rule = "must be the number of texts, x, the most tokens of a prompt, +, those of an answer"
+            rule = "must be the number of texts, x, the maximum prompt length, +, the maximum answer length"
             raise setting_error("generate", text, rule, example="64x256+768")
         return Texts(*map(int, match.groups()))
 
@@ -49,7 +49,7 @@ class Texts:
 def with_generation(plan: Plan, texts: Texts) -> Plan:
     """Return the plan of a run that also generates texts inside its steps.
 
-    Raises UserError if the model has no cache, or if its code does not run on tensors without values.
+    Raises UserError if the model has no cache, or if its code cannot run on tensors without values.
     """
     config = plan.config
     try:
@@ -58,21 +58,23 @@ def with_generation(plan: Plan, texts: Texts) -> Plan:
         text = str(error).splitlines()[0] if str(error) else ""
         rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
         raise setting_error("model.name", config.model.name, rule) from error
-    temporaries += BYTES_OF_CHOICE * texts.number * (config.vocab_size or 0)  # the logits of the call are still there
+    temporaries += BYTES_OF_CHOICE * texts.number * (config.vocab_size or 0)  # the call's logits are still in memory
     weights = _gathered_bytes(plan.layout, plan.trace.units)
     description = f"{texts.number} texts of {texts.prompt} + {texts.answer} tokens"
     return replace(plan, generation=Generation(description, weights, cache, temporaries))
 
 
 def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
-    """Return a description of how many texts at once fit, if their generation is why `plan` does not."""
+    """If `plan` does not fit because of the generation, return a line that says how many texts at once would fit."""
     budget = plan.machine.budget_bytes
     while (
-        texts is not None and (found := plan.generation) is not None and (moment := plan.generation_moment) is not None
+        texts is not None
+        and (generation := plan.generation) is not None
+        and (moment := plan.generation_moment) is not None
     ):
         if plan.fits:
             return [f"would fit: generate={texts.number}x{texts.prompt}+{texts.answer}"]
-        of_texts = found.cache + found.temporaries
+        of_texts = generation.cache + generation.temporaries
         # Not quite proportional to their number, which also decides how prompts are fed.
         number = min(texts.number - 1, int(texts.number * (budget - moment.total + of_texts) / of_texts))
         if number < 1 or moment.total < plan.memory.peak.total:
@@ -83,7 +85,7 @@ def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
 
 
 def _gathered_bytes(layout: Layout, units: Sequence[UnitFacts]) -> int:
-    """Return the bytes of the gathered weights, which are there beside the shards."""
+    """Return the bytes of the gathered weights, which are in memory in addition to the shards."""
     if layout.is_unsharded:
         return 0
     total = 0
@@ -95,9 +97,9 @@ def _gathered_bytes(layout: Layout, units: Sequence[UnitFacts]) -> int:
 
 
 def _traced(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int]:
-    """Return the bytes of the cache of texts at their full length, and of what a call of the model adds to it.
+    """Return the bytes of the cache at the texts' full length, and of what a call of the model allocates in addition.
 
-    The call has the most tokens that a decoder feeds at once, and runs on fake tensors.
+    The call gets the maximum number of tokens that a decoder feeds at once, and runs on fake tensors.
     """
     model = build_network(config).eval()
     if device_type == "cuda":
@@ -122,7 +124,7 @@ def _traced(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int
             meter.cut()
             del output
             if isinstance(cache, Cache):
-                cache.advance(num_fed)  # which drops the masks of the call
+                cache.advance(num_fed)  # this drops the call's masks
             meter.cut()
         called, freed = meter.segments()
         cache_bytes = called.net + freed.net
@@ -131,7 +133,7 @@ def _traced(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int
 
 
 def _capacity(texts: Texts, num_fed: int) -> int:
-    """Return for how many tokens of a text a cache has memory in the end, by filling one of a single number."""
+    """Return how many tokens per text a cache finally has room for, measured by filling a cache of single numbers."""
     cache, keys = Cache([texts.prompt - 1], texts.prompt + texts.answer), torch.empty(0)
     sizes = [num_fed] * (texts.prompt // num_fed) + [texts.prompt % num_fed] * (texts.prompt % num_fed > 0)
     for size in (*sizes, *[1] * texts.answer):

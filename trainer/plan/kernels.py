@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
-        """The collective, with `num_bytes` those of the full tensor, or None for a kernel."""
+        """The collective, where `num_bytes` is the size of the full tensor; None for a kernel."""
         return next((operation for operation in COLLECTIVES.values() if operation == self.kind), None)
 
 
@@ -103,7 +103,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the FLOPs of an attention kernel; a causal mask removes half of the score matrix.
 
-    With fewer queries than keys, the queries are the last tokens, and the mask removes half of a square only.
+    With fewer queries than keys, the queries are the last tokens, and the mask removes only half of a square.
     """
     is_backward = "backward" in packet.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -259,7 +259,7 @@ def fuse(operators: Sequence[Operator], live_after: Collection[int]) -> tuple[Co
 
 
 def _groups(operators: Sequence[Operator]) -> list[int]:
-    """Return the kernel that each operator belongs to, identified by the index of one of its operators.
+    """Return which kernel each operator belongs to; a kernel is identified by the index of one of its operators.
 
     Operators of the same stage that share a storage are fused; a stage ends where the result of a product is needed.
     """

@@ -28,7 +28,7 @@ _TAKEN_BY_COLLECTIVES = 0.15
 """Share of a GPU's multiprocessors that a collective takes while it runs: NCCL's 16 to 24 of 108 to 132."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
 _ALLOCATOR_SHARE = 0.16
-"""Memory that the caching allocator reserves beyond live tensors, as a share of those.
+"""Memory that the caching allocator reserves beyond live tensors, as a share of the live tensors.
 
 In torchtitan's published figures for Llama 3 8B, the ratio of reserved to active memory is 1.16 to 1.21."""
 _RESERVED_GIB = 1.0
@@ -42,15 +42,15 @@ class Machine:
     name: str
     rates: Rates
     memory_gib: float
-    """Memory of one device, or on a CPU each rank's share of host memory."""
+    """Memory of one device; on a CPU, each rank's share of host memory."""
     peak_flops: float | None
-    """Peak bf16 FLOP/s from the data sheet, which MFU is relative to."""
+    """Peak bf16 FLOP/s from the data sheet, the denominator of MFU."""
     allocator_share: float
     reserved_gib: float
     is_measured: bool
     source: str
     imbalance: float = 1.0
-    """Rows of the busiest rank relative to the mean, with expert parallelism: 1 for a balanced router."""
+    """With expert parallelism, rows on the busiest rank relative to the mean; 1 for a balanced router."""
 
     @property
     def device_type(self) -> str:

@@ -1,6 +1,6 @@
-"""The costs of an update by Muon: memory of its messages and iterations, collectives, and time.
+"""The costs of a Muon update: memory of its messages and iterations, collectives, and time.
 
-The code that training uses decides which rank owns which matrix (`trainer.optim.muon.Ownership`).
+Which rank owns which matrix is decided by the same code as in training (`trainer.optim.muon.Ownership`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class MuonUpdate:
     """The update of Muon's matrices on a mesh of `replicate` x `shard` ranks.
 
-    Sizes and collectives are those of rank 0.
+    Sizes and collectives are those that rank 0 sees.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class MuonUpdate:
 
     @property
     def collectives(self) -> Counter[Collective]:
-        """The all-to-alls, with the bytes that rank 0 receives, and NorMuon's all-reduces."""
+        """The all-to-alls, with the bytes received by rank 0, and NorMuon's all-reduces."""
         from trainer.plan.estimates import Collective
 
         counts: Counter[Collective] = Counter()

@@ -32,10 +32,10 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Generation:
-    """What generating texts inside a step needs beside the state of training, in bytes of one rank.
+    """The memory for generating texts inside a step, in addition to the training state, in bytes per rank.
 
-    texts: a description.  weights: the gathered ones.  cache: of all texts at their full length.  temporaries: the most
-    that a call of the model, or the choice of tokens after it, allocates in addition.
+    texts: a description.  weights: the gathered weights.  cache: for all texts at their full length.  temporaries: the
+    maximum that a call of the model, or sampling tokens after it, allocates in addition.
     """
 
     texts: str
@@ -54,9 +54,9 @@ class Plan:
     trace: Trace
     layout: Layout
     probe: Probe
-    """The probe that made the trace; reused to trace the same model with other settings."""
+    """The probe that produced the trace; reused to trace the same model with other settings."""
     generation: Generation | None = None
-    """Of texts inside a step, which the settings do not show: a program may generate what it trains on."""
+    """For programs that generate the texts they train on inside a step, which no setting shows."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -64,20 +64,24 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory over a step, the generation of texts included."""
+        """Memory over a step, including the generation of texts."""
         memory = memory_of(self.trace, self.layout, self.num_micro_batches)
         moment = self.generation_moment
         return memory if moment is None or moment.total <= memory.peak.total else replace(memory, peak=moment)
 
     @cached_property
     def generation_moment(self) -> Moment | None:
-        """The moment with the most memory while texts are generated, if any are."""
-        found = self.generation
-        if found is None:
+        """The moment of the highest memory use while texts are generated, or None if none are."""
+        generation = self.generation
+        if generation is None:
             return None
         by_kind: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest(self.trace, self.layout)
-        by_kind |= {"unsharded parameters": found.weights, "activations": found.cache, "temporaries": found.temporaries}
-        return Moment(f"generation of {found.texts}", by_kind)
+        by_kind |= {
+            "unsharded parameters": generation.weights,
+            "activations": generation.cache,
+            "temporaries": generation.temporaries,
+        }
+        return Moment(f"generation of {generation.texts}", by_kind)
 
     @cached_property
     def collectives(self) -> Counter[Collective]:
@@ -145,7 +149,7 @@ class Plan:
     def checkpoint_bytes(self) -> int:
         """Bytes of one checkpoint: parameters, optimizer state and, with `train.ema`, the weight average.
 
-        For adapters on a base model that was loaded, the base model's parameters are not included.
+        For adapters on a loaded base model, the base model's parameters are not included.
         """
         config = self.config
         has_stored_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
@@ -159,7 +163,7 @@ class Plan:
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:
     """Plan `config`, which must not contain `auto`, on `mesh`.
 
-    `probe` is an existing probe of the same model, units and dtypes; by default a new one is made.
+    `probe` is an existing probe of the same model, units and dtypes; by default a new one is created.
     """
     probe = probe or Probe(config, machine.device_type, machine.imbalance)
     train = config.train
@@ -209,15 +213,15 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
 
 
 def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
-    """Return the cost of the teacher of a distillation, if there is one."""
-    found = teacher_config(config)
-    if found is None:
+    """Return the cost of a distillation's teacher, or None if there is none."""
+    teacher = teacher_config(config)
+    if teacher is None:
         return None
-    model = build_network(found)
+    model = build_network(teacher)
     shards = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
-    output = max(p.numel() for p in model.parameters() if p.shape[:1] == (found.vocab_size,))
+    output = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
     tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
-    flops = flops_of(found, model, config.data.seq_len) / 3 * tokens
+    flops = flops_of(teacher, model, config.data.seq_len) / 3 * tokens
     return Teacher(shards + output * _SIZES[config.fsdp.param_dtype], flops)
 
 

@@ -1,9 +1,9 @@
 """Traces one micro-batch of a model on fake tensors: the memory it allocates and saves, and the kernels it runs.
 
 The model runs forward and backward, unsharded, on one imaginary rank, with marks where FSDP would gather and reduce.
-In a long run of identical blocks, only the first and last ones are run and the others are copied from them, so tracing
-126 layers takes as long as tracing four.  The result is a `Trace`, from which the planner composes any mesh and any
-resharding without running the model again.
+In a long series of identical blocks, only the first and last ones are run and the others are copied from them, so
+tracing 126 layers takes as long as tracing four.  The result is a `Trace`, from which the planner composes any mesh and
+any resharding without running the model again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Probe:
         self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
     def on_other_mesh(self, config: RunConfig) -> Probe:
-        """Return a probe of the same model, built only once, with another section `mesh` or `train`."""
+        """Return a probe of the same model, not built again, with a different `mesh` or `train` section."""
         other = copy.copy(self)
         other.config, other._traces = config, {}
         return other
@@ -69,7 +69,7 @@ class Probe:
 
     @cached_property
     def _attended_length(self) -> float:
-        """Number of tokens that attention spans: from the data, or the sequence length if that is unknown."""
+        """Number of tokens that attention spans, according to the data; the sequence length if that is unknown."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
@@ -78,7 +78,7 @@ class Probe:
 
     @property
     def num_units(self) -> int:
-        """Number of units that FSDP gathers one by one, without the root."""
+        """Number of units that FSDP gathers one by one, excluding the root."""
         return len(find_units(self._model, self.config.recipe, self.config.fsdp.wrap))
 
     def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
@@ -225,7 +225,7 @@ class _PlannedOffload(ActivationOffload):
         self._counts_host = counts_host
         chosen = offloaded_blocks(len(blocks), share, with_last=True)
         self.nominal = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
-        """Blocks that count as offloaded when looking for identical ones: also the last, so that it is no exception."""
+        """Blocks that count as offloaded in the search for identical ones; the last is included, to be no exception."""
 
     def record_in(self, recorder: Recorder, left_out: set[int]) -> None:
         """Start marking copies in `recorder`, for the blocks that are not left out.
@@ -281,7 +281,7 @@ class _PlannedOffload(ActivationOffload):
 
 
 def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Return the rows of the blocks of each of Muon's parameters, by the parameter's id."""
+    """Return the rows of each block of every Muon parameter, by the parameter's id."""
     blocks = block_rows(model, config.recipe.blocks)
     assigned = assign(model, config.optim)
     muon = [id(assignment.parameter) for assignment in assigned if assignment.optimizer == "muon"]
@@ -366,8 +366,8 @@ def make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) 
 
 
 _LONGEST_PERIOD = 16
-_MOST_DIFFERENT = 4
-"""Blocks at the beginning of a model that may differ from the others."""
+_MAX_DIFFERENT = 4
+"""Maximum number of blocks at the start of a model that may differ from the others."""
 
 
 class NotRepeated(Exception):
@@ -408,10 +408,10 @@ class Repetition:
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._places: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
+        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
-        self._place_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # its run, its block, and its name in the block
+        self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # its run, its block, and its name in the block
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
@@ -419,7 +419,7 @@ class Repetition:
                 for number, unit in enumerate(units):
                     if all(id(module) in inside for module in unit.modules):
                         name = " ".join(inside[id(module)] for module in unit.modules)
-                        self._place_of_unit[number] = (run, position, name)
+                        self._block_of_unit[number] = (run, position, name)
                         self._unit_at[id(run), position, name] = number
 
     def attach(self, recorder: Recorder) -> None:
@@ -427,8 +427,8 @@ class Repetition:
         for run in self.runs:
             for position, block in enumerate(run.blocks):
                 block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
-                recorder.watch_block(block, len(self._places))
-                self._places.append((run, position))
+                recorder.watch_block(block, len(self._watched_blocks))
+                self._watched_blocks.append((run, position))
                 if block in run.skipped:
                     block.forward = self._skipping_forward(run)  # type: ignore[method-assign]
                 else:
@@ -492,7 +492,7 @@ class Repetition:
             between: dict[int, set[Any]] = {}
             for event, following in itertools.pairwise(events):
                 if event.mark == "block_return" and following.mark == "block_forward":
-                    own_run, position = self._places[event.unit]
+                    own_run, position = self._watched_blocks[event.unit]
                     if own_run is run and run.period <= position < run.first_after:
                         between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
             if any(len(kinds) > 1 for kinds in between.values()):
@@ -513,7 +513,7 @@ class Repetition:
             number += 1
             if not event.mark.startswith("block"):
                 continue
-            run, position = self._places[event.unit]
+            run, position = self._watched_blocks[event.unit]
             if event.mark == "block_forward" and position == run.first_skipped < run.first_after:
                 first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
                 result += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
@@ -525,7 +525,7 @@ class Repetition:
         return result
 
     def _is_at(self, event: Event, mark: Mark, run: _BlockRun, position: int) -> bool:
-        return event.mark == mark and self._places[event.unit] == (run, position)
+        return event.mark == mark and self._watched_blocks[event.unit] == (run, position)
 
     def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _BlockRun, position: int) -> int:
         for number in range(start, len(events)):
@@ -537,8 +537,8 @@ class Repetition:
         for offset in offsets:
             for event in template:
                 unit = event.unit
-                if not event.mark.startswith("block") and unit in self._place_of_unit:
-                    own_run, position, name = self._place_of_unit[unit]
+                if not event.mark.startswith("block") and unit in self._block_of_unit:
+                    own_run, position, name = self._block_of_unit[unit]
                     if own_run is run:
                         unit = self._unit_at[id(run), position + run.period + offset, name]
                 yield replace(event, unit=unit)
@@ -577,10 +577,10 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
             continue
         counted = _counted_settings(blocks)
         kinds = [(id(block) in offloaded, _kind(block, counted, shared, checkpointed)) for block in blocks]
-        found = _longest_repetition(kinds)
-        if found is None:
+        repetition = _longest_repetition(kinds)
+        if repetition is None:
             continue
-        first, period = found
+        first, period = repetition
         num_skipped = (len(blocks) - first - 3 * period) // period * period
         if num_skipped < 2 * period:  # with fewer, there is no second gap between blocks to compare
             continue
@@ -592,11 +592,11 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
 
 
 def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
-    """Return from which block on, and with which period, the kinds of blocks repeat to the end; None if they do not.
+    """Return the first block from which the kinds of blocks repeat to the end, and their period; None if they do not.
 
-    The first few blocks may differ from all others, as those without experts do.
+    The first few blocks may differ from all others, such as blocks without experts.
     """
-    for first in range(min(_MOST_DIFFERENT, len(kinds) - 4) + 1):
+    for first in range(min(_MAX_DIFFERENT, len(kinds) - 4) + 1):
         for period in range(1, min(_LONGEST_PERIOD, (len(kinds) - first) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))):
                 return first, period

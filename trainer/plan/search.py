@@ -22,15 +22,15 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
 _TIME_TOLERANCE = 0.005
-"""Among choices within this fraction of the fastest, the search takes the one that needs the least memory."""
+"""Among choices within this fraction of the fastest step time, the search takes the one that needs the least memory."""
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
-"""Units are tuned one by one only in models with at most this many; in deeper models one unit makes no difference."""
+"""Units are tuned one by one only in models with at most this many units; in deeper models one makes no difference."""
 
 
 _SHARES = (1.0, 0.5, 0.25)
-"""Shares of blocks that are tried for `train.offload_activations=auto`, besides none."""
+"""Shares of blocks to try for `train.offload_activations=auto`, besides none."""
 
 
 class NothingFits(UserError):
@@ -59,7 +59,7 @@ class PlannedChoice:
 def chosen_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings that `auto` can choose, by key, with their values in `config`.
 
-    `mesh.expert` is left out of those of a model without experts.
+    `mesh.expert` is left out if the model has no experts.
     """
     has_experts = config.recipe.declares_experts(config.model) or config.mesh.expert == AUTO
     return {
@@ -73,11 +73,11 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
 
 
 def noted_settings(config: RunConfig) -> dict[str, object]:
-    """Return those of `chosen_settings` that are worth mentioning: offloading only where it is used."""
-    found = chosen_settings(config)
-    if found["train.offload_activations"] == "none":
-        del found["train.offload_activations"]
-    return found
+    """Return the entries of `chosen_settings` that are worth mentioning: offloading only if it is used."""
+    settings = chosen_settings(config)
+    if settings["train.offload_activations"] == "none":
+        del settings["train.offload_activations"]
+    return settings
 
 
 def uses_auto(config: RunConfig) -> bool:
@@ -88,7 +88,7 @@ def uses_auto(config: RunConfig) -> bool:
 def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
-    Of numbers of ranks that share sequences or experts, the smallest within the time tolerance of the fastest; those
+    Among group sizes for sequences or experts, it takes the smallest within the time tolerance of the fastest.  Groups
     that share sequences across nodes are tried only if nothing else fits.
 
     Raises NothingFits if no choice fits; its message lists changes to other settings that would.
@@ -96,7 +96,7 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
     try:
         return _with_context(config, mesh, machine, Probe(config, machine.device_type, machine.imbalance))
     except _DoesNotFit as error:
-        # Only here, since each change that is tried takes a plan, as many as there are choices.
+        # Only here, since every change that is tried needs a plan for each choice.
         raise NothingFits(_nothing_fits(config, error.smallest), error.smallest) from None
 
 
@@ -148,7 +148,7 @@ def _smallest_of(
 
 
 class _Search:
-    """Search over the `auto` settings of one configuration, with its groups of ranks already fixed."""
+    """Searches the `auto` settings of one configuration whose groups of ranks are already fixed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> None:
         self.config, self.mesh, self.machine, self._probe = config, mesh, machine, probe
@@ -166,7 +166,7 @@ class _Search:
         if train.activation_checkpoint == AUTO:  # least memory first
             kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
         shares: list[float | str] = [train.offload_activations]
-        if train.offload_activations == AUTO:  # least memory first; a CPU has no other memory to move anything to
+        if train.offload_activations == AUTO:  # least memory first; on a CPU there is no other memory to offload to
             shares = [*(_SHARES if self.machine.device_type == "cuda" else ()), "none"]
         for micro in sizes:
             for kind in kinds:  # if a kind does not fit, no later kind does, and the same holds for shares

@@ -19,7 +19,7 @@ from trainer.plan.search import PlannedChoice, chosen_settings, noted_settings, 
 from trainer.plan.step import Kind
 from trainer.tables import table_lines, terminal_width
 
-_COLOURS: dict[Kind, str] = {
+_COLORS: dict[Kind, str] = {
     "parameters": "#0072b2",
     "gradients": "#56b4e9",
     "optimizer": "#009e73",
@@ -43,9 +43,9 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
         print_stdout(f"\n{choice_text(choice)}")
     fits = "fits" if plan.fits else "DOES NOT FIT"
     _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
-    if (found := plan.generation) is not None:
-        parts = f"{readable_bytes(found.weights)} gathered weights, {readable_bytes(found.cache)} cache"
-        line = f"generation of {found.texts}: {parts}, {readable_bytes(found.temporaries)} temporaries"
+    if (generation := plan.generation) is not None:
+        parts = f"{readable_bytes(generation.weights)} gathered weights, {readable_bytes(generation.cache)} cache"
+        line = f"generation of {generation.texts}: {parts}, {readable_bytes(generation.temporaries)} temporaries"
         print_stdout("\n" + textwrap.fill(line, width))
     if plan.collectives:
         heads = ("collective", "axis", "ranks", "count", "size", "s")
@@ -78,7 +78,7 @@ def _not_included(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return a rank's peak memory by kind as plain text, but not whether it fits."""
+    """Return a rank's peak memory by kind as plain text, without saying whether it fits."""
     lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
@@ -103,7 +103,7 @@ def _heading(plan: Plan) -> list[str]:
 
 
 def _choice_rows(choice: PlannedChoice) -> tuple[list[str], list[list[str]]]:
-    """Return the headers and rows of the table of choices: text columns, then two of numbers."""
+    """Return the headers and rows of the table of choices: text columns, then two numeric columns."""
     plans = (choice.plan, *choice.runners_up)
     offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
     heads = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
@@ -277,7 +277,7 @@ def draw(plan: Plan, path: Path) -> None:
     kinds = [kind for kind in get_args(Kind) if any(moment.by_kind[kind] for moment in curve)]
     steps = range(len(curve))
     series = [[moment.by_kind[kind] / GIB for moment in curve] for kind in kinds]
-    axes.stackplot(steps, series, labels=kinds, colors=[_COLOURS[kind] for kind in kinds], step="post", linewidth=0)
+    axes.stackplot(steps, series, labels=kinds, colors=[_COLORS[kind] for kind in kinds], step="post", linewidth=0)
     peak_at = max(steps, key=lambda number: curve[number].total)
     _mark_peak(axes, plan, peak_at)
     axes.axhline(plan.machine.budget_bytes / GIB, color="black", linestyle="--", linewidth=1)

@@ -1,7 +1,7 @@
 """Simulates one step under FSDP2: what is gathered, reduced, allocated and freed, in order.
 
-Follows the state machine of torch.distributed.fsdp, event by event, over a `Trace`; it needs no process group, tensor
-or device.  Callers observe the step, to compute memory or time, by passing a `Watcher`.  The simulated rank is rank 0,
+Follows torch.distributed.fsdp's state machine, event by event, over a `Trace`, without process groups, tensors or
+devices.  Callers observe the step, to compute memory or time, by passing a `Watcher`.  The simulated rank is rank 0,
 which has the largest shards.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.13.
@@ -39,10 +39,10 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A second, frozen model of another architecture, which only runs forward.
+    """A second, frozen model with another architecture, which only runs forward passes.
 
-    num_bytes: bytes of its shards on a rank, and of its output projection, which stays gathered for the loss.
-    flops: FLOPs of its forward pass over a micro-batch on a rank.
+    num_bytes: bytes on a rank of its shards and its output projection, which stays gathered for the loss.
+    flops: FLOPs of its forward pass over one rank's micro-batch.
     """
 
     num_bytes: int
@@ -62,7 +62,7 @@ class Layout:
     param_size: int
     """Bytes per element of an unsharded parameter."""
     reduce_size: int
-    """Bytes per element of the gradients that are reduced."""
+    """Bytes per element of a gradient when it is reduced."""
     cpu_offload: bool = False
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
@@ -78,9 +78,9 @@ class Layout:
     expert: int = 1
     """Ranks of the shard axis among which the experts are divided."""
     reshard_after_backward: bool = True
-    """Whether every micro-batch gathers again; the last one of a step always leaves shards."""
+    """Whether every micro-batch gathers again; after the last one of a step, only shards remain in any case."""
     muon: MuonUpdate | None = None
-    """The update of the matrices that Muon gets."""
+    """The update of the matrices that Muon trains."""
     is_unsharded: bool = False
     """Whether each rank holds the full model as a plain module: nothing is gathered, and replicas average gradients in
     buckets."""
@@ -130,11 +130,11 @@ class _Sizes:
     """Bytes of a group of parameters on this rank, padded as FSDP pads: dim 0 of each parameter to equal shards."""
 
     stored: tuple[int, ...]
-    """Each parameter's shard, as it is stored."""
+    """Each parameter's stored shard."""
     unsharded: tuple[int, ...]
-    """Each parameter, gathered."""
+    """Each gathered parameter."""
     cast: tuple[int, ...]
-    """Each parameter, gathered, if its stored dtype differs from the gathered one; otherwise 0."""
+    """Each gathered parameter whose stored dtype differs from the gathered dtype; 0 for others."""
     gradients: int
     """The gradients of all trained parameters, unsharded, as autograd creates them."""
     accumulated: tuple[int, ...]
@@ -144,7 +144,7 @@ class _Sizes:
     final: int
     """The shards of all gradients, as they are stored."""
     rearranged: int
-    """The gathered parameters that are divided along another dimension than the first, which are copied once more."""
+    """The gathered parameters that are not divided along the first dimension; these are copied once more."""
     rearranged_gradients: int
     """The gradients of these parameters, as autograd creates them."""
     largest_rearranged_gradient: int
@@ -198,7 +198,7 @@ class _Group:
         self.sizes = _sizes_of(parameters, layout, self.num_ranks)
         self.reshard = layout.reshard[unit]
         self.is_gathered_back = not (facts.is_embedding_unit and layout.reshard_after_backward)
-        """Whether the backward pass gathers it."""
+        """Whether the backward pass gathers this group."""
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
         self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
@@ -206,9 +206,9 @@ class _Group:
         self.accumulated = 0
         """Bytes of unsharded gradients accumulated in earlier micro-batches."""
         self.adds_in_place = False
-        """Whether autograd adds to them in place, because they are in the compute dtype."""
+        """Whether autograd adds to these gradients in place, because they are in the compute dtype."""
         self.buffer_in_use = self.partial = 0
-        """Bytes of a reduced buffer that is still in use, and of one that replicas have not all-reduced yet."""
+        """Bytes of a reduced buffer still in use, and of one not yet all-reduced over replicas."""
         self.has_shards = False
         """Whether the shards of its gradients have been allocated."""
 
@@ -219,17 +219,17 @@ class _Group:
 
 def _groups_of(units: Sequence[UnitFacts], layout: Layout) -> list[list[_Group]]:
     """Return the groups of each unit: one, or two if it has experts that are divided among ranks, in FSDP's order."""
-    found: list[list[_Group]] = []
+    groups: list[list[_Group]] = []
     number = 0
     for unit, facts in enumerate(units):
         by_mesh: dict[bool, list[ParameterFacts]] = {}
         for parameter in facts.parameters:
             by_mesh.setdefault(layout.expert > 1 and parameter.is_of_experts, []).append(parameter)
-        found.append([])
+        groups.append([])
         for parameters in by_mesh.values() or ([],):
-            found[-1].append(_Group(number, unit, facts, parameters, layout))
+            groups[-1].append(_Group(number, unit, facts, parameters, layout))
             number += 1
-    return found
+    return groups
 
 
 @dataclass
@@ -397,14 +397,14 @@ class Step:
             self.watcher.free("all-gather buffers", gathered)
 
     def _rearrange(self, kind: Kind, num_bytes: int, buffer: int) -> None:
-        """Copy what is divided along another dimension than the first, to or from the order of shards."""
+        """Copy what is not divided along the first dimension, to or from the order of shards."""
         if num_bytes:
             self.watcher.allocate(kind, buffer)
             self.watcher.copy(num_bytes)
             self.watcher.free(kind, buffer)
 
     def _copy_shards(self, group: _Group) -> None:
-        """Copy each parameter, on a shard axis of one rank; a cast copy lives until the next one is made."""
+        """Copy each parameter, if the shard axis has one rank; a cast copy lives until the next one is allocated."""
         previous = 0
         for num_bytes, is_cast in zip(group.sizes.unsharded, group.sizes.cast, strict=True):
             if is_cast:
@@ -440,8 +440,8 @@ class Step:
                 self._unshard_back(group)
 
     def _prefetch_previous(self, position: int, index: int, num_groups: int) -> None:
-        """Gather what was gathered before the group at `position`: the group before it or, if there are two groups in
-        its unit, all groups of the unit before, once the second one is there.
+        """Gather what precedes the group at `position`: the previous group or, if this unit has two groups, all groups
+        of the previous unit, once the second one has been gathered.
         """
         if num_groups == 1 and position > 0:
             self._unshard_back(self._order[position - 1])

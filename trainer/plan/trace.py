@@ -30,8 +30,8 @@ Mark = Literal[
     "prefetch",
     "fetched",
 ]
-"""FSDP's marks; where a block begins and returns; where copies of activations to the host and back start, and where the
-backward pass waits for them."""
+"""FSDP's marks; the start and the return of a block; the start of copies of activations to the host and back, and where
+the backward pass waits for them."""
 
 
 @dataclass(frozen=True)
@@ -45,20 +45,20 @@ class ParameterFacts:
     moments: int
     """Number of tensors of the parameter's size in its optimizer state."""
     moment_size: float
-    """Bytes per element of those tensors."""
+    """Bytes per element of these tensors."""
     muon_blocks: tuple[int, ...] | None = None
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
     is_of_experts: bool = False
     """Whether its rows may be divided among ranks (`Recipe.experts`)."""
     packed_weights: int = 0
-    """Number of weights in it if its elements are bytes, which are gathered as they are stored; otherwise 0."""
+    """Number of packed weights, if the elements are bytes (gathered as stored); otherwise 0."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def gathered_size(self, param_size: int) -> int:
-        """Return the bytes per element of the gathered parameter; `param_size`: of those in the compute dtype."""
+        """Return the bytes per element of the gathered parameter, given `param_size`, that of the compute dtype."""
         return self.element_size if self.packed_weights else param_size
 
 
@@ -78,16 +78,16 @@ class UnitFacts:
 
 @dataclass(frozen=True)
 class Segment:
-    """The stretch between two marks: bytes relative to its start, and the kernels that run."""
+    """What happens between two marks: bytes relative to the first mark, and the kernels that run."""
 
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
     """The same peak if each parameter already has a gradient, to which new ones are added."""
     net: int = 0
-    """Bytes at the end, without the gradients of parameters."""
+    """Bytes at the end, excluding the parameters' gradients."""
     gradients: int = 0
-    """Bytes at the end of gradients of unsharded parameters, which FSDP frees after reducing them."""
+    """Bytes at the end in gradients of unsharded parameters, which FSDP frees after reducing them."""
     work: tuple[tuple[Work, int], ...] = ()
     """Kernels, and the number of times each one runs."""
 
@@ -135,9 +135,9 @@ class Trace:
     input_bytes: int
     """Bytes of the micro-batch's tokens and targets."""
     counting: tuple[Event, ...] = ()
-    """The forward pass that counts the choices of experts, if a step of several micro-batches needs one for each."""
+    """The forward pass that counts which experts are chosen, if each of several micro-batches needs one."""
     load_bytes: int = 0
-    """Bytes of the choices of experts that all ranks add up once per step."""
+    """Bytes of the expert counts that are summed over all ranks once per step."""
 
     @property
     def root(self) -> int:
@@ -173,9 +173,9 @@ class MemoryMeter(TorchDispatchMode):
         self.in_block = self.is_backward = False
         """Whether the current operators are inside a block, and whether they belong to the backward pass."""
         self.is_paused = False
-        """Whether operators are ignored: they work on host memory."""
+        """Whether operators are ignored, because they work on host memory."""
         self._original: dict[int, int] = {}
-        """For each storage that offloaded contents were fetched into, the storage that they were copied from."""
+        """For each storage that received fetched contents, the storage that was offloaded."""
         self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
         self._known: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
@@ -275,7 +275,7 @@ class MemoryMeter(TorchDispatchMode):
         """Return the segments so far, in order."""
         if not self._fuses:
             return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
-        found, forgotten = list[Segment](), set[int]()
+        segments, forgotten = list[Segment](), set[int]()
         never_fetched = self.never_fetched()
         for one, unread in zip(self._raw_segments, self._unread(), strict=True):
             sizes = dict(one.log)
@@ -284,12 +284,12 @@ class MemoryMeter(TorchDispatchMode):
             never_made |= never_fetched
             log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
             log += [(serial, -sizes[serial]) for serial in dropped - never_made]
-            found.append(_segment_of(log, work, never_made))
+            segments.append(_segment_of(log, work, never_made))
             forgotten |= dropped
-        return found
+        return segments
 
     def _unread(self) -> list[set[int]]:
-        """Return, for each segment, the storages that blocks allocate in it and that no later segment reads.
+        """Return, for each segment, the storages that blocks allocate there and that no later segment reads.
 
         Compiled code does not save them for the backward pass, whatever the checkpointing policy.
         """
@@ -303,14 +303,14 @@ class MemoryMeter(TorchDispatchMode):
         ]
 
     def never_fetched(self) -> set[int]:
-        """Return the storages of offloaded contents that compiled code would not have saved, so they are not copied."""
+        """Return the offloaded storages that compiled code would not have saved and that are therefore not copied."""
         if not self._fuses:
             return set()
         read = {s for one in self._raw_segments for operator in one.operators for s in operator.reads}
         return {serial for serial in self._original if serial not in read}
 
     def copied_bytes(self, storages: Mapping[int, int]) -> int:
-        """Return how many bytes are copied of offloaded storages, given their sizes by serial number."""
+        """Return how many bytes of the offloaded storages are copied, given their sizes by serial number."""
         left_out = {self._original[serial] for serial in self.never_fetched()}
         return sum(size for serial, size in storages.items() if serial not in left_out)
 
