@@ -1028,7 +1028,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "one-label-will-do",
         "objective-files",
-        "LabelledSource.__init__",
+        "LabeledSource.__init__",
         "labels[0] if len(labels) == 1 else None",
         "None",
     ),

@@ -1,8 +1,8 @@
 """The network of gpt-oss.
 
 Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F hidden width of an
-expert, G gates and inputs (2 x F), V vocabulary; E experts, A experts per token, S tokens of the batch, M token-expert
-pairs (S x A).
+expert, G gate and up projections (2 x F), V vocabulary; E experts, A experts per token, S tokens in the batch, M
+token-expert pairs (S x A).
 """
 
 from __future__ import annotations

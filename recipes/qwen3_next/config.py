@@ -51,7 +51,9 @@ def check(config: Qwen3NextConfig) -> None:
     if config.delta_heads % config.delta_key_heads:
         legal = [n for n in range(1, config.delta_heads + 1) if config.delta_heads % n == 0]
         best = min(legal, key=lambda n: abs(n - config.delta_key_heads))
-        rule = f"must divide model.delta_heads={config.delta_heads}: key heads serve equal numbers of value heads"
+        rule = (
+            f"must divide model.delta_heads={config.delta_heads}: each key head serves the same number of value heads"
+        )
         raise setting_error("model.delta_key_heads", config.delta_key_heads, rule, best)
     if config.num_chosen > config.num_experts:
         rule = f"must be at most model.num_experts={config.num_experts}"

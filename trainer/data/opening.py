@@ -644,11 +644,11 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
     data = config.data
     if not data.trim_rows:
         return config
-    from trainer.data.chat.source import ChatSource, LabelledSource, PairSource  # imports jinja2: only when needed
+    from trainer.data.chat.source import ChatSource, LabeledSource, PairSource  # imports jinja2: only when needed
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = (open_source(data, config.vocab_size, split) for split in splits)
-    kinds = (ChatSource, LabelledSource, PairSource)
+    kinds = (ChatSource, LabeledSource, PairSource)
     longest = max(source.longest for source in opened if isinstance(source, kinds))
     seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))

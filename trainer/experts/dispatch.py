@@ -1,10 +1,11 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
 With `exchange` each token is sent to the ranks of its experts, by an all-to-all whose sizes the host must read; with
-`gather` every rank gets all tokens of the group and computes those of its experts, in shapes known in advance.
+`gather` every rank receives all of the group's tokens and processes those routed to its experts, in shapes known in
+advance.
 
-Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs, N ranks of
-the group, L experts of a rank, T tokens of the group, P pairs of the group, R rows that this rank computes.
+Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs, N ranks in
+the group, L experts per rank, T tokens in the group, P pairs in the group, R rows computed on this rank.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Estimate:
     """Assumptions of a plan, which has no real tokens.  `imbalance`: the busiest rank's rows relative to the mean."""
 
     imbalance: float = 1.0
-    filled: float = 1.0
+    fill_fraction: float = 1.0
     """Share of the rows in gather's buffers that contain tokens; set when the model is traced."""
 
 
@@ -53,8 +54,8 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
     """Return the weighted sum of the outputs of each token's experts, (S, D).
 
     experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
-    `experts(rows, ends)`: rows sorted by expert, and the row before which each expert's rows end (int32).  There may
-    be one more end than experts; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
+    `experts(rows, ends)`: rows sorted by expert, and the exclusive end of each expert's rows (int32).  `ends` may have
+    one extra entry; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
     weights_SA: their weights.
 
     Collectives in the expert group, if there is one: with `exchange`, an all-to-all of counts, after which the host
@@ -147,7 +148,7 @@ def _gathered(
     order_P, ends_L = _by_expert(torch.where(is_here_TA, local_TA, num_local).flatten(), num_local + 1)
     num_rows = x_TD.shape[0] * min(num_chosen, num_local)
     if group.estimate is not None:
-        group.estimate.filled = min(
+        group.estimate.fill_fraction = min(
             1.0, group.estimate.imbalance * num_chosen / group.size / min(num_chosen, num_local)
         )
     out_RD = _compute(group, experts, x_TD[order_P[:num_rows] // num_chosen], ends_L.clamp(max=num_rows))

@@ -49,7 +49,7 @@ class Callback:
         """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, even by an exception."""
+        """Called when `Trainer.fit` ends, even with an exception."""
 
     def begin_step(self, step: int) -> None:
         """Called when `step` starts, before its data is loaded."""

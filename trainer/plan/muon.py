@@ -1,4 +1,4 @@
-"""The costs of a Muon update: memory of its messages and iterations, collectives, and time.
+"""The costs of a Muon update: memory for its messages and iterations, collectives, and time.
 
 Which rank owns which matrix is decided by the same code as in training (`trainer.optim.muon.Ownership`).
 """
@@ -46,18 +46,20 @@ class MuonUpdate:
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of temporaries at the peak; see `trainer.optim.muon._Step.run` for the order."""
-        size, buckets, none = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0, 0)
+        """Peak size of temporary tensors, in bytes; see `trainer.optim.muon._Step.run` for the order."""
+        size, buckets, no_costs = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
         for turn in range(len(buckets) + 2):
-            new, computed, applied = (buckets[n] if 0 <= n < len(buckets) else none for n in (turn, turn - 1, turn - 2))
-            flying = self._gathered(computed) + self._scattered(applied)
+            new, computed, applied = (
+                buckets[n] if 0 <= n < len(buckets) else no_costs for n in (turn, turn - 1, turn - 2)
+            )
+            in_flight = self._gathered(computed) + self._scattered(applied)
             direction = new.sent_to_owners * size + new.piece * self._moment_size
-            peak = max(peak, flying + max(direction, self._gathered(new)))
-            flying = self._gathered(new) + self._scattered(applied)
+            peak = max(peak, in_flight + max(direction, self._gathered(new)))
+            in_flight = self._gathered(new) + self._scattered(applied)
             rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
-            iterating = rows + (computed.sent_to_holders + 2 * computed.iterating) * size
-            peak = max(peak, flying + max(iterating, self._scattered(computed)))
+            iteration = rows + (computed.sent_to_holders + 2 * computed.iterating) * size
+            peak = max(peak, in_flight + max(iteration, self._scattered(computed)))
             update = applied.held * size + (4 * (applied.held + applied.piece) if self._has_rows else 0)
             peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
         return peak

@@ -1,4 +1,4 @@
-"""Sources over chats: conversations that do not attend to each other, preference pairs, and labeled conversations."""
+"""Data sources for chats: conversations isolated from each other, preference pairs, and labeled conversations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the source over the chat files that the settings name, or None if `split` is `eval` and none is held out.
+    """Return the source for the configured chat files, or None if `split` is `eval` and no conversation is held out.
 
     Raises UserError if a conversation cannot be trained on, or has ids outside the model's vocabulary.
     """
@@ -37,7 +37,10 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
     if vocab_size is not None and encoder.tokenizer.vocab_size > vocab_size:
         min_vocab_size = encoder.tokenizer.vocab_size
         rule = f"the ids of data.tokenizer={data.tokenizer} need at least {min_vocab_size}"
-        fix = f"use the tokenizer of the weights; for new weights, model.vocab_size={min_vocab_size} works too"
+        fix = (
+            "use the tokenizer that came with the weights; when training from scratch, "
+            f"model.vocab_size={min_vocab_size} also works"
+        )
         raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
         chat_shards = _tokenize(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
@@ -49,7 +52,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
     if shard is None:
         return None
     if data.labels != "none":
-        return LabelledSource(shard, chat_shards.report, data.seq_len, encoder, data.labels == "mismatched")
+        return LabeledSource(shard, chat_shards.report, data.seq_len, encoder, data.labels == "mismatched")
     if chat_shards.report.pairs:
         return PairSource(shard, chat_shards.report, data.seq_len, encoder)
     return ChatSource(shard, chat_shards.report, data.seq_len, data.arrangement != "apart", encoder)
@@ -211,7 +214,7 @@ class PairSource(_Conversations):
         return rows
 
 
-class LabelledSource(_Conversations):
+class LabeledSource(_Conversations):
     """Labeled conversations, one per row.
 
     A batch has `labels`, one per sample; with `data.train_on=end`, the label is also the target at the last token.
