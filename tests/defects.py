@@ -1313,8 +1313,8 @@ DEFECTS: list[Defect] = [
         "tracked-twice",
         "trackers",
         "RowReader.read",
-        "step > max(sent, self._last)",
-        "step > self._last",
+        "step > max(sent, self._last_returned)",
+        "step > self._last_returned",
     ),
     Defect(
         "scraped-only-at-lines",
