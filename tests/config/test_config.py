@@ -164,7 +164,8 @@ def test_error_in_a_recipe_file_names_the_file(tmp_path: Path) -> None:
 def test_configuration_is_frozen() -> None:
     config = load_config("llama_small")
     for owner in (config, *(getattr(config, section.name) for section in dataclasses.fields(config))):
-        name = next((item.name for item in dataclasses.fields(owner)), "rows_per_sample")  # an objective may have no fields
+        # An objective may have no fields; it has this attribute.
+        name = next((item.name for item in dataclasses.fields(owner)), "rows_per_sample")
         with pytest.raises(dataclasses.FrozenInstanceError):
             setattr(owner, name, getattr(owner, name))
 
