@@ -41,6 +41,26 @@ def test_settings_pages_match_the_code() -> None:
         assert (DOCS / name).read_text() == text, f"docs/{name} is stale: python docs/generate.py"
 
 
+def test_names_in_the_architecture_page_are_where_it_says() -> None:
+    """Where the page says "`name` in `file`", that file defines the name.  Files are in the repository or in trainer/."""
+    found = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", (DOCS / "architecture.md").read_text())
+    assert len(found) > 20
+    for name, file in found:
+        last = name.rpartition(".")[2]
+        definition = rf"^\s*(?:def {last}\(|class {last}\b|{last}(?:: [^=\n]+)? = )"
+        path = next(folder / file for folder in (REPOSITORY, REPOSITORY / "trainer") if (folder / file).exists())
+        assert re.search(definition, path.read_text(), re.MULTILINE), f"{name} is not in {file}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_to_sections_lead_somewhere(page: Path) -> None:
+    for target, section in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", page.read_text()):
+        text = (page.parent / target if target else page).read_text()
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        assert section in slugs, f"{target}#{section}"
+
+
 def commands_of(page: Path) -> list[str]:
     text = page.read_text().replace("\\\n", " ")
     return [line.strip() for line in re.findall(r"^ {4}(?! )(.*)", text, re.MULTILINE)]
