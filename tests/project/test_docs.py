@@ -42,7 +42,7 @@ def test_settings_pages_match_the_code() -> None:
 
 
 def test_names_in_the_architecture_page_are_where_it_says() -> None:
-    """Where the page says "`name` in `file`", that file defines the name.  Files are in the repository or in trainer/."""
+    """Where the page says "`name` in `file`", that file, in the repository or in `trainer`, defines the name."""
     found = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", (DOCS / "architecture.md").read_text())
     assert len(found) > 20
     for name, file in found:
