@@ -46,7 +46,7 @@ PACKAGES = {
 """Packages whose import is a separate part, which includes the imports of unlisted packages."""
 
 METHODS = {
-    "trainer.config.resolve": {"load_with_origins": "configuration"},
+    "trainer.config.load": {"load_with_origins": "configuration"},
     "trainer.config.rules": {"check_config": "configuration"},
     "trainer.data.opening": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},

@@ -55,7 +55,7 @@ data:
 
 A comment names the command line, a recipe file, the `config.yaml` of a run or checkpoint, the `config.json` of a model
 folder, the environment, or the pass that decided the value, with its reason and what it replaced. The passes and their
-order are the list `PASSES` in `trainer/config/resolve.py`.
+order are the list `PASSES` in `trainer/config/passes.py`.
 
 More settings: [mesh, fsdp, checkpoint, log, lora, objective](configuration_scale.md),
 [models](configuration_models.md).

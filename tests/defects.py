@@ -271,7 +271,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "aliases-forgotten",
         "mistakes-advice",
-        "trainer.config.load:assign",
+        "trainer.config.keys:assign",
         'raise choice_error(key, value, choices, aliases=known_keys[key].metadata.get("aliases")) from error',
         "raise choice_error(key, value, choices) from error",
     ),
@@ -936,7 +936,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "copy-goes-on-in-the-original",
         "run-folders",
-        "trainer.config.resolve:run_paths",
+        "trainer.config.passes:run_paths",
         'run["dir"] = str(target)',
         'run["dir"] = stored_dir if is_itself else str(target)',
     ),
@@ -1398,7 +1398,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "escaped-resolver",
         "stored-is-data",
-        "trainer.config.load:_OTHER_KEY",
+        "trainer.config.keys:_OTHER_KEY",
         r'_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
         r'_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
     ),

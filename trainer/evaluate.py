@@ -26,10 +26,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.command_line import parse, split_allow_import
-from trainer.config.load import check_imports, read_stored
 from trainer.config.location import fetched, locate
 from trainer.config.pretrained import check_no_gguf, check_weights, find_native
 from trainer.config.rules import check_requirements, likely_device
+from trainer.config.stored import check_imports, read_stored
 from trainer.distributed import stop_request
 from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
 from trainer.errors import (

@@ -36,7 +36,8 @@ from trainer.config.command_line import (
     parse,
     recipe_list,
 )
-from trainer.config.resolve import load_with_origins, run_passes
+from trainer.config.load import load_with_origins
+from trainer.config.passes import run_passes
 from trainer.config.rules import check_requirements, likely_device
 from trainer.distributed import stop_request
 from trainer.distributed.environment import (

@@ -20,7 +20,8 @@ from tests.helpers.ranks import run_command, tiny_overrides
 from trainer import load_config, run
 from trainer.config import declared_keys
 from trainer.config.command_line import completion, explained_yaml, full_help
-from trainer.config.resolve import PASSES, load_with_origins, run_passes
+from trainer.config.load import load_with_origins
+from trainer.config.passes import PASSES, run_passes
 from trainer.errors import UserError
 from trainer.recipe import resolve
 from trainer.tables import fit_to_width

@@ -23,7 +23,7 @@ from tests.helpers.ranks import merged, tiny_overrides
 from tests.helpers.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.checkpoint.storage import open_storage
-from trainer.config.resolve import relocated
+from trainer.config.passes import relocated
 from trainer.errors import UserError
 from trainer.lifecycle.folder import FolderLock, _process_start_time, is_owned
 

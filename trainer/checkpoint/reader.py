@@ -63,9 +63,9 @@ from trainer.checkpoint.storage import (
     open_storage,
 )
 from trainer.config import stored_value
-from trainer.config.load import CONFIG, run_of_best
 from trainer.config.location import CHECKPOINT_FILES
-from trainer.config.resolve import relocated
+from trainer.config.passes import relocated
+from trainer.config.stored import CONFIG, run_of_best
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
 from trainer.files import find_folder

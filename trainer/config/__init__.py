@@ -8,13 +8,8 @@ from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
 from trainer.config.experts import advice_on_shards, expert_choices, resolve_expert_method
-from trainer.config.load import (
-    declared_keys,
-    declared_model,
-    description,
-    read_yaml,
-    recipe_files,
-)
+from trainer.config.keys import declared_keys
+from trainer.config.load import config_from_yaml, load_config
 from trainer.config.mesh import (
     MeshShape,
     Slices,
@@ -25,7 +20,7 @@ from trainer.config.mesh import (
     smallest_mesh,
 )
 from trainer.config.messages import type_name
-from trainer.config.resolve import config_from_yaml, load_config
+from trainer.config.recipe_files import description, read_yaml, recipe_files
 from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases
 from trainer.config.schema import (
     AUTO,
@@ -39,6 +34,7 @@ from trainer.config.schema import (
     ScheduleSection,
     TrainSection,
 )
+from trainer.config.stored import declared_model
 
 __all__ = [
     "AUTO",

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.load import read_stored
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
+from trainer.config.stored import read_stored
 from trainer.errors import UserError, setting_error
 from trainer.urls import without_credentials
 

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.config.load import CONFIG, read_run_config, section_of
 from trainer.config.location import locate
 from trainer.config.pretrained import check_weights
 from trainer.config.schema import RunConfig
+from trainer.config.stored import CONFIG, read_run_config, section_of
 from trainer.errors import UserError, setting_error
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Literal
 
 from trainer import gguf_model, hub
-from trainer.config.load import run_of_best
 from trainer.config.pretrained import CONFIG as HUGGINGFACE_CONFIG
+from trainer.config.stored import run_of_best
 
 _SUFFIXES = (".pt", ".pth", ".safetensors")
 

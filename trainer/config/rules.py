@@ -21,11 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.experts import check_expert, with_expert
-from trainer.config.load import (
-    CONFIG,
-    declared_keys,
-    run_of_best,
-)
+from trainer.config.keys import declared_keys
 from trainer.config.mesh import (
     MeshShape,
     check_batch,
@@ -37,6 +33,7 @@ from trainer.config.mesh import (
 )
 from trainer.config.pretrained import check_no_gguf
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
+from trainer.config.stored import CONFIG, run_of_best
 from trainer.errors import UserError, choice_error, nearest, setting_error
 
 

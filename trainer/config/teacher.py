@@ -6,11 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from trainer.config.load import CONFIG
+from trainer.config.load import config_from_yaml
 from trainer.config.location import locate
 from trainer.config.pretrained import any_model_of, find_native
-from trainer.config.resolve import config_from_yaml
 from trainer.config.schema import LoraSection, RunConfig
+from trainer.config.stored import CONFIG
 from trainer.errors import setting_error
 from trainer.objective import Tokens
 

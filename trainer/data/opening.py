@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, resumes
-from trainer.config.resolve import Resolution, run_passes
+from trainer.config.passes import Resolution, run_passes
 from trainer.data.cache import get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,

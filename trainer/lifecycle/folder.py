@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from trainer.checkpoint.storage import open_storage
 from trainer.config import RunConfig
-from trainer.config.load import CONFIG
+from trainer.config.stored import CONFIG
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, as_typed, masked, print_stderr, redact, setting_error
 from trainer.files import find_folder, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot

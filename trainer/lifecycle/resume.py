@@ -21,7 +21,7 @@ from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig, compare_configs, stored_value
-from trainer.config.resolve import is_another_run, shared_checkpoints_rule
+from trainer.config.passes import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked, setting_error
 from trainer.lifecycle.folder import RECORD_FILES, RunFolder, read_status

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer.config import MeshShape, RunConfig
-from trainer.config.resolve import Resolution, run_passes
+from trainer.config.passes import Resolution, run_passes
 from trainer.distributed.world import World
 from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes

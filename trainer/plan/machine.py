@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.config.load import parse_override
+from trainer.config.keys import parse_override
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.files import checked, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device

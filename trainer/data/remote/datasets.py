@@ -22,13 +22,13 @@ import yaml
 
 from trainer import hub
 from trainer.config.initial_weights import resumes
-from trainer.config.load import read_run_config
+from trainer.config.stored import read_run_config
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
     from trainer.config import DataSection, RunConfig
-    from trainer.config.resolve import Resolution
+    from trainer.config.passes import Resolution
 
 _OPTIONS = ("config", "split", "column")
 

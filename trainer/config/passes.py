@@ -1,25 +1,22 @@
-"""Resolves a recipe and a command line into a RunConfig, by a fixed sequence of passes.
+"""The passes: steps that resolve a configuration, each of which sets or checks values that follow from others.
 
-The command line overrides recipe files, which override defaults.  `PASSES` run at fixed stages, some of them before
-these sources are merged: they fill in, replace, drop or check values that follow from other settings, from files, from
-the data or from the device.  A pass maps its stage's input (see `Stage`) and the `Resolution` to a new version of that
-input.  `Resolution.origins` records where the value of each key came from, for `--print-config --why`.
+`PASSES`, at the end, is the ordered list.  `load_config` runs the passes of the first stages, some of them before the
+recipe files and the command line are merged; the others run when a run starts, has data, or has its device.  A pass
+maps its stage's input (see `Stage`) and the `Resolution` to a new version of that input.  The values may follow from
+other settings, from files, from the data or from the device.  `Resolution.origins` records where the value of each key
+came from, for `--print-config --why`.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
-
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from trainer import gguf_model, hub
 from trainer.config.changes import compare_configs
@@ -34,30 +31,7 @@ from trainer.config.initial_weights import (
     is_true,
     resumes,
 )
-from trainer.config.load import (
-    CONFIG,
-    OLD_SECTION,
-    assign,
-    check_imports,
-    check_limits,
-    declared_keys,
-    declared_model,
-    default_tree,
-    find_recipe_file,
-    is_checkpoint,
-    is_run,
-    is_written_by_run,
-    keys_of_sections,
-    missing_model_error,
-    parse_override,
-    read_run_config,
-    read_stored,
-    read_yaml,
-    recipe_files,
-    refuse_masked,
-    section_of,
-    split_overrides,
-)
+from trainer.config.keys import assign, declared_keys
 from trainer.config.location import locate
 from trainer.config.mesh import MeshShape, resolve_context_method
 from trainer.config.pretrained import (
@@ -68,10 +42,21 @@ from trainer.config.pretrained import (
     has_config_only,
     stored_dtype,
 )
+from trainer.config.recipe_files import find_recipe_file, read_yaml, recipe_files
 from trainer.config.rules import likely_device
 from trainer.config.schema import AUTO, MODEL, SUBSECTIONS, RunConfig
-from trainer.errors import UserError, remember_secrets, setting_error
-from trainer.objective import find_objective
+from trainer.config.stored import (
+    CONFIG,
+    OLD_SECTION,
+    check_imports,
+    declared_model,
+    is_checkpoint,
+    is_run,
+    is_written_by_run,
+    read_run_config,
+    section_of,
+)
+from trainer.errors import UserError, setting_error
 from trainer.recipe import find_recipe, resolve
 
 if TYPE_CHECKING:
@@ -132,146 +117,6 @@ class Resolution:
     def keys(self) -> dict[str, Any]:
         """All keys that the user set, in a recipe file or on the command line."""
         return {**self.values, **self.assignments}
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Loading
-
-
-def load_config(
-    recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
-) -> RunConfig:
-    """Return the configuration of `recipe` with `key=value` overrides.
-
-    `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
-    with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
-    run folder applies to that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
-    `run.name`.  A learning-rate range test gets a separate folder.
-
-    Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
-    a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
-
-    If the source in `train.init_from` describes a model, that model's fields replace the recipe's, and model fields in
-    `overrides` must agree with them.
-
-    `needs_weights=False` skips the check that the initial weights can be read, for commands that only look at the model
-    or the data.
-
-    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
-    the number of ranks are checked by `check_config`.
-    """
-    return load_with_origins(recipe, overrides, allow_import, needs_weights)[0]
-
-
-def load_with_origins(
-    recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
-) -> tuple[RunConfig, Resolution]:
-    """Load a configuration as `load_config` does; return it with the origin of each value."""
-    path = find_recipe_file(recipe)
-    resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
-    tree = run_passes("files", read_yaml(path), resolution)
-    if is_written_by_run(path):
-        check_imports(tree, resolution.assignments, allow_import)
-    remember_secrets([tree, *resolution.assignments.values()])
-    for key, value in keys_of_sections(tree, path):
-        if key not in resolution.assignments:
-            refuse_masked(key, value, path)
-        resolution.values[key] = value
-    return _build(resolution), resolution
-
-
-def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[str] = ()) -> RunConfig:
-    """Return the configuration stored in a checkpoint by `to_yaml`.
-
-    The text is untrusted: of the modules that it names, only those in `allow_import` and their submodules are imported.
-    Raises UserError as `load_config` does.
-    """
-    values = dict(keys_of_sections(read_stored(text, origin), Path(origin)))
-    return _build(Resolution(Path(origin), values=values, allow_import=allow_import, is_stored=True))
-
-
-def _build(resolution: Resolution) -> RunConfig:
-    """Return the configuration: convert the values of files and command line to their types, and run the passes."""
-    keys = run_passes("keys", Keys(dict(resolution.values), dict(resolution.assignments)), resolution)
-    resolution.untyped, values, assignments = keys, keys.values, keys.assignments
-    name = assignments.get("model.name", values.get("model.name"))
-    if name is None:
-        raise missing_model_error(values, resolution.path)
-    allowed_modules = resolution.allow_import if resolution.is_stored else None
-    model = find_recipe(str(name), allowed_modules).config
-    objective: type = find_objective(objective_name(keys), allowed_modules)
-    tree, legal = copy.deepcopy(default_tree(model, objective)), declared_keys(model, objective)
-    for key, value in values.items():
-        assign(tree, legal, key, value, f" (in {resolution.path})")
-    for key, text in assignments.items():
-        if key in legal:
-            assign(tree, legal, key, parse_override(key, text, legal[key].type), "", text)
-        else:
-            assign(tree, legal, key, text, "")
-        resolution.origins[key] = "command line"
-    try:
-        config = OmegaConf.to_object(run_passes("tree", tree, resolution))
-    except OmegaConfBaseException as error:
-        key = str(error.full_key)
-        rule = f"cannot be resolved ({str(error).splitlines()[0]})"
-        fix = "write the value itself, or refer to an existing key, such as ${run.seed}"
-        raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
-    assert isinstance(config, RunConfig)
-    remember_secrets(dataclasses.asdict(config))
-    check_limits(config)
-    if resolution.declared is not None:
-        resolution.declared.check(config.model, config.checkpoint.allow_changes)
-    return run_passes("config", config, resolution)
-
-
-def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
-    """Run the passes of one stage in their order, and return the configuration.
-
-    A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
-    """
-    before = dict(_flat(config))
-    for each_pass in PASSES:
-        if each_pass.stage != stage or (resolution.is_stored and not each_pass.for_stored):
-            continue
-        previous_origins = dict(resolution.origins)
-        apply = resolve(each_pass.decide, each_pass.name) if isinstance(each_pass.decide, str) else each_pass.decide
-        config = apply(config, resolution)
-        after = dict(_flat(config))
-        for key in before.keys() | after.keys():
-            if key not in after:
-                resolution.origins.pop(key, None)
-            elif (key not in before or before[key] != after[key]) and resolution.origins.get(
-                key
-            ) == previous_origins.get(key):
-                user_origin = previous_origins.get(key, "")  # from the user; not by an earlier pass
-                previous_origin = f" (was: {user_origin})" if user_origin and ": " not in user_origin else ""
-                resolution.origins[key] = f"{each_pass.name}: {each_pass.reason}{previous_origin}"
-        before = after
-    return config
-
-
-def _flat(config: object) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a configuration in the form of any stage but `tree`."""
-    if isinstance(config, Keys):
-        yield from config.values.items()
-    elif isinstance(config, RunConfig):
-        for section in dataclasses.fields(config):
-            owner = getattr(config, section.name)
-            for item in dataclasses.fields(owner):
-                yield from _leaves(f"{section.name}.{item.name}", getattr(owner, item.name))
-    elif isinstance(config, dict):
-        for name, values in config.items():
-            if isinstance(values, Mapping):
-                for key, value in values.items():
-                    yield from _leaves(f"{name}.{key}", value)
-
-
-def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if key in SUBSECTIONS:
-        items = value if isinstance(value, Mapping) else vars(value)
-        yield from ((f"{key}.{name}", item) for name, item in items.items())
-    else:
-        yield key, value
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -956,7 +801,7 @@ def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The list
+# The list of passes, and how they are run
 
 
 @dataclass(frozen=True)
@@ -1009,3 +854,53 @@ PASSES = (
     Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
 )
 """All passes, in order.  Those that need data or a device come last: they run once their input exists."""
+
+
+def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
+    """Run the passes of one stage in their order, and return the configuration.
+
+    A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
+    """
+    before = dict(_flat(config))
+    for each_pass in PASSES:
+        if each_pass.stage != stage or (resolution.is_stored and not each_pass.for_stored):
+            continue
+        previous_origins = dict(resolution.origins)
+        apply = resolve(each_pass.decide, each_pass.name) if isinstance(each_pass.decide, str) else each_pass.decide
+        config = apply(config, resolution)
+        after = dict(_flat(config))
+        for key in before.keys() | after.keys():
+            if key not in after:
+                resolution.origins.pop(key, None)
+            elif (key not in before or before[key] != after[key]) and resolution.origins.get(
+                key
+            ) == previous_origins.get(key):
+                user_origin = previous_origins.get(key, "")  # from the user; not by an earlier pass
+                previous_origin = f" (was: {user_origin})" if user_origin and ": " not in user_origin else ""
+                resolution.origins[key] = f"{each_pass.name}: {each_pass.reason}{previous_origin}"
+        before = after
+    return config
+
+
+def _flat(config: object) -> Iterator[tuple[str, Any]]:
+    """Yield the keys and values of a configuration in the form of any stage but `tree`."""
+    if isinstance(config, Keys):
+        yield from config.values.items()
+    elif isinstance(config, RunConfig):
+        for section in dataclasses.fields(config):
+            owner = getattr(config, section.name)
+            for item in dataclasses.fields(owner):
+                yield from _leaves(f"{section.name}.{item.name}", getattr(owner, item.name))
+    elif isinstance(config, dict):
+        for name, values in config.items():
+            if isinstance(values, Mapping):
+                for key, value in values.items():
+                    yield from _leaves(f"{name}.{key}", value)
+
+
+def _leaves(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if key in SUBSECTIONS:
+        items = value if isinstance(value, Mapping) else vars(value)
+        yield from ((f"{key}.{name}", item) for name, item in items.items())
+    else:
+        yield key, value

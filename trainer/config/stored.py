@@ -1,0 +1,129 @@
+"""Configurations stored by runs and in checkpoints: recognizes their files, and reads them as untrusted data.
+
+Nothing that they name is imported, and values with masked secrets are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from trainer.config.pretrained import DeclaredModel
+from trainer.errors import UserError, is_masked, masked, masked_command, setting_error
+from trainer.recipe import check_import
+
+CONFIG = "config.yaml"
+"""The stored configuration of a run or of a checkpoint, in its folder."""
+
+OLD_SECTION = "dpo"
+"""The old section for DPO settings.  Before there were other objectives, every run stored it.
+
+In recipe files and on the command line, `resolve.objective_section` reads it."""
+
+_RUN_FILES = ("status.json", "metrics.jsonl")
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether `folder` is a run folder, with the status or metrics of a run."""
+    return any((folder / name).is_file() for name in _RUN_FILES)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return whether `folder` is a checkpoint's folder."""
+    return (folder / "manifest.json").is_file()
+
+
+def is_written_by_run(path: Path) -> bool:
+    """Return whether a run has written this recipe file, to its folder or a checkpoint."""
+    return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
+
+
+def run_of_best(path: str) -> str | None:
+    """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; else None.
+
+    RUN is a folder or URL.  A path that exists is taken literally, and the result is None.
+    """
+    run, slash, name = path.rstrip("/").rpartition("/")
+    is_best = name == "best" and slash and run and not Path(path).exists()
+    return run if is_best else None
+
+
+def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
+    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
+
+    A key that is also given on the command line (`assignments`) is trusted.
+    """
+    for section, name in (("model", "name"), ("fsdp", "wrap"), ("train", "objective")):
+        key, settings = f"{section}.{name}", values.get(section)
+        value = settings.get(name) if isinstance(settings, Mapping) else None
+        if isinstance(value, str) and ":" in value and not value.startswith("size:") and key not in assignments:
+            check_import(key, value, allow_import)
+
+
+def refuse_masked(key: str, value: Any, path: Path) -> None:
+    """Raise UserError for a value with masked secrets in a run's stored configuration."""
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+    if not any(map(is_masked, items)):
+        return
+    if key == "run.on_end":
+        rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
+        raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null for none")
+    rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
+    raise setting_error(key, value, rule)
+
+
+def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
+    """Return a stored configuration by section, without interpolating or importing anything.
+
+    Credentials are masked, since files from older versions may contain them.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"{origin}: not a configuration ({error})") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"{origin}: not a configuration")
+    stored = {str(key): masked(value) for key, value in tree.items()}
+    run = stored.get("run")
+    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
+        run["on_end"] = masked_command(run["on_end"])
+    dpo_section = stored.pop(OLD_SECTION, None)
+    if section_of(stored, "train").get("objective") == OLD_SECTION and dpo_section is not None:
+        stored["objective"] = dpo_section
+    return stored
+
+
+def read_run_config(folder: Path) -> Mapping[str, Any]:
+    """Return the configuration stored in a run folder, or an empty mapping if it cannot be read."""
+    try:
+        return read_stored((folder / CONFIG).read_text())
+    except (OSError, ValueError, UserError):
+        return {}
+
+
+def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a section of a parsed configuration; empty if there is none or it has no keys."""
+    section = tree.get(name)
+    return section if isinstance(section, Mapping) else {}
+
+
+def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
+    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
+
+    Imports nothing that the text names.
+    """
+    try:
+        tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (YAMLError, OmegaConfBaseException, ValueError) as error:
+        raise UserError(f"train.init_from: {where}: not a configuration ({error})") from error
+    fields = tree.get("model") if isinstance(tree, dict) else None
+    if not isinstance(fields, dict) or str(fields.pop("name", None)).rpartition(":")[2] != name:
+        return None
+    if "${" in str(fields):
+        raise UserError(f"train.init_from: {where}: its model section refers to values outside of it")
+    return DeclaredModel(where, {str(field): value for field, value in fields.items()})
