@@ -143,7 +143,7 @@ def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
             time_one("writing")
         if trainer.checkpoints.in_flight:
             trainer.saver.finish()
-        trainer.checkpoints.wait_for_deleting()
+        trainer.checkpoints.wait_for_deletion()
         os.sync()
     trainer.close()
     return times

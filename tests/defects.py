@@ -170,7 +170,7 @@ DEFECTS: list[Defect] = [
         "a-data-set-that-moves",
         "hub-data",
         "pinned_data",
-        "pins = hub.pins_in(read_run_config(config.run_dir)) if resumes(config) else {}",
+        "pins = hub.pins_in(read_run_config(config.run_dir)) if will_resume(config) else {}",
         "pins = {}",
     ),
     Defect(
@@ -219,7 +219,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "each-rank-decides-when-to-save",
         "auto-interval",
-        "AdaptiveInterval.falls_due",
+        "AdaptiveInterval.is_due",
         "self._is_time.any_yes",
         "self.is_time()",
     ),
@@ -242,8 +242,8 @@ DEFECTS: list[Defect] = [
         "save-postponed-for-good",
         "streaks",
         "SaveSchedule.is_due",
-        "return falls_due or self.is_postponed",
-        "return falls_due",
+        "return is_due or self.is_postponed",
+        "return is_due",
     ),
     Defect(
         "pruned-in-a-streak",
@@ -938,7 +938,7 @@ DEFECTS: list[Defect] = [
         "run-folders",
         "trainer.config.passes:run_paths",
         'run["dir"] = str(target)',
-        'run["dir"] = stored_dir if is_itself else str(target)',
+        'run["dir"] = stored_dir if continues_same_run else str(target)',
     ),
     Defect(
         "copy-appends-to-the-originals-wandb",
@@ -1015,8 +1015,8 @@ DEFECTS: list[Defect] = [
         "settings-of-dpo-dropped",
         "objective-files",
         "objective_section",
-        'if section == OLD_SECTION and objective == "dpo":',
-        'if section == OLD_SECTION and objective == "ipo":',
+        'if section == OLD_DPO_SECTION and objective == "dpo":',
+        'if section == OLD_DPO_SECTION and objective == "ipo":',
     ),
     Defect(
         "labels-rounded",
@@ -1176,7 +1176,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "orphans-at-the-start",
         "signals-while-connecting",
-        "follow_parent",
+        "die_with_parent",
         "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)",
         "prctl(_PR_SET_PDEATHSIG, 0)",
         by_campaign=True,
@@ -1398,9 +1398,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "escaped-resolver",
         "stored-is-data",
-        "trainer.config.keys:_OTHER_KEY",
-        r'_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
-        r'_OTHER_KEY = re.compile(r"\$\{[^:]+\}")',
+        "trainer.config.keys:_KEY_REFERENCE",
+        r'_KEY_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")',
+        r'_KEY_REFERENCE = re.compile(r"\$\{[^:]+\}")',
     ),
     Defect(
         "credentials-kept",

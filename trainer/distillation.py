@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.config import RunConfig
-from trainer.config.teacher import KEY, teacher_config
+from trainer.config.teacher import TEACHER_KEY, teacher_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source
 from trainer.data.top_logps import TopLogps, create_files, finish_files
@@ -48,7 +48,7 @@ class DistillationTrainer(Trainer):
             config_of_teacher = teacher_config(self.config)
             assert config_of_teacher is not None
             with self.world.closing_on_user_error():
-                self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, KEY))
+                self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model; for the run's own model, build the teacher first."""
@@ -232,7 +232,7 @@ def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
     trainer = Trainer(config_of_teacher)
     try:
         with trainer.lifecycle.without_writing():
-            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world, KEY)
+            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world, TEACHER_KEY)
             batch_size = int(trainer.config.train.micro_batch_size)
             source = open_source(trainer.config.data, vocab_size, "train")
             create_files(folder, len(source), source.seq_len, num_top)

@@ -26,12 +26,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.command_line import parse, split_allow_import
-from trainer.config.location import fetched, locate
-from trainer.config.pretrained import check_no_gguf, check_weights, find_native
+from trainer.config.location import local_model_path, locate
+from trainer.config.pretrained import check_single_gguf, check_weights, find_native
 from trainer.config.rules import check_requirements, likely_device
 from trainer.config.stored import check_imports, read_stored
 from trainer.distributed import stop_request
-from trainer.distributed.environment import Environment, find_environment, follow_parent, limit_spinning
+from trainer.distributed.environment import Environment, die_with_parent, find_environment, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -101,9 +101,9 @@ def find_subject(
     from trainer.checkpoint.reader import open_checkpoint
     from trainer.checkpoint.storage import PinnedStorage
 
-    path = fetched(path)
+    path = local_model_path(path)
     source, location = None, locate(path)
-    check_no_gguf(path, "path")
+    check_single_gguf(path, "path")
     override_keys = {override.partition("=")[0] for override in overrides}
     if location.kind == "huggingface":
         folder = location.path
@@ -121,7 +121,9 @@ def find_subject(
         config_yaml, weights, step = source.config_yaml, str(source.storage), source.manifest.step
         storage = source.storage
         weights_path = (
-            stack.enter_context(storage.lasting()) if stack and isinstance(storage, PinnedStorage) else str(storage)
+            stack.enter_context(storage.linked_folder())
+            if stack and isinstance(storage, PinnedStorage)
+            else str(storage)
         )
         defaults = {"train.init_from": _first_weights(source, weights_path)}
         if "data.tokenizer" not in override_keys:
@@ -309,7 +311,7 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
     with tempfile.TemporaryDirectory() as exported:
-        location = locate(fetched(path))
+        location = locate(local_model_path(path))
         folder = location.path
         if location.kind != "huggingface":
             folder = str(Path(exported) / "model")
@@ -364,7 +366,7 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
         env = find_environment()
         stop_request.announce_early(env.rank == 0)
         if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
-            follow_parent(True)
+            die_with_parent(True)
         arguments_left, allow_import = split_allow_import(argv)
         path, settings = _split_path(arguments_left)
         arguments = parse(settings)
@@ -391,7 +393,7 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
 
         if subject.stored is not None and isinstance(subject.stored.storage, PinnedStorage):
             # All ranks must read the checkpoint that this process has pinned.
-            pinned_path = stack.enter_context(subject.stored.storage.lasting())
+            pinned_path = stack.enter_context(subject.stored.storage.linked_folder())
             argv = [pinned_path if word == path else word for word in argv] + [f"{_DISPLAYED_PATH}={subject.weights}"]
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *argv], subject.config)
     from trainer.trainer import Trainer

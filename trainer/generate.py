@@ -27,10 +27,10 @@ from torch import nn
 from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
-from trainer.config.location import Location, fetched, locate
+from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
-    CONFIG,
-    check_no_gguf,
+    CONFIG_JSON,
+    check_single_gguf,
     check_weights,
     has_config_only,
     model_config_of,
@@ -117,8 +117,8 @@ def open_generator(
 
     ema: whether to use the averaged weights of a run with `train.ema`.
     """
-    check_no_gguf(path, "path")
-    location = locate(fetched(path))
+    check_single_gguf(path, "path")
+    location = locate(local_model_path(path))
     if location.kind == "huggingface":
         folder = Path(location.path)
         if has_config_only(folder):
@@ -155,7 +155,7 @@ def _load_folder(location: Location, device: torch.device) -> nn.Module:
 
 def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
     """Return the generation settings in config.json and generation_config.json."""
-    config = json.loads(files[CONFIG]) if CONFIG in files else {}
+    config = json.loads(files[CONFIG_JSON]) if CONFIG_JSON in files else {}
     return {"eos_token_id": config.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
 
 

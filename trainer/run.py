@@ -29,10 +29,10 @@ from trainer.config.command_line import (
     ALLOW_IMPORT,
     USAGE,
     Arguments,
-    completion,
+    completion_script,
     explained_yaml,
     full_help,
-    no_recipe,
+    missing_recipe_error,
     parse,
     recipe_list,
 )
@@ -43,8 +43,8 @@ from trainer.distributed import stop_request
 from trainer.distributed.environment import (
     Environment,
     check_rendezvous,
+    die_with_parent,
     find_environment,
-    follow_parent,
     limit_spinning,
     record_start_time,
     use_expandable_segments,
@@ -104,7 +104,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         stop_request.announce_early(env.rank == 0)
         check_rendezvous(env)
         if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
-            follow_parent(True)
+            die_with_parent(True)
         arguments = parse(sys.argv[1:] if argv is None else argv)
         config = _load(arguments, env)
         if config is None:
@@ -155,7 +155,7 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     if recipe is None:
         if overrides or arguments.options:
-            raise no_recipe(USAGE.partition("\n")[0], overrides)
+            raise missing_recipe_error(USAGE.partition("\n")[0], overrides)
         raise UserError(f"{USAGE}\n{recipe_list()}")
     config, resolution = load_with_origins(recipe, overrides, arguments.allow_import)
     if arguments.has_option("--print-config"):
@@ -238,7 +238,7 @@ def _check_to_print(config: RunConfig, nproc: int | None, env: Environment) -> N
     Without a launcher or `nproc`, assume the smallest possible number of ranks.
     """
     if config.data.source in ("tokens", "chat") and not config.data.path:
-        config = replace(config, data=config.data.generated())
+        config = replace(config, data=config.data.as_synthetic())
     if nproc is None and not env.is_distributed:
         smallest = smallest_mesh(config)
         config = replace(config, log=replace(config.log, profile_ranks=(0,)))
@@ -420,7 +420,7 @@ def meshtrainer() -> NoReturn:
 def _run_unknown_command(arguments: Sequence[str]) -> int:
     """Run `completion`, or raise UserError for an unknown command."""
     if arguments[0] == "completion":
-        print_stdout(completion(arguments[1] if len(arguments) > 1 else "", COMMANDS), end="")
+        print_stdout(completion_script(arguments[1] if len(arguments) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED
     if arguments[0] == "help":
         raise UserError("meshtrainer help: no such command\n  did you mean meshtrainer --help?")

@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.distributed.environment import first_address
+from trainer.distributed.environment import first_node_address
 from trainer.distributed.stop_request import NOTICE, with_stale_notice
 from trainer.errors import (
     EXIT_FAILED,
@@ -205,13 +205,13 @@ def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) 
             f"--nnodes={env.get('SLURM_JOB_NUM_NODES', '1')}",
             f"--nproc-per-node={options.nproc or env.get('NPROC') or env.get('SLURM_GPUS_ON_NODE') or 2}",
             *(f"--rdzv-id={job_number}.{job.restart}", "--rdzv-backend=c10d"),
-            f"--rdzv-endpoint={first_address(env['SLURM_JOB_NODELIST'])}:{port}",
+            f"--rdzv-endpoint={first_node_address(env['SLURM_JOB_NODELIST'])}:{port}",
             "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1",
             *job.train_command,
         ], env
     if options.container:
         # Look up the first node's address here, because images have no scontrol.
-        env["MASTER_ADDR"] = first_address(env["SLURM_JOB_NODELIST"])
+        env["MASTER_ADDR"] = first_node_address(env["SLURM_JOB_NODELIST"])
         mounts = f"{options.bind or env.get('BIND') or os.getcwd()},{os.path.abspath(job.run_dir)}"
         apptainer = ["apptainer", "exec", "--nv", "--bind", mounts, "--pwd", os.getcwd()]
         return [*srun, *apptainer, options.container, "python", *job.train_command], env

@@ -26,7 +26,7 @@ from typing import Any
 import yaml
 
 from trainer.config import RunConfig, check_config, load_config
-from trainer.config.command_line import Arguments, no_recipe, parse
+from trainer.config.command_line import Arguments, missing_recipe_error, parse
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -257,7 +257,7 @@ def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | No
     volume: mount path of the volume for runs; None if the job uses this machine's file system.
     """
     if arguments.recipe is None:
-        raise no_recipe(_USAGE, arguments.overrides)
+        raise missing_recipe_error(_USAGE, arguments.overrides)
     if arguments.nproc is not None:
         raise setting_error("nproc", arguments.nproc, "does not apply to a job; use --nodes and --gpus instead")
     config = load_config(arguments.recipe, arguments.overrides, arguments.allow_import, needs_weights=False)
@@ -389,7 +389,7 @@ def _run_locally(options: argparse.Namespace, arguments: Arguments) -> int:
     if options.nodes not in (None, 1):
         raise setting_error("--nodes", options.nodes, "this machine is one node", 1)
     if arguments.recipe is None:
-        raise no_recipe(_USAGE, arguments.overrides)
+        raise missing_recipe_error(_USAGE, arguments.overrides)
     check_config(load_config(arguments.recipe, arguments.overrides, arguments.allow_import), ranks, ranks)
     command = ["-m", "trainer.run", f"recipe={arguments.recipe}", *arguments.overrides, f"nproc={ranks}"]
     if options.dry_run:

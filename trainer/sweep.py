@@ -29,7 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from trainer.config import check_config, load_config
-from trainer.config.command_line import Arguments, no_recipe, parse
+from trainer.config.command_line import Arguments, missing_recipe_error, parse
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -120,7 +120,9 @@ class Sweep:
 def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
     """Return the sweep for a command line.  Raises UserError if there is only one combination, or too many."""
     if arguments.recipe is None:
-        raise no_recipe("usage: meshtrainer sweep recipe=NAME section.key=value,value,... ", arguments.overrides)
+        raise missing_recipe_error(
+            "usage: meshtrainer sweep recipe=NAME section.key=value,value,... ", arguments.overrides
+        )
     fixed, axes = [], dict[str, list[str]]()
     for override in arguments.overrides:
         key, _, text = override.partition("=")

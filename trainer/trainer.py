@@ -228,9 +228,9 @@ class Trainer:
                     self._run_evaluation()
             for record in self.steps():
                 self.on_step(record)
-                if self.config.eval.due(record.step):
+                if self.config.eval.is_due(record.step):
                     self._run_evaluation()
-                if self.saver.due(record.step):
+                if self.saver.is_due(record.step):
                     self.saver.try_save(self.state)
                 if self.stopping:
                     break
@@ -252,7 +252,7 @@ class Trainer:
             self.state.random.load_state_dict(random_state)
             self.accounts.restart()
             while not self.horizon.is_reached(self.state.step) and not self.stopping:
-                self.resume.confirm(self.state.step)
+                self.resume.supersede_if_rolled_back(self.state.step)
                 self.step_sync.begin_step()
                 with self.accounts.step():
                     micro_batches = self.accounts.take(batches, self.num_micro_batches)
@@ -301,7 +301,7 @@ class Trainer:
                 return
             for callback in self._run.callbacks:
                 callback.after_evaluation(self.state.step)
-        self.state.evaluated(record, self.config.eval.metric)
+        self.state.record_evaluation(record, self.config.eval.metric)
         self.horizon.evaluated(record, self.state.step)
         self.saver.save_if_best(self.state)
 
@@ -352,7 +352,7 @@ class Trainer:
         if loaded_step is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.accounts.discard()
-            self.saver.loaded(self.state, self.resume.is_same_run)
+            self.saver.record_loaded(self.state, self.resume.is_same_run)
             self.horizon.loaded(self.resume.is_same_run)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                 store_tokenizer(self.origin, self.config, self.world)

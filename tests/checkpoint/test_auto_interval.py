@@ -41,15 +41,15 @@ def test_chosen_interval_loses_the_least() -> None:
     for mtbf_s in (3600.0, 9000.0, 74_000.0):
         costs = Costs(BLOCKED_S, 10.0, RESTART_S, mtbf_s)
         best = max(np.geomspace(20.0, 7200.0, 2000), key=lambda every_s: costs.goodput(float(every_s)))
-        assert costs.best_s == pytest.approx(best, rel=0.01)
-        assert costs.best_s == pytest.approx(math.sqrt(2 * BLOCKED_S * mtbf_s), rel=0.1)
+        assert costs.best_interval_s == pytest.approx(best, rel=0.01)
+        assert costs.best_interval_s == pytest.approx(math.sqrt(2 * BLOCKED_S * mtbf_s), rel=0.1)
 
 
 def test_an_interval_is_no_shorter_than_a_save_and_no_longer_than_two_hours() -> None:
-    assert Costs(0.01, 100.0, RESTART_S, 1000.0).best_s == pytest.approx(120.0)
-    assert Costs(60.0, 100.0, RESTART_S, 1e9).best_s == 7200.0
+    assert Costs(0.01, 100.0, RESTART_S, 1000.0).best_interval_s == pytest.approx(120.0)
+    assert Costs(60.0, 100.0, RESTART_S, 1e9).best_interval_s == 7200.0
     free = Costs(0.0, 0.0, RESTART_S, 1000.0)
-    assert 0 < free.goodput(free.best_s) < 1, "saves that took no time, by a clock that is coarse"
+    assert 0 < free.goodput(free.best_interval_s) < 1, "saves that took no time, by a clock that is coarse"
 
 
 def test_configured_failure_rate_counts_as_one_failure() -> None:
@@ -67,9 +67,9 @@ def test_configured_failure_rate_counts_as_one_failure() -> None:
 def test_losses_and_goodput_add_up_to_one(mtbf_s: float) -> None:
     """Also if most of the time is lost: no share exceeds 1."""
     costs = Costs(BLOCKED_S, TOTAL_S, RESTART_S, mtbf_s)
-    lost = sum(costs.losses(costs.best_s).values())
+    lost = sum(costs.losses(costs.best_interval_s).values())
     assert 0 < lost < 1
-    assert lost + costs.goodput(costs.best_s) == pytest.approx(1, abs=0.12)
+    assert lost + costs.goodput(costs.best_interval_s) == pytest.approx(1, abs=0.12)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ def test_a_simulated_year(num_gpus: int, node_mtbf_years: float) -> None:
     assert experience.restart_s == pytest.approx(RESTART_S)
     if len(uptimes) > 100:
         costs = run._costs(experience)
-        assert goodput == pytest.approx(costs.goodput(costs.best_s), abs=0.01), "what is expected comes true"
+        assert goodput == pytest.approx(costs.goodput(costs.best_interval_s), abs=0.01), "what is expected comes true"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -31,10 +31,10 @@ from trainer.checkpoint.layout import (
     WrittenChunks,
     choose_writers,
     from_runs,
-    held_boxes,
     layout_from_json,
     layout_of,
     layout_to_json,
+    local_boxes,
     plan_reads,
     to_runs,
     value_at,
@@ -308,5 +308,5 @@ def files_of(shapes: Shapes, num_ranks: int) -> set[int]:
 
 
 def _told_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Box], bytes]:
-    boxes = held_boxes(tensors)
+    boxes = local_boxes(tensors)
     return boxes, pickle.dumps(as_boxes(boxes))

@@ -19,7 +19,7 @@ from tests.helpers.forked import REPOSITORY, fork, run_script
 from tests.helpers.ranks import run_command, tiny_overrides
 from trainer import load_config, run
 from trainer.config import declared_keys
-from trainer.config.command_line import completion, explained_yaml, full_help
+from trainer.config.command_line import completion_script, explained_yaml, full_help
 from trainer.config.load import load_with_origins
 from trainer.config.passes import PASSES, run_passes
 from trainer.errors import UserError
@@ -175,7 +175,7 @@ def test_each_pass_documents_its_decision() -> None:
     order = ("files", "keys", "tree", "config", "start", "data", "device")
     assert stages == sorted(stages, key=order.index)
     for each in PASSES:
-        decide = resolve(each.decide, each.name) if isinstance(each.decide, str) else each.decide
+        decide = resolve(each.function, each.name) if isinstance(each.function, str) else each.function
         assert len(decide.__doc__) > 40, each.name
         assert len(f"{each.name}: {each.reason}") <= 64, each.name
 
@@ -221,7 +221,7 @@ def test_unknown_subcommand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 )
 def test_bash_completions(words: str, place: int, offered: str) -> None:
     """Readline splits words at `=`, so the name of a recipe is a separate word."""
-    script = completion("bash", run.COMMANDS)
+    script = completion_script("bash", run.COMMANDS)
     ask = f"compopt() {{ :; }}; COMP_WORDS=({words}) COMP_CWORD={place}; _meshtrainer; echo ${{COMPREPLY[*]}}"
     found = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True).stdout
     assert offered in found.split() if offered else not found.split()

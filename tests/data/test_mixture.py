@@ -15,7 +15,7 @@ from tests.data.test_data import Numbered, without_checksums, write_shards
 from tests.helpers.ranks import merged, run_tiny
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
-from trainer.config import BLOCK, Phase, check_config, find_phases
+from trainer.config import MIXTURE_BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource, Mixture, describe_usage, find_order, shares_per_block, usage_by_phase
 from trainer.data.opening import open_source
@@ -46,10 +46,10 @@ def drawn(phases: list[Phase] = PHASES, num: int = NUM, seed: int = 3) -> dict[s
 # -- the order --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("start", [0, BLOCK, 7000, 7000 + BLOCK, 7000 + 3 * BLOCK])
+@pytest.mark.parametrize("start", [0, MIXTURE_BLOCK, 7000, 7000 + MIXTURE_BLOCK, 7000 + 3 * MIXTURE_BLOCK])
 def test_shares_are_exact_in_every_whole_block(start: int) -> None:
     expected = {"web": 717, "code": 205, "math": 102} if start < 2500 else {"web": 341, "code": 342, "math": 341}
-    block = range(start, start + BLOCK)
+    block = range(start, start + MIXTURE_BLOCK)
     assert {name: sum(p in block for p in positions) for name, (positions, _) in drawn().items()} == expected
 
 

@@ -141,7 +141,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "begin": (LocalStorage, "begin"),
     "write": (trainer.checkpoint.writer, "write_tensors"),
     "write_files": (trainer.checkpoint.writer, "write_files"),
-    "finish": (Checkpoints, "_write_common"),
+    "finish": (Checkpoints, "_write_shared_files"),
     "publish": (LocalStorage, "publish"),
     "prune": (LocalStorage, "unpublish"),
     "delete": (LocalStorage, "delete"),

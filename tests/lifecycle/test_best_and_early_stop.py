@@ -89,12 +89,12 @@ class OnceFull(Scripted):
 
     def evaluate(self) -> Record | None:
         store = self.checkpoints
-        write = type(store)._write_own
+        write = type(store)._write_rank_files
         if self.state.step == 4:
-            store._write_own = lambda *_: RankReport("no space left")  # type: ignore[method-assign]
+            store._write_rank_files = lambda *_: RankReport("no space left")  # type: ignore[method-assign]
             self.saver.schedule.failed = lambda: None  # type: ignore[method-assign]  # nor is it tried again
         else:
-            store._write_own = functools.partial(write, store)  # type: ignore[method-assign]
+            store._write_rank_files = functools.partial(write, store)  # type: ignore[method-assign]
         return super().evaluate()
 
 

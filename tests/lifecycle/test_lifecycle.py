@@ -91,10 +91,10 @@ class Run:
         saver = SimpleNamespace(
             begin=list,
             best=None,
-            expected_s=0.0,
+            expected_save_s=0.0,
             finish=lambda: None,
             wait=lambda seconds: self.say("wait for the save"),
-            wait_for_deleting=list,
+            wait_for_deletion=list,
             quarantine_since=lambda step: None,
         )
         forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)

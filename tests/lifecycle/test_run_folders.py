@@ -23,7 +23,7 @@ from tests.helpers.ranks import merged, tiny_overrides
 from tests.helpers.tiny import BATCH
 from trainer import Trainer, load_config
 from trainer.checkpoint.storage import open_storage
-from trainer.config.passes import relocated
+from trainer.config.passes import current_checkpoint_dir
 from trainer.errors import UserError
 from trainer.lifecycle.folder import FolderLock, _process_start_time, is_owned
 
@@ -463,11 +463,11 @@ def test_folders_created_for_a_rejected_start_are_removed(tmp_path: Path) -> Non
 
 
 def test_checkpoint_location_after_a_run_was_moved() -> None:
-    assert relocated("/a/run/saved", "/a/run", "/b/run") == "/b/run/saved"
-    assert relocated("runs/a/saved", "runs/a", "runs/b") == "runs/b/saved"
-    assert relocated("/a/run", "/a/run", "/b/run") == "/b/run"
+    assert current_checkpoint_dir("/a/run/saved", "/a/run", "/b/run") == "/b/run/saved"
+    assert current_checkpoint_dir("runs/a/saved", "runs/a", "runs/b") == "runs/b/saved"
+    assert current_checkpoint_dir("/a/run", "/a/run", "/b/run") == "/b/run"
     for outside in ("/a/run2/saved", "/a", "s3://a/run/saved", "/a/run/../saved"):
-        assert relocated(outside, "/a/run", "/b/run") == outside
+        assert current_checkpoint_dir(outside, "/a/run", "/b/run") == outside
 
 
 def test_incomplete_upload_to_an_object_store_is_not_deleted() -> None:

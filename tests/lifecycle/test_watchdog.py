@@ -30,11 +30,11 @@ from trainer.lifecycle.watchdog import (
     RankStatus,
     Watchdog,
     _stack_lines,
+    describe_stragglers,
     find_stragglers,
     is_stuck,
     progress_of,
-    reason_of,
-    table,
+    status_table,
     watch_phases,
 )
 
@@ -273,7 +273,7 @@ def test_shorter_limit_after_the_first_step(dog: Watchdog, monkeypatch: pytest.M
 
 
 def test_rank_that_saves_within_its_limit_is_not_late(dog: Watchdog, capsys: pytest.CaptureFixture[str]) -> None:
-    dog._world.messages = TimedStore(HashStore(), 5.0)  # type: ignore[misc]
+    dog._world.timed_store = TimedStore(HashStore(), 5.0)  # type: ignore[misc]
     dog._main_thread = threading.get_ident()
     with dog.during("save"):
         dog._report("another rank waits for this one")
@@ -295,12 +295,12 @@ def test_late_ranks() -> None:
     assert not is_stuck([ahead, waiting, behind]), "a save in flight may end before they leave"
     assert is_stuck([ahead, silent]), "none can end that it is part of"
     assert find_stragglers([ahead, silent]) == [silent]
-    assert reason_of("why", [ahead, silent]) == "watchdog: rank 4 did not answer (why)"
-    many = table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])
+    assert describe_stragglers("why", [ahead, silent]) == "watchdog: rank 4 did not answer (why)"
+    many = status_table("why", [rank(number, 5, 1 if number == 700 else 2, number != 700) for number in range(1000)])
     assert ">>  700" in many
     assert "and 968 more that are not late" in many
     waits = replace(waiting, rank=7, group="context", stack=["b.py:2 in g"])
-    shown = table("why", [silent, replace(waiting, rank=6), waits])
+    shown = status_table("why", [silent, replace(waiting, rank=6), waits])
     assert "waits for its context group" in shown
     assert shown.endswith("rank 7 waits at\n  b.py:2 in g"), "the silent one cannot say where it is"
 
@@ -341,7 +341,7 @@ def test_rank_with_the_least_device_progress_is_named() -> None:
 
     statuses = [rank(0, 7), rank(1, 6), rank(2, 7)]
     assert find_stragglers(statuses) == [statuses[1]]
-    reason = reason_of("why", statuses)
+    reason = describe_stragglers("why", statuses)
     assert (
         reason == "watchdog: rank 1 made no progress in device of step 6 for 7 s, the device in reduce number 8 (why)"
     )
@@ -353,7 +353,9 @@ def test_waiting_for_the_device_is_recognized(dog: Watchdog, monkeypatch: pytest
     """In `Event.synchronize`, where every rank is if a collective hangs on the device."""
     code = compile("", f"{os.sep}torch{os.sep}cuda{os.sep}streams.py", "exec")
     frame = SimpleNamespace(f_code=code, f_lineno=1, f_back=None)
-    monkeypatch.setattr("trainer.lifecycle.watchdog.read_record", lambda: record("started", completed=0, enqueued=2))
+    monkeypatch.setattr(
+        "trainer.lifecycle.watchdog.read_flight_record", lambda: record("started", completed=0, enqueued=2)
+    )
     monkeypatch.setattr("sys._current_frames", lambda: {1: frame})
     dog._main_thread = 1
     found = dog.status("asked")

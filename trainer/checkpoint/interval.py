@@ -15,15 +15,15 @@ from functools import cached_property
 from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
-LONGEST_S = 7200.0
+MAX_INTERVAL_S = 7200.0
 """Upper limit of the interval, since checkpoints protect against more than node failures."""
-SHORTEST_S = 1.0
+MIN_INTERVAL_S = 1.0
 """Lower limit of the interval, for saves too short to measure."""
 _SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
 _WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
 """Assumed speed of a rank's save, and of the copy for which training pauses, until a save has been timed."""
-_START_S = 180.0
+_ASSUMED_RESTART_S = 180.0
 """Assumed time from detecting a failure to the first step after it."""
 
 
@@ -41,13 +41,13 @@ class Costs:
     """Mean time between failures of the job."""
 
     @cached_property
-    def best_s(self) -> float:
+    def best_interval_s(self) -> float:
         """The interval between the starts of two saves that maximizes goodput."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
         every_s = self.mtbf_s + self.blocked_s  # if a save takes longer than the time between failures
         if ratio < 1:
             every_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
-        return max(SHORTEST_S, _SAVE_MARGIN * self.total_s, min(LONGEST_S, every_s))
+        return max(MIN_INTERVAL_S, _SAVE_MARGIN * self.total_s, min(MAX_INTERVAL_S, every_s))
 
     def goodput(self, every_s: float) -> float:
         """Return the fraction of time that makes lasting progress if a save starts every `every_s` seconds."""
@@ -89,7 +89,7 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: Run
     rate = (history.failures + 1) / (history.node_s + 3600 * config.checkpoint.node_mtbf_h)
     total_s = estimated_save_s(shard_bytes)
     blocked_s = shard_bytes / _COPY_BYTES_PER_S if config.checkpoint.mode == "async" else total_s
-    restart_s = history.restart_s or config.run.step_limit_s + _START_S
+    restart_s = history.restart_s or config.run.step_limit_s + _ASSUMED_RESTART_S
     if history.saves:
         blocked_s = sorted(blocked for blocked, _ in history.saves)[len(history.saves) // 2]  # the median
         total_s = max(total for _, total in history.saves)
@@ -106,8 +106,12 @@ def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, st
     losses = costs.losses(every_s)
     worst = max(losses, key=lambda cause: losses[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
-    best = "" if math.isclose(every_s, costs.best_s, rel_tol=0.05) else f"; best: every {readable_span(costs.best_s)}"
-    at_best = f", {_percent(costs.goodput(costs.best_s))} at best" if best else ""
+    best = (
+        ""
+        if math.isclose(every_s, costs.best_interval_s, rel_tol=0.05)
+        else f"; best: every {readable_span(costs.best_interval_s)}"
+    )
+    at_best = f", {_percent(costs.goodput(costs.best_interval_s))} at best" if best else ""
     return {
         "failures": f"one in {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to resume",
         "saves": (

@@ -221,7 +221,7 @@ class Box:
     dtype: torch.dtype
 
 
-def held_boxes(tensors: Tensors) -> list[Box]:
+def local_boxes(tensors: Tensors) -> list[Box]:
     """Return the boxes of `tensors` on this rank: a DTensor's local shard, all of a plain tensor.  No collective."""
     # Imported here because it pulls in some 70 modules (2.5 MiB, 0.05 s).
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -243,7 +243,7 @@ def plan_reads(targets: Tensors, layout: Layout) -> list[ReadRequest]:
     a part, which torch.distributed.checkpoint does not check.
     """
     requests = []
-    for box in held_boxes(targets):
+    for box in local_boxes(targets):
         stored, target, num_missing = layout[box.key], local(targets[box.key].detach()), np.prod(box.sizes)
         for chunk in stored.chunks.overlapping(box.offsets, box.sizes):
             starts = np.maximum(box.offsets, chunk.offsets)
@@ -449,13 +449,13 @@ def _planned_tensors(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
         num_held, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
         if num_held != numel:
             raise ValueError(f"{key}: the ranks hold {num_held} of its {numel} elements")
-        if (offsets + sizes > shape).any() or _overlap(offsets, sizes):
+        if (offsets + sizes > shape).any() or _any_overlap(offsets, sizes):
             raise ValueError(f"{key}: the ranks hold parts of it that overlap or lie outside of it")
         planned[key] = PlannedTensor(tensor.dtype, shape, offsets, sizes)
     return planned
 
 
-def _overlap(offsets: Rows, sizes: Rows) -> bool:
+def _any_overlap(offsets: Rows, sizes: Rows) -> bool:
     """Return whether any two boxes overlap.  offsets: in ascending order."""
     if len(offsets) < 2:
         return False

@@ -56,7 +56,7 @@ class Manifest:
         return int(self.extra.get("num_skipped", 0))
 
     @property
-    def due(self) -> Sequence[int]:
+    def replaced_steps(self) -> Sequence[int]:
         """Steps of earlier due saves that this checkpoint replaces, if it was saved late."""
         return tuple(self.extra.get("due", ()))
 
@@ -165,7 +165,7 @@ def blocks_name(data_file: str) -> str:
     return data_file.removesuffix(".distcp") + BLOCKS
 
 
-def is_data(name: str) -> bool:
+def is_data_file(name: str) -> bool:
     """Return whether a file is a data file, which holds tensors."""
     return name.endswith(".distcp")
 
@@ -195,7 +195,7 @@ class StoredBlocks(Mapping[str, Blocks]):
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self._storage, self._manifest = storage, manifest
-        self._names = [name for name in manifest.files if is_data(name)]
+        self._names = [name for name in manifest.files if is_data_file(name)]
         self._loaded: dict[str, Blocks] = {}
 
     def __getitem__(self, name: str) -> Blocks:
@@ -220,7 +220,7 @@ class StoredBlocks(Mapping[str, Blocks]):
 def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
     """Return the problems in one share of the files, one line each; an empty list if there are none.
 
-    depth: `sizes` checks sizes only; `frames` checks all bytes except those of tensors, which `read_tensors` verifies
+    depth: `sizes` checks sizes only; `metadata` checks all bytes except those of tensors, which `read_tensors` verifies
     as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for
     torch's tools is not checked, since nothing here depends on it.
     """
@@ -244,13 +244,13 @@ def _check_file(storage: Storage, manifest: Manifest, name: str, size: int, dept
         raise Damaged(f"{storage}/{name}: has {actual} bytes instead of {size}")
     if depth == "sizes":
         return
-    if not is_data(name):
+    if not is_data_file(name):
         read_file(storage, manifest, name)
         return
     blocks = json.loads(read_file(storage, manifest, blocks_name(name)))
     reader = BlockReader(storage, name, blocks)
     try:
-        reader.check(skip_tensors=depth == "frames")
+        reader.check(skip_tensors=depth == "metadata")
     finally:
         reader.close()
 

@@ -64,7 +64,7 @@ from trainer.checkpoint.storage import (
 )
 from trainer.config import stored_value
 from trainer.config.location import CHECKPOINT_FILES
-from trainer.config.passes import relocated
+from trainer.config.passes import current_checkpoint_dir
 from trainer.config.stored import CONFIG, run_of_best
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
@@ -117,7 +117,7 @@ class CheckpointReader:
         """Return the steps of the published checkpoints visible to this rank, oldest first.  Not collective."""
         return list_steps(self.storage)
 
-    def newest_origin(self) -> RunInfo | None:
+    def newest_run_info(self) -> RunInfo | None:
         """Return the run that wrote the newest readable checkpoint; None if there is none.  Not collective."""
         for step in reversed(self.steps()):
             storage = self.storage / checkpoint_name(step)
@@ -143,12 +143,12 @@ class CheckpointReader:
 
         Raises UserError if the configuration or the state is incompatible, TrainingFailed if no checkpoint is good.
         """
-        names = self.world.broadcast(self.world.agreed(self._candidates))
+        names = self.world.broadcast(self.world.agreed(self._candidate_names))
         damaged: dict[str, list[str]] = {}
         postponed: dict[str, int] = {}
         for name in chain.from_iterable((names, postponed)):  # lazily: `postponed` fills up during the first pass
             storage = self.storage / name
-            manifest, problem = self._manifest(storage)
+            manifest, problem = self._broadcast_manifest(storage)
             restored, damage = None, [problem]
             if manifest is not None:
                 if manifest.num_skipped and name not in postponed:
@@ -174,7 +174,7 @@ class CheckpointReader:
 
         Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
-        manifest, problem = self._manifest(storage)
+        manifest, problem = self._broadcast_manifest(storage)
         restored, damage = None, [problem]
         if manifest is not None:
             restored, damage = self._load(storage, manifest, request)
@@ -188,13 +188,13 @@ class CheckpointReader:
             for name in names:
                 self.storage.quarantine(name, why)
 
-    def _candidates(self) -> list[str]:
+    def _candidate_names(self) -> list[str]:
         if not self.world.is_main:
             return []
         self.storage.recover()
         return [checkpoint_name(step) for step in reversed(self.steps())]
 
-    def _manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
+    def _broadcast_manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
         """Return the manifest on all ranks, or None and the problem if it is damaged."""
         manifest, problem = self.world.broadcast(
             self.world.agreed(lambda: _open_manifest(storage) if self.world.is_main else (None, ""))
@@ -206,7 +206,7 @@ class CheckpointReader:
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Restore from `storage`.  Returns the restored checkpoint, or None and the damage."""
         state = request.state
-        depth = "sizes" if not self._checksums else "full" if request.verify_first else "frames"
+        depth = "sizes" if not self._checksums else "full" if request.verify_first else "metadata"
         _, damage = self._attempt(lambda: _raise_if_damaged(storage, manifest, depth, self.world))
         if damage:
             return None, damage
@@ -222,7 +222,7 @@ class CheckpointReader:
         _, damage = self._attempt(lambda: read_tensors(storage, layout, blocks, targets, check=self._checksums))
         if damage:
             return None, damage
-        self.world.agreed(lambda: apply(state, stored, targets, left_out))
+        self.world.agreed(lambda: load_parts(state, stored, targets, left_out))
         state.step = manifest.step
         if stored.per_rank_bytes is None:
             for part in state.per_rank_parts.values():
@@ -291,7 +291,7 @@ def _raise_if_damaged(storage: Storage, manifest: Manifest, depth: str, world: W
 
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
-_NUM_LINES, _NUM_CHARACTERS = 4, 300
+_MAX_LINES, _MAX_CHARACTERS = 4, 300
 """Limits of the error message: one cause, such as a different width, shows up in every tensor."""
 
 
@@ -311,7 +311,7 @@ class IncompatibleCheckpoint(UserError):
         ]
         parts = [name for name, lines in by_part.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
         self._storage, self._advice = storage, advice_for(settings, to_advise_on, parts)
-        limit = _NUM_LINES if len(self.lines) <= _NUM_LINES else _NUM_LINES - 1  # one line for the number of others
+        limit = _MAX_LINES if len(self.lines) <= _MAX_LINES else _MAX_LINES - 1  # one line for the number of others
         first_of_parts = [lines[0] for lines in by_part.values()]
         others = [line for line in of_parts if line not in first_of_parts]
         self._shown = [*settings, *first_of_parts, *others][:limit]
@@ -320,11 +320,11 @@ class IncompatibleCheckpoint(UserError):
     @property
     def is_short(self) -> bool:
         """True if the message shows all differences in full."""
-        return len(self.lines) == len(self._shown) and all(len(line) <= _NUM_CHARACTERS for line in self.lines)
+        return len(self.lines) == len(self._shown) and all(len(line) <= _MAX_CHARACTERS for line in self.lines)
 
     def message(self, file: str = "") -> str:
         """Return the message; `file` names a file that holds all lines."""
-        shown = [line if len(line) <= _NUM_CHARACTERS else f"{line[:_NUM_CHARACTERS]}..." for line in self._shown]
+        shown = [line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in self._shown]
         if more := len(self.lines) - len(self._shown):
             shown.append(f"and {more} more differences" + f": {file}" * bool(file))
         elif file:
@@ -351,7 +351,7 @@ def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[
         for name, part in state.parts.items():
             if name in left_out:
                 continue
-            stored = _stored_in(layout, name)
+            stored = _part_of_layout(layout, name)
             StatePart.of(part).prepare(stored)
             _, tensors = split_state(part.state_dict(), (name,))
             live = {".".join(path): tensor for path, tensor in tensors.items()}
@@ -364,7 +364,7 @@ def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[
     return targets
 
 
-def _stored_in(layout: Layout, part: str) -> dict[str, StoredTensor]:
+def _part_of_layout(layout: Layout, part: str) -> dict[str, StoredTensor]:
     return {key.removeprefix(f"{part}."): stored for key, stored in layout.items() if key.startswith(f"{part}.")}
 
 
@@ -398,7 +398,7 @@ def check_compatible(
             if stored.per_rank_bytes is None and not part.can_restart:
                 differences = [_state_differs(name, "per-rank state, saved with a different number of ranks")]
         else:
-            differences = part.differences(parts[name], _stored_in(stored.layout, name))
+            differences = part.differences(parts[name], _part_of_layout(stored.layout, name))
             if differences is None:
                 differences = _sharded_differences(name, part, stored.layout)
         if differences and f"state.{name}" in allowed:
@@ -482,7 +482,7 @@ def _dtype(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def apply(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Tensor], left_out: set[str]) -> None:
+def load_parts(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Tensor], left_out: set[str]) -> None:
     """Load the state of every part.  Call this only after everything has been read and verified."""
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
@@ -557,15 +557,15 @@ def _configured_folder(run: Storage) -> list[Storage]:
         )
     if not (isinstance(checkpoint_dir, str) and checkpoint_dir):
         return []
-    return [open_storage(relocated(checkpoint_dir, str(run_dir or run), str(run)))]
+    return [open_storage(current_checkpoint_dir(checkpoint_dir, str(run_dir or run), str(run)))]
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Weights by name, all or some of their rows, in one process and without a process group
 
-_TRIES = 50
+_MAX_ATTEMPTS = 50
 """Maximum number of attempts to open the newest checkpoint of a live run, which may prune it first."""
-_AVERAGE = "ema.weights."
+_AVERAGE_PREFIX = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
 
@@ -586,7 +586,7 @@ class StoredWeights(StoredTensors):
                 with suppress(FileNotFoundError):  # the check below reports which one is missing
                     storage = PinnedStorage(storage.path, [MANIFEST, *self.manifest.files])
             self.storage = storage
-            damage = find_damage(storage, self.manifest, "frames")
+            damage = find_damage(storage, self.manifest, "metadata")
             if damage:
                 raise Damaged("\n  ".join(damage))
             layout = layout_from_json(read_file(storage, self.manifest, "layout.json"))
@@ -598,10 +598,14 @@ class StoredWeights(StoredTensors):
         except Damaged as error:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n  {error}") from error
         self.layout = layout
-        self._stored = _stored_in(layout, "model")
-        if averaged and not any(key.startswith(_AVERAGE) for key in layout):
+        self._stored = _part_of_layout(layout, "model")
+        if averaged and not any(key.startswith(_AVERAGE_PREFIX) for key in layout):
             raise UserError(f"{storage}: has no averaged weights: its run had train.ema=0")
-        self._keys = {name: f"{_AVERAGE}{name}" for name in self._stored if averaged and f"{_AVERAGE}{name}" in layout}
+        self._keys = {
+            name: f"{_AVERAGE_PREFIX}{name}"
+            for name in self._stored
+            if averaged and f"{_AVERAGE_PREFIX}{name}" in layout
+        }
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a parameter, all by default.  Raises TrainingFailed if they are damaged."""
@@ -623,7 +627,7 @@ def open_checkpoint(path: str | os.PathLike[str], averaged: bool = False) -> Sto
     If a live run prunes the newest checkpoint before it is open, try again with the one that is then newest.  Raises
     the exceptions of `find_checkpoint` and `StoredWeights`.
     """
-    for _ in range(_TRIES):
+    for _ in range(_MAX_ATTEMPTS):
         storage = find_checkpoint(path)
         try:
             return StoredWeights(storage, averaged)
@@ -667,12 +671,12 @@ class ChunkReader:
 
     def read_all(self, requests: Iterable[ReadRequest]) -> None:
         """Fill the targets, in the order of the files."""
-        in_flight: deque[_Reading] = deque()
+        in_flight: deque[_PendingRead] = deque()
         with ThreadPoolExecutor(self._NUM_THREADS) as threads:
             try:
                 for request in sorted(requests, key=lambda request: (request.chunk.file, request.chunk.start)):
                     if request.target.numel():
-                        in_flight.append(self._begin(threads, request))
+                        in_flight.append(self._start_read(threads, request))
                     while sum(reading.num_bytes for reading in in_flight) > self._BYTES_IN_FLIGHT:
                         in_flight.popleft().finish()
                 for reading in in_flight:
@@ -681,7 +685,7 @@ class ChunkReader:
                 threads.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _begin(self, threads: ThreadPoolExecutor, request: ReadRequest) -> _Reading:
+    def _start_read(self, threads: ThreadPoolExecutor, request: ReadRequest) -> _PendingRead:
         """Start reading, directly into the target if the target has the same memory layout."""
         chunk, target, offsets, sizes = request.chunk, request.target, request.offsets, request.sizes
         reads_full_rows = sizes[1:] == chunk.sizes[1:]
@@ -690,13 +694,13 @@ class ChunkReader:
         is_same_layout = target.device.type == "cpu" and target.dtype == request.dtype and target.is_contiguous()
         is_direct = reads_full_rows and is_same_layout
         buffer = target if is_direct else torch.empty(sizes if reads_full_rows else chunk.sizes, dtype=request.dtype)
-        jobs = [threads.submit(read) for read in self._file(chunk.file).reads(_bytes_of(buffer), start)]
+        jobs = [threads.submit(read) for read in self._open_file(chunk.file).reads(_bytes_of(buffer), start)]
         if is_direct:
-            return _Reading(jobs, None, None, buffer.nbytes)
+            return _PendingRead(jobs, None, None, buffer.nbytes)
         box = () if reads_full_rows else tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
-        return _Reading(jobs, buffer[box], target, buffer.nbytes)
+        return _PendingRead(jobs, buffer[box], target, buffer.nbytes)
 
-    def _file(self, name: str) -> BlockReader:
+    def _open_file(self, name: str) -> BlockReader:
         if name not in self._open_files:
             if name not in self._blocks:
                 raise Damaged(f"{self._storage}/{name}: is not in the manifest")
@@ -706,7 +710,7 @@ class ChunkReader:
     def read_rows(self, chunk: Chunk, start: int, rows: torch.Tensor) -> None:
         """Read rows of one chunk, starting at row `start`."""
         position = chunk.data_start + start * (rows.nbytes // len(rows) if rows.ndim else 0)
-        self._file(chunk.file).read_into(_bytes_of(rows), position)
+        self._open_file(chunk.file).read_into(_bytes_of(rows), position)
 
     def close(self) -> None:
         for reader in self._open_files.values():
@@ -714,7 +718,7 @@ class ChunkReader:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _PendingRead:
     """A read in progress of a box within a chunk."""
 
     jobs: Sequence[Future[None]]

@@ -27,7 +27,7 @@ def newest_step(storage: Storage) -> int | None:
     """
     steps = list_steps(storage)
     for step in reversed(steps):
-        manifest = _read(storage / checkpoint_name(step))
+        manifest = _read_if_usable(storage / checkpoint_name(step))
         if manifest is None or not manifest.num_skipped:
             return step
     return steps[-1] if steps else None
@@ -44,7 +44,9 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
 
     Checkpoints are ranked by the metric that was configured when the newest of them was saved.
     """
-    manifests = [m for step in list_steps(storage) if (m := _read(storage / checkpoint_name(step))) is not None]
+    manifests = [
+        m for step in list_steps(storage) if (m := _read_if_usable(storage / checkpoint_name(step))) is not None
+    ]
     good = [manifest for manifest in manifests if manifest.evaluation and not manifest.num_skipped]
     if not good:
         return None
@@ -53,7 +55,7 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
     return min(scored, key=lambda value_and_step: (sign * value_and_step[0], value_and_step[1]), default=None)
 
 
-def _read(storage: Storage) -> Manifest | None:
+def _read_if_usable(storage: Storage) -> Manifest | None:
     """Return the manifest, or None if it is missing, damaged or of an unsupported format."""
     try:
         return read_manifest(storage)
@@ -74,7 +76,7 @@ class RetentionPolicy:
         self._manifests: dict[int, Manifest | None] = {}
         """The manifest of each step; None if it cannot be used."""
 
-    def note(self, manifest: Manifest) -> None:
+    def record_published(self, manifest: Manifest) -> None:
         """Record a checkpoint that has just been published."""
         self._manifests[manifest.step] = manifest
 
@@ -89,7 +91,7 @@ class RetentionPolicy:
             return False
         num_better = 0
         for step in list_steps(self._storage):
-            manifest = self._manifests.get(step) or _read(self._storage / checkpoint_name(step))
+            manifest = self._manifests.get(step) or _read_if_usable(self._storage / checkpoint_name(step))
             if manifest is not None and not manifest.num_skipped:
                 other = manifest.evaluation.get(self._metric)
                 num_better += other is not None and self._sign * other <= self._sign * value
@@ -113,7 +115,7 @@ class RetentionPolicy:
         ranked = sorted((self._sign * m.evaluation[self._metric], m.step) for m in evaluated)  # a tie: the older
         to_keep = {step for _, step in ranked[: self._keep_best]}
         for step, manifest in manifests.items():
-            due_steps = (step, *(manifest.due if manifest is not None else ()))
+            due_steps = (step, *(manifest.replaced_steps if manifest is not None else ()))
             if self._keep_every > 0 and any(due % self._keep_every == 0 for due in due_steps):
                 to_keep.add(step)
         return [checkpoint_name(step) for step in steps if step < newest[-1] and step not in to_keep]
@@ -142,7 +144,7 @@ class RetentionPolicy:
     def _manifest_of(self, step: int) -> Manifest | None:
         """Return the manifest of a checkpoint, or None if it cannot be used."""
         if step not in self._manifests:
-            self._manifests[step] = _read(self._storage / checkpoint_name(step))
+            self._manifests[step] = _read_if_usable(self._storage / checkpoint_name(step))
         return self._manifests[step]
 
 

@@ -79,18 +79,18 @@ class Saver:
                 is_main=self._world.is_main,
             )
         self.schedule = SaveSchedule(policy)
-        step_metrics.is_saved_after = policy.falls_due
+        step_metrics.is_saved_after = policy.is_due
         self._is_written = step_sync.register(lambda: checkpoints.is_written)
         self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
         self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
-        self._started_mark: tuple[object, ...] | None = None
-        """The mark (see `_mark`) of the state that was last passed to a save."""
-        self._saved_mark: tuple[object, ...] | None = None
+        self._started_key: tuple[object, ...] | None = None
+        """The mark (see `_state_key`) of the state that was last passed to a save."""
+        self._saved_key: tuple[object, ...] | None = None
         """The mark of this run's newest checkpoint."""
-        self.longest_s = 0.0
+        self.longest_save_s = 0.0
         """Duration of the longest save in seconds."""
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.any_yes)
 
@@ -120,7 +120,7 @@ class Saver:
 
         While steps are being skipped the state is not worth saving, so the save is postponed until the next good step.
         """
-        is_started = self._started_mark == self._mark(state)  # already saved as one of the best
+        is_started = self._started_key == self._state_key(state)  # already saved as one of the best
         if self._checkpoints.in_flight and (is_started or (may_skip and self._config.when_busy == "skip")):
             return
         self._step_metrics.settle()
@@ -176,27 +176,27 @@ class Saver:
     def begin(self) -> list[str]:
         """Load the measurements of earlier attempts; return lines that describe the save policy."""
         history = self._metrics.experience()
-        self.longest_s = max(self.longest_s, history.longest_save_s)
+        self.longest_save_s = max(self.longest_save_s, history.longest_save_s)
         self.schedule.policy.update(history)
         return self.schedule.policy.describe()
 
-    def loaded(self, state: TrainState, is_own: bool) -> None:
+    def record_loaded(self, state: TrainState, is_own: bool) -> None:
         """Record that a checkpoint was loaded.  This run's own need not be saved again.  Not collective."""
-        self._saved_mark = self._mark(state) if is_own else None
+        self._saved_key = self._state_key(state) if is_own else None
 
     @property
     def storage(self) -> str:
         """The folder or URL of the checkpoints."""
         return str(self._checkpoints.storage)
 
-    def forget(self) -> None:
+    def forget_saved(self) -> None:
         """Record that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
-        self._saved_mark = None
+        self._saved_key = None
 
     @property
-    def expected_s(self) -> float:
+    def expected_save_s(self) -> float:
         """Expected duration of a save in seconds: the longest so far, or an estimate before the first."""
-        return self.longest_s or estimated_save_s(self._expected_bytes)
+        return self.longest_save_s or estimated_save_s(self._expected_bytes)
 
     def wait(self, timeout_s: float) -> None:
         """Wait for the save in flight, at most `timeout_s`, before this rank exits.  Not collective."""
@@ -225,27 +225,27 @@ class Saver:
                 f"every step since then failed: {renamed}; the same command resumes from the checkpoint before it"
             )
 
-    def wait_for_deleting(self) -> None:
+    def wait_for_deletion(self) -> None:
         """Wait for the deletion of pruned checkpoints, up to a time limit.  Not collective."""
-        self._checkpoints.wait_for_deleting()
+        self._checkpoints.wait_for_deletion()
 
     def _warn(self, text: str) -> None:
         if self._world.is_main:
             warn(text)
 
-    def _mark(self, state: TrainState) -> tuple[object, ...]:
+    def _state_key(self, state: TrainState) -> tuple[object, ...]:
         """Return a key that identifies the state: its step, and with `checkpoint.keep_best` its evaluation."""
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
     def _is_saved(self, state: TrainState) -> bool:
-        return self._saved_mark == self._mark(state)
+        return self._saved_key == self._state_key(state)
 
     def _start(self, state: TrainState, background: bool) -> None:
         self._world.agreed(self._folder.acquire)
         self._relocation.check()
-        self._resume.confirm(state.step)
+        self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.settle()
-        self._started_mark = self._mark(state)
+        self._started_key = self._state_key(state)
         self._watchdog.save_begins(lambda: self._checkpoints.stage)
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
@@ -256,7 +256,7 @@ class Saver:
         Raises TrainingFailed if the storage does not respond, or after too many consecutive failures unless `is_last`.
         """
         with self._watchdog.during("save"):
-            result = self._checkpoints.take(has_ended)
+            result = self._checkpoints.take_result(has_ended)
         self._watchdog.save_ends()
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
@@ -275,9 +275,9 @@ class Saver:
                 self._warn(f"checkpoint not saved, training continues: {result.error} ({count})")
             return result
         self.schedule.succeeded(result.step)
-        self.longest_s = max(self.longest_s, result.total_s)
+        self.longest_save_s = max(self.longest_save_s, result.total_s)
         self.schedule.policy.update(self._metrics.experience())
-        self._saved_mark = self._started_mark
+        self._saved_key = self._started_key
         if result.warning:
             self._warn(result.warning)
         return result
@@ -307,12 +307,12 @@ class SaveSchedule:
 
     def is_due(self, step: int, may_retry: bool) -> bool:
         """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
-        falls_due = self.policy.falls_due(step)
-        if falls_due:
+        is_due = self.policy.is_due(step)
+        if is_due:
             self._unsaved_steps.append(step)
         if self.num_failures:
             return may_retry
-        return falls_due or self.is_postponed
+        return is_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
         """Record that a save of step `step` has started; return the steps of earlier due saves that it replaces."""
@@ -342,7 +342,7 @@ class SavePolicy:
         """Current interval between saves in seconds; None if the interval is a number of steps."""
         return None
 
-    def falls_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether a save is due after step `step`; call it after the step's all-reduce.  Not collective."""
         raise NotImplementedError
 
@@ -363,7 +363,7 @@ class FixedInterval(SavePolicy):
     def __init__(self, every: int) -> None:
         self._every = every
 
-    def falls_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return self._every > 0 and step % self._every == 0
 
 
@@ -395,7 +395,7 @@ class AdaptiveInterval(SavePolicy):
 
     @property
     def every_s(self) -> float:
-        return self.costs.best_s
+        return self.costs.best_interval_s
 
     def is_time(self) -> bool:
         """Return whether to save after this step: the time of the save is closer to its end than to the next one's."""
@@ -404,7 +404,7 @@ class AdaptiveInterval(SavePolicy):
             self._last_save = now
         return now - self._last_save + 1.5 * self._step_s() >= self.every_s
 
-    def falls_due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         return self._is_time.any_yes or (self._keep_every > 0 and step % self._keep_every == 0)
 
     def began(self) -> None:

@@ -68,10 +68,10 @@ class StatePart:
     @staticmethod
     def of(thing: Stateful) -> StatePart:
         """Return `thing` as a part of the state."""
-        return thing if isinstance(thing, StatePart) else _OtherPart(thing)
+        return thing if isinstance(thing, StatePart) else _WrappedPart(thing)
 
 
-class _OtherPart(StatePart):
+class _WrappedPart(StatePart):
     """An object that does not derive from StatePart, with the default hooks that it does not define itself."""
 
     def __init__(self, thing: Any) -> None:

@@ -272,7 +272,7 @@ class PinnedStorage(LocalStorage):
                 break  # the limit on open files is reached: the others are opened on demand
 
     @contextlib.contextmanager
-    def lasting(self) -> Iterator[str]:
+    def linked_folder(self) -> Iterator[str]:
         """Yield a folder with symbolic links to the open files, for code or local processes that need a path."""
         with tempfile.TemporaryDirectory(prefix="meshtrainer-") as folder:
             path = Path(folder) / self.path.name
@@ -504,7 +504,7 @@ class BlockWriter:
     that a background writer can pause.
     """
 
-    LARGE = 4096
+    LARGE_BYTES = 4096
     """Writes of at least this many bytes start their own block; collected blocks stay smaller."""
 
     def __init__(self, file: WritableFile, throttle: Callable[[float], None] | None = None) -> None:
@@ -517,9 +517,9 @@ class BlockWriter:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if len(view) < self.LARGE:
+        if len(view) < self.LARGE_BYTES:
             self.inspect(view)
-            if self._small_bytes + len(view) >= self.LARGE:
+            if self._small_bytes + len(view) >= self.LARGE_BYTES:
                 self._end_small()
             self._small_crc = crc32(view, self._small_crc)
             self._small_bytes += len(view)
@@ -595,7 +595,7 @@ class BlockReader:
     def check(self, skip_tensors: bool = False) -> None:
         """Read and verify all blocks; with `skip_tensors`, only those without tensor data."""
         for number, (length, _) in enumerate(self._blocks):
-            if not (skip_tensors and length >= BlockWriter.LARGE):
+            if not (skip_tensors and length >= BlockWriter.LARGE_BYTES):
                 self._read_block(number, self._thread_scratch()[:length])
 
     def _read_within_block(self, number: int, offset: int, buffer: memoryview) -> None:

@@ -41,9 +41,9 @@ from trainer.checkpoint.layout import (
     WriteResult,
     WrittenChunks,
     choose_writers,
-    held_boxes,
     layout_of,
     layout_to_json,
+    local_boxes,
     pickled_metadata,
 )
 from trainer.checkpoint.manifest import (
@@ -146,7 +146,7 @@ class Checkpoints:
         self._metric, self._higher_is_better = metric, higher_is_better
         self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
         self.in_flight: Future[SaveResult] | None = None
-        """The save that has been started, until `take` returns its result."""
+        """The save that has been started, until `take_result` returns its result."""
         self.move_to(storage)
         self._has_channels = False
         self._plans = SavePlans(world)
@@ -205,16 +205,16 @@ class Checkpoints:
 
         self.world.agreed(try_to_collect)
 
-    def start(self, state: TrainState, background: bool, due: Sequence[int] = ()) -> None:
+    def start(self, state: TrainState, background: bool, replaced_steps: Sequence[int] = ()) -> None:
         """Start saving `state` as it is now.
 
-        With `background`, training pauses only for a copy; otherwise the state must not change until `take` returns
-        the result.  `due`: steps of earlier due saves that this save replaces.
+        With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
+        returns.  `replaced_steps`: steps of earlier due saves that this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
         """
-        assert self.in_flight is None, "one save at a time: take() the result of the previous one first"
+        assert self.in_flight is None, "one save at a time: take_result() of of the previous one first"
         started = time.perf_counter()
         if not self._has_channels:  # not opened earlier because each one costs some CPU time (see `Channel`)
             self._channel, self._results = self._open_channel(), self._open_channel()  # for the thread; for results
@@ -224,7 +224,7 @@ class Checkpoints:
         try:
             state.check_complete()
             snapshot = collect(state, self.world.size)
-            snapshot.due = due
+            snapshot.replaced_steps = replaced_steps
         except (TypeError, UserError) as error:
             mistake = str(error) or repr(error)
         except Exception as error:  # any error: the other ranks wait in the gather below
@@ -287,17 +287,17 @@ class Checkpoints:
             if self.world.is_main:
                 with self._in_stage(f"making {folder}"):
                     is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
-                    unpublished, failed = self._begin(name, int(all_bytes), may_prune=is_good)
+                    unpublished, failed = self._create_folder(name, int(all_bytes), may_prune=is_good)
             unpublished, failed = self._channel.broadcast((unpublished, failed))
             if not failed:
                 report = RankReport(error)
                 if not error:
                     with self._in_stage(f"writing {folder}"):
-                        report = self._write_own(self.storage / unpublished, snapshot, tensors)
+                        report = self._write_rank_files(self.storage / unpublished, snapshot, tensors)
                 reports = self._channel.gather_to_main(report)
                 if self.world.is_main:
                     with self._in_stage(f"publishing {folder}"):
-                        failed, num_bytes = self._finish(unpublished, name, snapshot, reports)
+                        failed, num_bytes = self._publish(unpublished, name, snapshot, reports)
                 failed, num_bytes = self._channel.broadcast((failed, num_bytes))
         except RuntimeError as died:  # torch.distributed: another rank has died or timed out
             failed, num_bytes = f"rank {self.world.rank}: lost the other ranks while saving: {describe(died)}", 0
@@ -320,13 +320,13 @@ class Checkpoints:
             lost=lost,
         )
 
-    def _begin(self, name: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
+    def _create_folder(self, name: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
         """Check the free space and create the folder, on rank 0.  Returns its temporary name, and the error if any.
 
         With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
         """
         try:
-            self.wait_for_deleting()
+            self.wait_for_deletion()
             free = self.storage.free_bytes()
             if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
                 for obsolete_name in self.retention.obsolete(before_next=True):
@@ -341,7 +341,7 @@ class Checkpoints:
         except Exception as error:  # any error: the other ranks wait for the name
             return "", f"rank 0: {describe(error)}"
 
-    def _write_own(self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> RankReport:
+    def _write_rank_files(self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> RankReport:
         """Write this rank's files; return a report for rank 0, which includes the error if any."""
         rank = self.world.rank
 
@@ -365,7 +365,7 @@ class Checkpoints:
         self._sent_chunks = chunks
         return RankReport(files=files, chunks=None if is_known or written is None else written.written_chunks)
 
-    def _finish(
+    def _publish(
         self, unpublished: str, name: str, snapshot: Snapshot, reports: Sequence[RankReport]
     ) -> tuple[str, int]:
         """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns the error if any, and all bytes."""
@@ -376,18 +376,18 @@ class Checkpoints:
         failed = merge_errors(report.error for report in reports)
         if not failed:
             try:
-                manifest = self._write_common(self.storage / unpublished, snapshot, reports)
+                manifest = self._write_shared_files(self.storage / unpublished, snapshot, reports)
                 self.storage.publish(unpublished, name)
             except Exception as error:  # any error: the other ranks wait for the result
                 failed = f"rank 0: {describe(error)}"
             else:
-                self.retention.note(manifest)
+                self.retention.record_published(manifest)
                 return "", manifest.num_bytes
         with contextlib.suppress(Exception):  # storage may fail here too; the next start cleans up
             self.storage.delete(unpublished)
         return failed, 0
 
-    def _write_common(self, folder: Storage, snapshot: Snapshot, reports: Sequence[RankReport]) -> Manifest:
+    def _write_shared_files(self, folder: Storage, snapshot: Snapshot, reports: Sequence[RankReport]) -> Manifest:
         """Write the files that are common to all ranks, the manifest last."""
         if not self._layout_files:
             written = list(self._chunks_by_rank.values())
@@ -418,7 +418,7 @@ class Checkpoints:
                 "job": self._run_info.job,
                 "restarts": self._run_info.restarts,
                 "num_skipped": snapshot.num_skipped,
-                "due": list(snapshot.due),
+                "due": list(snapshot.replaced_steps),
                 "evaluation": dict(snapshot.evaluation),
                 "metric": self._metric,
                 "higher_is_better": self._higher_is_better,
@@ -451,7 +451,7 @@ class Checkpoints:
             except Exception as error:  # the next start deletes the rest
                 self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
-    def take(self, has_ended: bool = False) -> SaveResult:
+    def take_result(self, has_ended: bool = False) -> SaveResult:
         """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
 
         After the time limit of a save, the result reports that the storage does not respond.  `has_ended`: the save has
@@ -488,7 +488,7 @@ class Checkpoints:
             with contextlib.suppress(FutureTimeout):
                 future.exception(timeout_s)  # any exception is raised when the result is taken
 
-    def wait_for_deleting(self) -> None:
+    def wait_for_deletion(self) -> None:
         """Wait for the deletion of pruned checkpoints, up to a limit; the next start deletes the rest."""
         deleting, self._deleting = self._deleting, None
         if deleting is not None:
@@ -498,7 +498,7 @@ class Checkpoints:
     def clean(self) -> None:
         """Delete the leftovers of interrupted saves, on rank 0.  Only the owner of the run may call this."""
         if self.world.is_main:
-            self.wait_for_deleting()
+            self.wait_for_deletion()
             self.storage.clean(CHECKPOINT_PREFIX)
 
     @contextlib.contextmanager
@@ -554,7 +554,7 @@ class Snapshot:
     """Magnitude limit of each weight, by key."""
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    due: Sequence[int] = ()
+    replaced_steps: Sequence[int] = ()
     """Steps of earlier due saves that this save replaces."""
     differing_keys: list[str] = field(default_factory=list)
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
@@ -607,7 +607,7 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
         per_rank_plain=per_rank_plain,
         per_rank_tensors=per_rank_tensors,
         digests=digests,
-        limits=state.weights,
+        limits=state.magnitude_limits,
         num_skipped=state.num_skipped,
         evaluation=state.evaluation,
     )
@@ -712,7 +712,7 @@ class SavePlans:
 
         # Rank 0 writes what is the same on all ranks.
         candidates = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
-        boxes = self._channel.agreed(lambda: held_boxes(candidates))
+        boxes = self._channel.agreed(lambda: local_boxes(candidates))
         boxes_by_rank = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in boxes))
         masks, self.planned = self._channel.agreed(
             lambda: choose_writers(boxes_by_rank, tensors) if boxes_by_rank else ([], {})

@@ -21,7 +21,7 @@ from trainer.config.mesh import (
 )
 from trainer.config.messages import type_name
 from trainer.config.recipe_files import description, read_yaml, recipe_files
-from trainer.config.rules import BLOCK, Phase, budget_of, check_config, find_deadline, find_phases
+from trainer.config.rules import MIXTURE_BLOCK, Phase, budget_of, check_config, find_deadline, find_phases
 from trainer.config.schema import (
     AUTO,
     CheckpointSection,
@@ -38,7 +38,7 @@ from trainer.config.stored import declared_model
 
 __all__ = [
     "AUTO",
-    "BLOCK",
+    "MIXTURE_BLOCK",
     "CheckpointSection",
     "DataSection",
     "FsdpSection",

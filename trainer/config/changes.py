@@ -31,7 +31,7 @@ _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
     *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Exceptions to `_FIXED_ON_RESUME`.  The loader itself checks the past weights and phases against its position."""
+"""Exceptions to `_FIXED_ON_RESUME`.  The loader checks that weights and phases have not changed for past steps."""
 _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
 """Keys that do not affect training; differences in them are not reported."""
 
@@ -97,7 +97,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     reported.  Raises UserError if exactly one of the two configurations is a learning-rate range test.
     """
     stored = read_stored(stored_yaml)
-    _check_kind(config, stored)
+    _check_same_kind(config, stored)
     name, before = config.to_dict()["model"]["name"], _stored_section(stored, "model").get("name")
     if before not in (name, None) and {"model", "model.name"}.isdisjoint(config.checkpoint.allow_changes):
         return [f"model.name: {before} in the checkpoint, {name} now"], []
@@ -119,7 +119,10 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 
 
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:
-    """Return whether two values of a key are equivalent: `data.too_long=auto` drops what `drop` drops, or refuses."""
+    """Return whether two values of a key are equivalent.
+
+    `data.too_long=auto` drops the same conversations as `drop`, unless it refuses to start.
+    """
     is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 
@@ -133,13 +136,14 @@ def _without_credentials(value: Any) -> Any:
     return without_credentials(value) if isinstance(value, str) else value
 
 
-def _check_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:
-    is_test, now = _stored_section(stored, "schedule").get("name") == "range", config.schedule.name
-    if is_test and now != "range":
+def _check_same_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:
+    """Raise UserError if exactly one of the two configurations is a learning-rate range test."""
+    was_test, now = _stored_section(stored, "schedule").get("name") == "range", config.schedule.name
+    if was_test and now != "range":
         rule = "this checkpoint is from a learning-rate range test, which a training run cannot resume"
         fix = "use another run.name, or start over with checkpoint.resume=none, which moves the range test aside"
         raise setting_error("schedule.name", now, rule, fix=fix)
-    if now == "range" and not is_test:
+    if now == "range" and not was_test:
         rule = "this checkpoint is from a training run, which a learning-rate range test cannot resume"
         raise setting_error(
             "schedule.name", now, rule, fix="leave out checkpoint.resume: a range test always starts over"

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from trainer.config.keys import declared_keys
-from trainer.config.messages import DASHES, type_name, unexpected_argument, unknown_option
+from trainer.config.messages import DASHES, type_name, unexpected_argument_error, unknown_option_error
 from trainer.config.recipe_files import description, recipe_files
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, choice_error, nearest, printable, setting_error
@@ -59,14 +59,14 @@ def parse(argv: Sequence[str]) -> Arguments:
         if argument in (*_OPTIONS, "-h"):
             options.add("--help" if argument == "-h" else argument)
         elif argument.startswith(DASHES):
-            raise unknown_option(argument, _OPTIONS, declared_keys())
+            raise unknown_option_error(argument, _OPTIONS, declared_keys())
         elif key in ("recipe", "nproc") and equals:
             assignments[key] = value
         elif wants_help and not equals:
             sections.append(argument)
         elif not equals or not key:
             has_recipe = any(word.startswith("recipe=") for word in argv)
-            raise unexpected_argument(argv, index, recipe_files(), has_recipe, _OPTIONS)
+            raise unexpected_argument_error(argv, index, recipe_files(), has_recipe, _OPTIONS)
         else:
             overrides.append(argument)
     nproc = _parse_nproc(assignments["nproc"]) if "nproc" in assignments else None
@@ -90,7 +90,7 @@ def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return others, modules
 
 
-def no_recipe(usage: str, overrides: Collection[str]) -> UserError:
+def missing_recipe_error(usage: str, overrides: Collection[str]) -> UserError:
     """Return the error for a command line without a recipe.  `usage` is included in the message."""
     files = sorted(recipe_files())
     settings = dict(override.partition("=")[::2] for override in overrides)
@@ -166,20 +166,23 @@ def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> 
         if name == "model":
             recipes = all_recipes() if config is None else [config.recipe]
             parts += [
-                _section(f"model (model.name={r.name})", r.config, declared_keys(r.config), config) for r in recipes
+                _section_help(f"model (model.name={r.name})", r.config, declared_keys(r.config), config)
+                for r in recipes
             ]
         elif name == "objective":
             objectives = all_objectives() if config is None else {config.train.objective: type(config.objective)}
             parts += [
-                _section(f"objective (train.objective={kind})", owner, declared_keys(objective=owner), config)
+                _section_help(f"objective (train.objective={kind})", owner, declared_keys(objective=owner), config)
                 for kind, owner in objectives.items()
             ]
         else:
-            parts.append(_section(name, type(getattr(RunConfig(), name)), declared_keys(), config))
+            parts.append(_section_help(name, type(getattr(RunConfig(), name)), declared_keys(), config))
     return "\n".join(parts)
 
 
-def _section(title: str, owner: type, declared: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None) -> str:
+def _section_help(
+    title: str, owner: type, declared: Mapping[str, dataclasses.Field[Any]], config: RunConfig | None
+) -> str:
     section = title.partition(" ")[0]
     keys = {k: f for k, f in declared.items() if k.startswith(f"{section}.")}
     docstring = (owner.__doc__ or "").partition("\n")[0]
@@ -220,7 +223,7 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
     lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model), type(config.objective))
     comments: list[tuple[int, int | None, str]] = []
     for section, values in yaml.compose(text).value:
-        for key, name, value in _nodes(section.value, values):
+        for key, name, value in _yaml_nodes(section.value, values):
             current = operator.attrgetter(key)(config)
             item = keys[key]
             factory = item.default_factory
@@ -231,7 +234,7 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
             last_line: int | None = first_line
             if isinstance(value, yaml.ScalarNode):  # no comments inside multi-line strings
                 last_line = None if value.style in ("|", ">") else value.end_mark.line
-            comments.append((first_line, last_line, _comment(origins.get(key, "unknown"))))
+            comments.append((first_line, last_line, _origin_comment(origins.get(key, "unknown"))))
     widths = [len(lines[last_line]) + 2 for _, last_line, _ in comments if last_line is not None]
     indent = max((width for width in widths if width <= _MAX_INDENT), default=0)
     lines_above: dict[int, str] = {}
@@ -247,17 +250,17 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
     )
 
 
-def _nodes(prefix: str, values: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
+def _yaml_nodes(prefix: str, values: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
     """Yield the keys of a section, with the nodes of their names and values."""
     for name, value in values.value:
         key = f"{prefix}.{name.value}"
         if key in SUBSECTIONS:
-            yield from _nodes(key, value)
+            yield from _yaml_nodes(key, value)
         else:
             yield key, name, value
 
 
-def _comment(origin: str) -> str:
+def _origin_comment(origin: str) -> str:
     """Return an origin as a comment on one short line, even if a path in it contains line breaks."""
     text = f"# {' '.join(printable(origin).split())}"
     max_len = _MAX_COLUMNS - 2
@@ -286,7 +289,7 @@ compdef _meshtrainer meshtrainer
 """
 
 
-def completion(shell: str, commands: Iterable[str]) -> str:
+def completion_script(shell: str, commands: Iterable[str]) -> str:
     """Return the completion script for bash, to load with `eval "$(meshtrainer completion bash)"`, or for zsh.
 
     Raises UserError if the shell is missing or unknown.

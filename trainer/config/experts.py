@@ -7,7 +7,7 @@ import dataclasses
 import math
 from typing import Literal
 
-from trainer.config.mesh import MeshShape, divisor
+from trainer.config.mesh import MeshShape, nearest_divisor
 from trainer.config.schema import AUTO, RunConfig
 from trainer.errors import UserError, setting_error
 
@@ -28,6 +28,7 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     method = mesh.expert_method
     if method == "auto":
         num_chosen = getattr(config.model, "num_chosen", None) or 1
+        # In a small group, most ranks need most tokens anyway; within a node, gathering them is fast.
         is_cheap = ranks_per_node % config.expert == 0 and config.expert <= num_chosen
         method = "gather" if train.compile is True or is_cheap else "exchange"
         config = with_expert(config, config.expert, method)
@@ -63,16 +64,16 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     if expert == 1:
         return
     if not config.recipe.declares_experts(config.model):
-        rule = f"recipe {config.recipe.name!r} declares no experts that ranks could share out (Recipe(experts=...))"
+        rule = f"recipe {config.recipe.name!r} declares no experts to divide among ranks (Recipe(experts=...))"
         raise setting_error("mesh.expert", expert, rule, 1)
     num_experts = getattr(config.model, "num_experts", None)
     if shape.shard % expert:
-        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks of it share out the experts"
+        rule = f"must divide the shard axis, {shape.shard}: its consecutive ranks divide the experts"
         common = shape.shard if num_experts is None else math.gcd(shape.shard, num_experts)
-        raise setting_error("mesh.expert", expert, rule, divisor(expert, common))
+        raise setting_error("mesh.expert", expert, rule, nearest_divisor(expert, common))
     if num_experts is not None and num_experts % expert:
         rule = f"must divide model.num_experts={num_experts}"
-        raise setting_error("mesh.expert", expert, rule, divisor(expert, math.gcd(shape.shard, num_experts)))
+        raise setting_error("mesh.expert", expert, rule, nearest_divisor(expert, math.gcd(shape.shard, num_experts)))
     method = resolve_expert_method(config, ranks_per_node).mesh.expert_method
     if method == "gather" and ranks_per_node % expert:
         rule = f"gathers all tokens of mesh.expert={expert} ranks, which span nodes of {ranks_per_node} ranks"
@@ -84,7 +85,7 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
 
 
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
-    """Return a warning if there are more shards than experts, else an empty string.
+    """Return a warning if there are more shards than experts, otherwise an empty string.
 
     FSDP then shards a dimension other than the first, which takes an extra copy of weights and gradients.  With
     `mesh.expert`, each rank gathers only a few experts, so the copies cost next to nothing.

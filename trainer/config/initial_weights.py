@@ -20,26 +20,26 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
     given: the keys in the recipe file and on the command line.  A run that resumes from a checkpoint is not checked.
     """
-    if resumes(config):
+    if will_resume(config):
         return
-    start = config.train.init_from
-    if start is not None:
-        if locate(start).kind == "huggingface":
-            check_weights(start, "model.path" if given.get("model.path") else "train.init_from")
+    source = config.train.init_from
+    if source is not None:
+        if locate(source).kind == "huggingface":
+            check_weights(source, "model.path" if given.get("model.path") else "train.init_from")
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
         if config.lora.packs:
-            raise nothing_to_pack(config)
+            raise nothing_to_pack_error(config)
         return  # this kind of model initializes its weights randomly
     if config.lora.packs and config.model.fresh:
-        raise nothing_to_pack(config)
+        raise nothing_to_pack_error(config)
     fresh, objective = given.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
     if not (is_true(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
 
 
-def nothing_to_pack(config: RunConfig) -> UserError:
+def nothing_to_pack_error(config: RunConfig) -> UserError:
     """Return the error for a packed `lora.base_dtype` without trained weights: random ones would have to be stored."""
     rule = "packs trained weights, and this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
@@ -61,8 +61,8 @@ def is_true(value: object) -> bool:
     return str(value).lower() == "true"
 
 
-def resumes(config: RunConfig) -> bool:
-    """Return whether the run will resume, judging only by file names."""
+def will_resume(config: RunConfig) -> bool:
+    """Return whether the run will resume from a checkpoint, judging only by file names."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume != "none"
     if not (config.run_dir / CONFIG).is_file():
@@ -74,8 +74,8 @@ def resumes(config: RunConfig) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 # The tokenizer of the initial weights
 
-_TOKENIZER = "tokenizer.json"
-_KEY = "data.tokenizer"
+_TOKENIZER_FILE = "tokenizer.json"
+_TOKENIZER_KEY = "data.tokenizer"
 _UNSUPPORTED_TOKENIZERS = (
     "tokenizer.model",
     "spiece.model",
@@ -95,7 +95,7 @@ def find_weights_tokenizer(config: RunConfig) -> str | None:
     """
     folder = find_weights_folder(config)
     if folder is not None:
-        file = Path(folder.removeprefix("file://")).expanduser() / _TOKENIZER
+        file = Path(folder.removeprefix("file://")).expanduser() / _TOKENIZER_FILE
         return str(file.absolute()) if file.is_file() else None
     tokenizer = _tokenizer_of_run(config)
     return tokenizer if tokenizer is not None and Path(tokenizer).is_file() else None
@@ -114,31 +114,31 @@ def _tokenizer_of_run(config: RunConfig) -> str | None:
 
 def find_weights_folder(config: RunConfig) -> str | None:
     """Return the Hugging Face folder of the initial weights, or None for other weights."""
-    start = config.train.init_from
-    if start is not None:
-        return start if locate(start).kind == "huggingface" else None
+    source = config.train.init_from
+    if source is not None:
+        return source if locate(source).kind == "huggingface" else None
     reads_weights = hasattr(config.model, "fresh") and not config.model.fresh
     return config.model_path if reads_weights else None
 
 
 def allows_other_tokenizer(config: RunConfig) -> bool:
     """Return whether `checkpoint.allow_changes` permits a tokenizer different from that of the weights."""
-    return not {"data", _KEY}.isdisjoint(config.checkpoint.allow_changes)
+    return not {"data", _TOKENIZER_KEY}.isdisjoint(config.checkpoint.allow_changes)
 
 
 def check_same_tokenizer(tokenizer: str, expected: str) -> None:
     """Raise UserError if `data.tokenizer` is not the tokenizer of the initial weights, the file `expected`."""
     path = Path(tokenizer).expanduser()
-    file = path / _TOKENIZER if path.is_dir() else path
+    file = path / _TOKENIZER_FILE if path.is_dir() else path
     if tokenizer != "bytes" and not file.is_file():
         return  # opening it reports the error
-    if tokenizer == "bytes" or not _are_same(file, Path(expected)):
+    if tokenizer == "bytes" or not _have_same_ids(file, Path(expected)):
         rule = f"differs from the tokenizer that the weights were trained with, {expected}"
-        fix = f"leave it out, to use that one; to use another on purpose: checkpoint.allow_changes=[{_KEY}]"
-        raise setting_error(_KEY, tokenizer, rule, fix=fix)
+        fix = f"leave it out, to use that one; to use another on purpose: checkpoint.allow_changes=[{_TOKENIZER_KEY}]"
+        raise setting_error(_TOKENIZER_KEY, tokenizer, rule, fix=fix)
 
 
-def _are_same(first_file: Path, second_file: Path) -> bool:
+def _have_same_ids(first_file: Path, second_file: Path) -> bool:
     """Return whether two tokenizer.json files produce the same ids; post-processing and truncation may differ."""
     try:
         contents = [file.read_bytes() for file in (first_file, second_file)]
@@ -152,10 +152,12 @@ def _are_same(first_file: Path, second_file: Path) -> bool:
 
 
 def check_readable_tokenizer(config: RunConfig) -> None:
-    """Raise UserError if the tokenizer of the weights cannot be read: training would fall back to bytes."""
+    """Raise UserError if the tokenizer of the weights cannot be read, because training would fall back to bytes."""
     if (missing := _tokenizer_of_run(config)) is not None:
         rule = f"the weights of {config.train.init_from} were trained with {missing}, which is missing"
-        raise setting_error(_KEY, config.data.tokenizer, rule, fix=f"give its new path, {_KEY}=FILE")
+        raise setting_error(
+            _TOKENIZER_KEY, config.data.tokenizer, rule, fix=f"give its new path, {_TOKENIZER_KEY}=FILE"
+        )
     folder = find_weights_folder(config)
     if folder is not None and not allows_other_tokenizer(config):
         check_tokenizer_of_folder(folder)
@@ -165,10 +167,10 @@ def check_tokenizer_of_folder(folder: str | Path) -> None:
     """Raise UserError if a Hugging Face folder has a tokenizer only in unsupported formats."""
     path = Path(str(folder).removeprefix("file://")).expanduser()
     unsupported = [name for name in _UNSUPPORTED_TOKENIZERS if (path / name).is_file()]
-    if not unsupported or (path / _TOKENIZER).is_file():
+    if not unsupported or (path / _TOKENIZER_FILE).is_file():
         return
     script = "import sys; from transformers import AutoTokenizer as T; "
     script += "T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
     command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}"
-    rule = f"the weights in {folder} have their own tokenizer ({', '.join(unsupported)}), but not as {_TOKENIZER}"
-    raise setting_error(_KEY, "bytes", rule, fix=f"{command}; in a run also {_KEY}=FILE")
+    rule = f"the weights in {folder} have their own tokenizer ({', '.join(unsupported)}), but not as {_TOKENIZER_FILE}"
+    raise setting_error(_TOKENIZER_KEY, "bytes", rule, fix=f"{command}; in a run also {_TOKENIZER_KEY}=FILE")

@@ -21,7 +21,7 @@ from trainer.config.messages import (
     example_value,
     suggest_value,
     type_name,
-    unexpected_argument,
+    unexpected_argument_error,
     unknown_key_error,
 )
 from trainer.config.schema import SUBSECTIONS, RunConfig
@@ -51,15 +51,15 @@ def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclas
                 item.type = hints[item.name]
                 keys[key] = item
 
-    schema, chosen = RunConfig(model=model), {"model": model, "objective": objective}
+    schema, selected = RunConfig(model=model), {"model": model, "objective": objective}
     for section in dataclasses.fields(RunConfig):
-        owner = chosen[section.name] if section.name in chosen else type(getattr(schema, section.name))
+        owner = selected[section.name] if section.name in selected else type(getattr(schema, section.name))
         if owner is not None:
             add(section.name, owner)
     return keys
 
 
-def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a subsection with their values, or `key` itself if it is not a subsection."""
     if key not in SUBSECTIONS:
         yield key, value
@@ -71,7 +71,7 @@ def expand(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def default_tree(model: type, objective: type) -> DictConfig:
-    """Return the tree of all defaults, for copying: building a tree takes five times as long as copying one."""
+    """Return the tree of all defaults, to be copied: building a tree takes five times as long as copying one."""
     tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
@@ -81,17 +81,18 @@ def default_tree(model: type, objective: type) -> DictConfig:
 
 
 def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys on the command line with their texts.  Raises UserError for arguments that are not key=value."""
+    """Return the keys on the command line with their values as text.  Raises UserError for arguments that are not key=value."""
     assignments: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")
         if not equals or not key:
-            raise unexpected_argument([override], 0, (), has_recipe=True)
+            raise unexpected_argument_error([override], 0, (), has_recipe=True)
         if text.startswith("="):
             rule = "an argument has the form section.key=value"
             raise UserError(f"{override!r}: {rule}\n  did you mean {as_typed(key, text.lstrip('='))}?")
         if key in SUBSECTIONS:
-            for name, value in expand(key, OmegaConf.to_container(OmegaConf.create(f"value: {text}"))["value"]):  # type: ignore[index, call-overload]
+            content: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
+            for name, value in expand_subsection(key, content["value"]):
                 assignments[name] = value if isinstance(value, str) else json.dumps(value)
         else:
             assignments[key] = text
@@ -110,7 +111,7 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
             key, text, EMPTY_VALUE, example=example, fix="" if example else "leave it out, or give a value"
         )
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
-        rule = f"must be {type_name(hint)}: a leading zero or a colon would be read in base 8 or 60"  # YAML 1.1
+        rule = f"must be {type_name(hint)}: with a leading zero or a colon it would be read in base 8 or 60"  # YAML 1.1
         meant = None if ":" in text else int(text)
         raise setting_error(key, text, rule, meant=meant, fix="" if meant is not None else "write one number")
     if type(None) in options and text in ("null", "~"):
@@ -128,11 +129,11 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
 
 
 def assign(
-    tree: Any, known_keys: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, typed_value: str = ""
+    tree: Any, known_keys: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, text: str = ""
 ) -> None:
     """Set one key of the typed tree.  Raises UserError for an unknown key, or a value of the wrong type.
 
-    where: the file that sets it, as text to append to messages.  typed_value: the value as the user typed it.
+    where: the file that sets it, as text to append to messages.  text: the value as the user typed it.
     """
     if key not in known_keys:
         raise unknown_key_error(key, value, known_keys, where, str(OmegaConf.select(tree, "model.name") or ""))
@@ -154,10 +155,10 @@ def assign(
         suggestion = known_keys[key].metadata.get("aliases", {}).get(str(value).lower())
         if suggestion is not None:
             raise setting_error(key, value, rule, meant=suggestion) from error
-        raise setting_error(key, typed_value or value, rule, **suggest_value(value, hint, known_keys[key])) from error
+        raise setting_error(key, text or value, rule, **suggest_value(value, hint, known_keys[key])) from error
 
 
-_OTHER_KEY = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
+_KEY_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
 """The only supported interpolation: the value of another key."""
 
 
@@ -166,7 +167,7 @@ def _refuse_resolvers(key: str, value: Any, where: str) -> None:
     if isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
             _refuse_resolvers(key, item, where)
-    elif isinstance(value, str) and "${" in _OTHER_KEY.sub("", value):
+    elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", value):
         rule = f"${{...}} can only refer to another key, as ${{section.key}}{where}, not call a resolver"
         raise setting_error(key, value, rule, fix=f"write the value itself, or give it on the command line: {key}=...")
 

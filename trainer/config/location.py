@@ -1,4 +1,4 @@
-"""Determines which kind of source a path to weights refers to, from file names alone.
+"""Determines from file names alone which kind of source a path to weights refers to.
 
 Everything that loads weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
 evaluate) first calls `locate`, and dispatches on the kind that it returns.  Uses neither torch nor the network.
@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal
 
 from trainer import gguf_model, hub
-from trainer.config.pretrained import CONFIG as HUGGINGFACE_CONFIG
+from trainer.config.pretrained import CONFIG_JSON
 from trainer.config.stored import run_of_best
 
-_SUFFIXES = (".pt", ".pth", ".safetensors")
+_WEIGHT_FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 CHECKPOINT_FILES = frozenset({"manifest.json", "state.json", "layout.json"})
 """A folder with one of these is a checkpoint, even if it is damaged and lacks the others."""
@@ -46,10 +46,10 @@ class Location:
         return Path(run_of_best(self.path) or self.path)
 
 
-def fetched(path: str | os.PathLike[str], setting: str = "path") -> str:
+def local_model_path(path: str | os.PathLike[str], setting: str = "path") -> str:
     """Return the local path of a model: fetched if `path` names it on the Hugging Face Hub, converted if it is GGUF.
 
-    Any other path is returned unchanged.  For commands that take a path to a model.  Raises UserError, naming
+    Any other path is returned unchanged.  Raises UserError, naming
     `setting`, if the model cannot be fetched or converted.
     """
     text = os.fspath(path)
@@ -59,12 +59,12 @@ def fetched(path: str | os.PathLike[str], setting: str = "path") -> str:
 
 
 def locate(path: str | os.PathLike[str]) -> Location:
-    """Return the kind of the weights at `path`, which need not exist."""
+    """Return the location of the weights at `path`, with their kind.  The path need not exist."""
     text = os.fspath(path).removeprefix("file://")
     folder = Path(text)
     if "://" in text or not folder.is_dir():
-        return Location(text, "file" if folder.suffix in _SUFFIXES else "run")
+        return Location(text, "file" if folder.suffix in _WEIGHT_FILE_SUFFIXES else "run")
     if any((folder / name).exists() for name in CHECKPOINT_FILES):
         return Location(text, "checkpoint")
-    is_huggingface = (folder / HUGGINGFACE_CONFIG).is_file() or any(folder.glob("*.safetensors"))
+    is_huggingface = (folder / CONFIG_JSON).is_file() or any(folder.glob("*.safetensors"))
     return Location(text, "huggingface" if is_huggingface else "run")

@@ -28,7 +28,7 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return a warning if shard groups straddle node boundaries, else an empty string.
+        """Return a warning if shard groups straddle node boundaries, otherwise an empty string.
 
         Links within a node are many times faster than those between nodes.
         """
@@ -74,7 +74,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 
 
 def smallest_mesh(config: RunConfig) -> MeshShape:
-    """Return the smallest mesh that fits a configuration, for use if the number of ranks is unknown."""
+    """Return the smallest mesh that a configuration allows, for use if the number of ranks is unknown."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
     requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context, mesh.expert]
     sizes = [size for size in requested if isinstance(size, int)]
@@ -85,10 +85,12 @@ def smallest_mesh(config: RunConfig) -> MeshShape:
 def check_divides(key: str, value: int, world_size: int) -> None:
     """Raise UserError unless `value` divides the number of ranks."""
     if world_size % value:
-        raise setting_error(key, value, f"must divide the number of ranks, {world_size}", divisor(value, world_size))
+        raise setting_error(
+            key, value, f"must divide the number of ranks, {world_size}", nearest_divisor(value, world_size)
+        )
 
 
-def divisor(value: int, total: int) -> int:
+def nearest_divisor(value: int, total: int) -> int:
     """Return the divisor of `total` nearest to `value`."""
     return min((d for d in range(1, total + 1) if total % d == 0), key=lambda d: (abs(d - value), d))
 
@@ -151,7 +153,7 @@ def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     mesh = config.mesh
     if mesh.context in (1, AUTO) or mesh.context_method != "auto":
         return config
-    _, num_kv_heads = _heads(config)
+    _, num_kv_heads = _num_heads(config)
     divides_evenly = num_kv_heads is not None and num_kv_heads % config.context == 0
     fits_in_node = ranks_per_node % config.context == 0
     method: Literal["gather", "heads"] = "heads" if divides_evenly and fits_in_node else "gather"
@@ -187,7 +189,7 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
         return
     if shape.shard % context:
         rule = f"must divide the shard axis, {shape.shard}: consecutive ranks of it hold slices of the same sequences"
-        raise setting_error("mesh.context", context, rule, divisor(context, shape.shard))
+        raise setting_error("mesh.context", context, rule, nearest_divisor(context, shape.shard))
     if not config.recipe.context:
         rule = (
             f"recipe {config.recipe.name!r} does not declare that only trainer.sequence mixes or counts its tokens "
@@ -197,7 +199,7 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     if not config.objective.context:
         rule = f"train.objective={config.train.objective} compares whole answers, but each rank would see only slices"
         raise setting_error("mesh.context", context, rule, 1)
-    num_heads, _ = _heads(config)
+    num_heads, _ = _num_heads(config)
     if method == "heads" and num_heads is not None and num_heads % context:
         rule = f"mesh.context={context} does not divide model.num_heads={num_heads}"
         raise setting_error("mesh.context_method", method, rule, "gather")
@@ -208,8 +210,8 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
         raise setting_error("data.seq_len", length, rule, max(1, round(length / num_parts)) * num_parts)
 
 
-def _heads(config: RunConfig) -> tuple[int | None, int | None]:
-    """Return the numbers of query heads and of key/value heads; None if the model's configuration lacks them."""
+def _num_heads(config: RunConfig) -> tuple[int | None, int | None]:
+    """Return the numbers of query heads and of key-value heads, each None if the model's configuration lacks it."""
     num_heads = getattr(config.model, "num_heads", None)
     return num_heads, getattr(config.model, "num_kv_heads", num_heads)
 

@@ -77,6 +77,7 @@ _OTHER_NAMES = {
     "nproc": "num_processes nproc_per_node nproc_per_gpu devices num_gpus n_gpus gpus ngpu",
     "recipe": "config config_file config_path job_config",
 }
+"""For each key, the names of the same setting in other trainers."""
 _KEY_OF_NAME = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
 _COMPUTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"
@@ -87,7 +88,7 @@ _FSDP_ONLY = (
 )
 _TRAINED_ON = "set data.train_on=assistant, or completion"
 _EVAL_BATCH = "leave it out: an evaluation takes as many sequences at a time as training, train.micro_batch_size"
-_ADVICE_FOR_NAME = {
+_ADVICE_FOR_NAME = {  # settings of other trainers that do not correspond to a single key
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COMPUTED),
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
     **dict.fromkeys(("num_nodes", "num_machines", "nnodes", "nodes", "machine_rank", "node_rank"), _BY_LAUNCHER),
@@ -132,7 +133,7 @@ def unknown_key_error(key: str, value: Any, legal: Collection[str], where: str =
     if plain != key and plain in legal:  # copied from a page with typographic quotes
         fix = f"use plain quotes, or none: {plain}={str(value).translate(_STRAIGHT_QUOTES)}"
         return setting_error(key, value, rule, fix=fix)
-    key_meant, advice = _find_meant(key, legal)
+    key_meant, advice = _guess_key(key, legal)
     if key_meant == key:  # a setting of other models only
         key_meant = None
         if key == "model.path":
@@ -160,11 +161,11 @@ _STRAIGHT_QUOTES = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
 """Removes the typographic quotes that word processors substitute for straight ones."""
 DASHES = ("-", "\u2013", "\u2014")
 """The prefix of an option, and the dashes that word processors substitute for it."""
-_ALWAYS_KNOWN = {"nproc", "recipe", "model.name", "model.path"}
+_ALWAYS_LEGAL = {"nproc", "recipe", "model.name", "model.path"}
 _KEY_OF_FULL_NAME = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
 
 
-def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
+def _guess_key(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     """Return the key that was probably meant, or else advice; (None, "") if there is neither."""
     if key in _KEY_OF_FULL_NAME:
         return _KEY_OF_FULL_NAME[key], ""
@@ -180,13 +181,13 @@ def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
         return key_named, ""
     is_section = _is_section(section, legal)
     same_name = [legal_key for legal_key in legal if legal_key.partition(".")[2] == leaf]
-    is_unambiguous = not is_section or leaf in _UNMISTAKABLE or ("_" in leaf and len(same_name) == 1)
+    is_unambiguous = not is_section or leaf in _UNAMBIGUOUS_KEYS or ("_" in leaf and len(same_name) == 1)
     if same_name and is_unambiguous and (section or leaf not in _KEY_OF_NAME):
         return max(same_name, key=lambda k: difflib.SequenceMatcher(None, section, k.partition(".")[0]).ratio()), ""
     if leaf in _ADVICE_FOR_NAME:
         return None, _ADVICE_FOR_NAME[leaf]
-    if (key_named := _KEY_OF_NAME.get(leaf)) in {*legal, *_ALWAYS_KNOWN} and (
-        section != "eval" or str(key_named).startswith(_OF_EVAL)
+    if (key_named := _KEY_OF_NAME.get(leaf)) in {*legal, *_ALWAYS_LEGAL} and (
+        section != "eval" or str(key_named).startswith(_EVAL_PREFIXES)
     ):
         return key_named, ""
     keys_of_section = [legal_key for legal_key in legal if legal_key.partition(".")[0] == section and not same_name]
@@ -199,23 +200,23 @@ def _find_meant(key: str, legal: Collection[str]) -> tuple[str | None, str]:
     return (leaves[similar[0]], "") if similar else (None, "")
 
 
-_UNMISTAKABLE = ("seed", "lr", "betas", "epochs")
+_UNAMBIGUOUS_KEYS = ("seed", "lr", "betas", "epochs")
 """Keys whose meaning does not depend on the section, unlike `path` or `steps`."""
-_OF_EVAL = ("eval.", "data.eval_path", "data.holdout")
-"""Prefixes of the only keys to suggest for a name in the section `eval`; a training key would be misleading."""
+_EVAL_PREFIXES = ("eval.", "data.eval_path", "data.holdout")
+"""Prefixes of the keys that may be suggested for a name in the section `eval`; a training key would be misleading."""
 
 
 def _is_section(name: str, legal: Collection[str]) -> bool:
     return any(legal_key.startswith(f"{name}.") for legal_key in legal)
 
 
-def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
+def unknown_option_error(option: str, options: Iterable[str], keys: Collection[str] = ()) -> UserError:
     """Return the error for an argument that begins with a dash but is not an option."""
     name, equals, value = option.lstrip("".join(DASHES)).partition("=")
     value = value if equals else "..."
     if name in ("recipe", "nproc"):
         return UserError(f"{option}: no such option\n  did you mean {name}={value}?")
-    key_meant, advice_for_name = _find_meant(name, keys)
+    key_meant, advice_for_name = _guess_key(name, keys)
     if advice_for_name:
         return UserError(f"{option}: no such option\n  to fix: {advice_for_name}")
     if "." in name and (key_meant is None or key_meant == name):
@@ -227,7 +228,7 @@ def unknown_option(option: str, options: Iterable[str], keys: Collection[str] = 
     return UserError(f"{option}: no such option\n  {advice}")
 
 
-def unexpected_argument(
+def unexpected_argument_error(
     argv: Sequence[str], index: int, recipes: Collection[str], has_recipe: bool, options: Collection[str] = ()
 ) -> UserError:
     """Return the error for the argument at index `index`, which is not of the form key=value."""
@@ -298,10 +299,10 @@ def type_name(hint: Any) -> str:
 def example_value(key: dataclasses.Field[Any]) -> Any:
     """Return an example value for a key, or None if there is none."""
     default = None if key.default is dataclasses.MISSING else key.default
-    return _FORMS.get(key.name, default)
+    return _EXAMPLES.get(key.name, default)
 
 
-_SWITCHES = {
+_BOOLEAN_WORDS = {
     **dict.fromkeys(("y", "t", "1", "enable", "enabled"), True),
     **dict.fromkeys(("n", "f", "0", "disable", "disabled", "none"), False),
 }
@@ -313,14 +314,14 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
     if int in options and isinstance(value, (float, bool)) and math.isfinite(value):
         return {"legal": max(round(value), key.metadata.get("at_least", -math.inf))}
     if bool in options:
-        meant = _SWITCHES.get(str(value).lower(), nearest(value, ("true", "false")))
+        meant = _BOOLEAN_WORDS.get(str(value).lower(), nearest(value, ("true", "false")))
         return {"meant": bool(value) if isinstance(value, int) else meant}
     default = None if key.default is dataclasses.MISSING else key.default
     for items in (typing.get_args(option) for option in options if typing.get_origin(option) is tuple):
         items_given = value if isinstance(value, list) else [value]
         if items[0] is str and isinstance(value, str):
-            is_all = value.lower() in _ALL and key.name in _FORMS
-            return {"example": _FORMS[key.name]} if is_all else {"legal": items_given}
+            is_all = value.lower() in _WORDS_FOR_ALL and key.name in _EXAMPLES
+            return {"example": _EXAMPLES[key.name]} if is_all else {"legal": items_given}
         numbers = [
             round(n) if items[0] is int else n for n in items_given if isinstance(n, (int, float)) and abs(n) < math.inf
         ]
@@ -328,7 +329,7 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
             defaults = list(default or numbers[-1:] * len(items))[len(numbers) :]
             return {"legal": numbers if Ellipsis in items else (numbers + defaults)[: len(items)]}
     if float in options or int in options:
-        number = _number_in(str(value), key.name)
+        number = _parse_number(str(value), key.name)
         if number is None or not (float in options or number.is_integer()):
             return {"example": example_value(key)}
         return {"meant": int(number) if number.is_integer() else number}
@@ -336,7 +337,7 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
         if (meant := _parse_unspaced_mapping(value)) is not None and values is str:
             return {"meant": meant}
         form = {"a": "a.jsonl", "b": "b/*.bin"} if values is str else {"a": 0.7, "b": 0.3}
-        return {"example": _FORMS.get(key.name, form) if default is None else default}
+        return {"example": _EXAMPLES.get(key.name, form) if default is None else default}
     return {"example": example_value(key)}
 
 
@@ -352,7 +353,7 @@ def _parse_unspaced_mapping(value: Any) -> dict[str, str] | None:
     return {item[1]: item[2] for item in matches if item} if matches and all(matches) else None
 
 
-_FORMS = {
+_EXAMPLES = {
     "columns": {"messages": "dialog"},
     "profile_steps": [10, 13],
     "phases": [{"from": "80%", "weights": {"a": 0.7, "b": 0.3}}],
@@ -362,12 +363,12 @@ _FORMS = {
     "ema": 0.999,
     "allow_changes": ["optim.name"],
 }
-"""Example values for keys whose default is empty or turns them off."""
+"""Example values for keys whose default is empty or disables the feature."""
 
-_ALL = ("all", "any", "*", "true", "yes")
+_WORDS_FOR_ALL = ("all", "any", "*", "true", "yes")
 """Words by which users mean every entry of a list."""
 
-_COUNTS = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
+_COUNT_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")
 _UNITS = {
     "s": {
@@ -387,7 +388,7 @@ _UNITS = {
 """For each key suffix: the accepted units, converted to the unit of the key."""
 
 
-def _number_in(text: str, name: str) -> float | None:
+def _parse_number(text: str, name: str) -> float | None:
     """Parse a number such as 10k, 1,000 steps, 0,5 or, for a key in seconds, 30m; return None for other text."""
     if re.fullmatch(r"[+-]?(0,\d+|\d+,(\d{1,2}|\d{4,}))", text):
         text = text.replace(",", ".")
@@ -397,7 +398,7 @@ def _number_in(text: str, name: str) -> float | None:
     if match is None:
         return None
     units, unit = _UNITS.get(name.rpartition("_")[2]), match[2]
-    factor = (units or _COUNTS).get(unit)
+    factor = (units or _COUNT_SUFFIXES).get(unit)
     if factor is None and (units or any(unit in others for others in _UNITS.values())):
         return None  # a unit of time for a key that counts steps
     factor = 1.0 if factor is None else factor

@@ -29,7 +29,7 @@ from trainer.config.initial_weights import (
     find_weights_tokenizer,
     is_fine_tuning,
     is_true,
-    resumes,
+    will_resume,
 )
 from trainer.config.keys import assign, declared_keys
 from trainer.config.location import locate
@@ -47,7 +47,7 @@ from trainer.config.rules import likely_device
 from trainer.config.schema import AUTO, MODEL, SUBSECTIONS, RunConfig
 from trainer.config.stored import (
     CONFIG,
-    OLD_SECTION,
+    OLD_DPO_SECTION,
     check_imports,
     declared_model,
     is_checkpoint,
@@ -96,11 +96,12 @@ class Resolution:
     allow_import: Collection[str] = ()
     """The modules that an untrusted configuration may import."""
     needs_weights: bool = True
+    """Whether it is an error if the initial weights cannot be read."""
     is_stored: bool = False
-    """Whether the configuration comes from a checkpoint and must not depend on the present files."""
+    """Whether the configuration comes from a checkpoint and must not depend on the files that exist now."""
     shape: MeshShape | None = None
     world: World | None = None
-    """The mesh and the ranks, for the passes of stage `device`."""
+    """The mesh and the ranks, for the passes of the stage `device`."""
 
     origins: dict[str, str] = field(default_factory=dict)
     """The origin of each value that is not a default, by key."""
@@ -120,7 +121,7 @@ class Resolution:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Recipe files: their parents, and the present folders of a run
+# Recipe files: their parents, and the current folders of a run
 
 PARENT = "recipe"
 _NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
@@ -138,7 +139,7 @@ def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     Raises UserError for a parent that does not exist, and for circular inheritance.
     """
     merged, ancestors = dict(tree), [resolution.path.resolve()]
-    file = shown_path(resolution.path)
+    file = display_path(resolution.path)
     resolution.origins.update((key, file) for key, _ in _flat(merged))
     while (parent := merged.pop(PARENT, None)) is not None:
         rule = f"must be a recipe, a path ending in .yaml, or a run folder (in {ancestors[-1]})"
@@ -156,7 +157,7 @@ def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
             for section, names in _NOT_INHERITED.items():
                 if isinstance(inherited.get(section), Mapping):
                     inherited[section] = {k: value for k, value in inherited[section].items() if k not in names}
-        merged, file = _merge(inherited, merged), shown_path(parent_file)
+        merged, file = _merge(inherited, merged), display_path(parent_file)
         for key, _ in _flat(merged):
             resolution.origins.setdefault(key, file)
         ancestors.append(parent_file)
@@ -176,7 +177,7 @@ def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def shown_path(path: Path) -> str:
+def display_path(path: Path) -> str:
     """Return a file's path for `--why`: one in conf/ without its folder, others relative to the working folder."""
     if path.resolve() == recipe_files().get(path.stem, Path()).resolve():
         return f"conf/{path.name}"
@@ -196,30 +197,30 @@ def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]
     path, assignments = resolution.path, resolution.assignments
     run, checkpoint = dict(section_of(tree, "run")), dict(section_of(tree, "checkpoint"))
     stored_dir, folder = run.get("dir"), path.parent
-    is_of_checkpoint = is_checkpoint(folder)
-    if path.name != CONFIG or not isinstance(stored_dir, str) or not (is_of_checkpoint or is_run(folder)):
+    is_in_checkpoint = is_checkpoint(folder)
+    if path.name != CONFIG or not isinstance(stored_dir, str) or not (is_in_checkpoint or is_run(folder)):
         return dict(tree)
     target = Path("runs") / assignments["run.name"] if assignments.get("run.name") else None
     if assignments.get("run.dir"):
         target = Path(assignments["run.dir"])
-    if target is None and is_of_checkpoint:
+    if target is None and is_in_checkpoint:
         raise UserError(
             f"recipe={path}: is the configuration of a checkpoint, written by the run in {stored_dir}\n"
             f"  to start a new run: add run.name=NAME, and checkpoint.resume={folder} to continue from that "
             f"checkpoint\n  to resume that run: recipe={stored_dir}"
         )
-    is_itself = target is None or (not is_of_checkpoint and _is_same(target, folder))
+    continues_same_run = target is None or (not is_in_checkpoint and _is_same_folder(target, folder))
     target = target or folder
     if "checkpoint.dir" not in assignments and isinstance(checkpoint.get("dir"), str):
-        checkpoint_dir = relocated(checkpoint["dir"], stored_dir, str(target))
-        stays_apart = checkpoint_dir == checkpoint["dir"] and not _is_same(target, Path(stored_dir))
-        if stays_apart and (not is_itself or is_another_run(stored_dir, folder)):
-            owner = stored_dir if is_of_checkpoint or is_another_run(stored_dir, folder) else folder
+        checkpoint_dir = current_checkpoint_dir(checkpoint["dir"], stored_dir, str(target))
+        shares_checkpoints = checkpoint_dir == checkpoint["dir"] and not _is_same_folder(target, Path(stored_dir))
+        if shares_checkpoints and (not continues_same_run or is_another_run(stored_dir, folder)):
+            owner = stored_dir if is_in_checkpoint or is_another_run(stored_dir, folder) else folder
             raise setting_error(
                 "checkpoint.dir", checkpoint_dir, shared_checkpoints_rule(owner, checkpoint_dir, str(target))
             )
         checkpoint["dir"] = checkpoint_dir
-    if is_itself and (checkpoint.get("resume") == "none" or any((folder / "checkpoints").glob("step_*"))):
+    if continues_same_run and (checkpoint.get("resume") == "none" or any((folder / "checkpoints").glob("step_*"))):
         checkpoint["resume"] = "auto"  # `none` only applied to the first start
     if target is folder and run.get("name") == Path(stored_dir).name:
         run["name"] = folder.absolute().name
@@ -232,11 +233,11 @@ def is_another_run(stored: str, here: Path) -> bool:
 
     If so, `here` is a copy of that run.  If `stored` no longer holds a run, `here` is that run after a move.
     """
-    return is_run(Path(stored)) and not _is_same(Path(stored), here)
+    return is_run(Path(stored)) and not _is_same_folder(Path(stored), here)
 
 
-def relocated(checkpoint_dir: str, stored_dir: str, run_dir: str) -> str:
-    """Return where `checkpoint_dir` is now.  It was stored when the run's folder was `stored_dir`.
+def current_checkpoint_dir(checkpoint_dir: str, stored_dir: str, run_dir: str) -> str:
+    """Return the current path of `checkpoint_dir`, which was stored when the run's folder was `stored_dir`.
 
     Checkpoints inside the run folder moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
     """
@@ -257,7 +258,7 @@ def shared_checkpoints_rule(owner: str | Path, checkpoint_dir: str, run_dir: str
     )
 
 
-def _is_same(one: Path, other: Path) -> bool:
+def _is_same_folder(one: Path, other: Path) -> bool:
     try:
         return one.samefile(other)
     except OSError:
@@ -303,7 +304,8 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
         if name.kind == "dataset":
             rule = "names a data set, not a model"
             raise setting_error(key, text, rule, fix=f"give it as data.path={text}")
-        inside = replace(name, path="") if key == "data.tokenizer" and not name.path.endswith(".gguf") else name
+        # A tokenizer's path within its repository is appended below: the small files are fetched together.
+        to_fetch = replace(name, path="") if key == "data.tokenizer" and not name.path.endswith(".gguf") else name
         if resolution.is_stored:
             return str(hub.cached_path(name) or text)
         pinned_commit = pins.get((name.kind, name.repo))
@@ -311,8 +313,8 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
             resolution.notes.append(
                 f"{key}={text}: this run stays with commit {pinned_commit[:12]}, which it began with"
             )
-        path = hub.fetch_model(inside, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
-        path = path / name.path if inside != name else path
+        path = hub.fetch_model(to_fetch, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
+        path = path / name.path if to_fetch != name else path
     if resolution.is_stored or not gguf_model.is_gguf(str(path)):
         return str(path)
     return str(gguf_model.converted(path, key, with_weights=resolution.needs_weights and key != "data.tokenizer"))
@@ -327,8 +329,8 @@ def _stored_config(keys: Keys, resolution: Resolution) -> Mapping[str, Any]:
     if start != "auto":
         return read_run_config(locate(start).folder)
     name = str(requested.get("run.name") or resolution.path.stem)
-    is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
-    folder = "" if is_another else str(requested.get("run.dir") or "")
+    starts_another_run = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
+    folder = "" if starts_another_run else str(requested.get("run.dir") or "")
     return read_run_config(Path(folder or default_folder(name)))
 
 
@@ -366,16 +368,16 @@ def objective_section(keys: Keys, resolution: Resolution) -> Keys:
     values, assignments = dict[str, Any](), dict[str, str]()
     for key, value in keys.values.items():
         section, _, name = key.partition(".")
-        if section == OLD_SECTION and objective == "dpo":
+        if section == OLD_DPO_SECTION and objective == "dpo":
             values[f"objective.{name}"] = value
-        elif section != OLD_SECTION and (section != "objective" or objective == file_objective):
+        elif section != OLD_DPO_SECTION and (section != "objective" or objective == file_objective):
             values[key] = value
     for key, text in keys.assignments.items():
         section, _, name = key.partition(".")
-        if section == OLD_SECTION and objective != "dpo":
+        if section == OLD_DPO_SECTION and objective != "dpo":
             rule = f"only applies to train.objective=dpo, not to {objective}"
             raise setting_error(key, text, rule, fix="set train.objective=dpo, or leave it out")
-        assignments[f"objective.{name}" if section == OLD_SECTION else key] = text
+        assignments[f"objective.{name}" if section == OLD_DPO_SECTION else key] = text
     return Keys(values, assignments)
 
 
@@ -394,8 +396,8 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     if assignments.get("model.name", values.get("model.name")) != AUTO:
         return keys
     # A recipe file that names another model sets that model's fields.
-    own_file = values.get("model.name") == AUTO
-    file_keys = {key: value for key, value in values.items() if own_file or not key.startswith("model.")}
+    file_has_auto = values.get("model.name") == AUTO
+    file_keys = {key: value for key, value in values.items() if file_has_auto or not key.startswith("model.")}
     requested = {**file_keys, **assignments}
     init_from = requested.get("train.init_from")
     init_from_path = None if init_from in (None, "null", "~", "") else str(init_from)
@@ -416,7 +418,9 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     resolved = {key: value for key, value in file_keys.items() if key not in _GENERIC_KEYS}
     declared = {f"model.{field.name}": getattr(config, field.name) for field in dataclasses.fields(config)}
     resolved |= declared | {"model.name": recipe.name}
-    resolution.origins.update(dict.fromkeys(declared.keys() - {"model.name"}, shown_path(Path(folder) / "config.json")))
+    resolution.origins.update(
+        dict.fromkeys(declared.keys() - {"model.name"}, display_path(Path(folder) / "config.json"))
+    )
     command_keys = {key: text for key, text in command_keys.items() if key not in _GENERIC_KEYS}
     fresh = requested.get("model.fresh")
     if init_from_path is not None:
@@ -474,7 +478,7 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
             is_set = key in resolution.untyped.assignments or (name in free and key in resolution.untyped.values)
             if key in legal and not is_set:
                 assign(tree, legal, key, value, f" (in {where})")
-                resolution.origins[key] = shown_path(Path(where))
+                resolution.origins[key] = display_path(Path(where))
     return tree
 
 
@@ -498,8 +502,8 @@ def run_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     A name on the command line starts another run, so the folder in the recipe file is then ignored.
     """
     name = config.run.name or resolution.path.stem
-    is_another = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
-    folder = "" if is_another else config.run.dir
+    starts_another_run = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
+    folder = "" if starts_another_run else config.run.dir
     return replace(config, run=replace(config.run, name=name, dir=folder or default_folder(name)))
 
 
@@ -609,10 +613,10 @@ def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
 
     A length on the command line is used as is, and turns off `data.trim_rows`, which would shorten it.
     """
-    data, longest = config.data, getattr(config.model, "max_seq_len", None)
+    data, max_len = config.data, getattr(config.model, "max_seq_len", None)
     if "data.seq_len" not in resolution.assignments:
-        if data.source == "chat" and longest is not None:
-            data = replace(data, seq_len=min(data.seq_len, longest))
+        if data.source == "chat" and max_len is not None:
+            data = replace(data, seq_len=min(data.seq_len, max_len))
     elif "data.trim_rows" not in resolution.assignments:
         data = replace(data, trim_rows=False)
     return replace(config, data=data)
@@ -660,26 +664,26 @@ _SMALL_WIDTH = 512
 
 
 def small_model_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Reset `train.small_model_steps` for all but small models, and if the user has set the number of epochs."""
+    """Reset `train.small_model_steps` unless the model is small and the number of epochs comes from the recipe."""
     train, width = config.train, getattr(config.model, "dim", None)
-    by_recipe = "train.epochs" not in resolution.assignments or "train.small_model_steps" in resolution.assignments
-    if train.epochs is not None and by_recipe and width is not None and width < _SMALL_WIDTH:
+    keeps_steps = "train.epochs" not in resolution.assignments or "train.small_model_steps" in resolution.assignments
+    if train.epochs is not None and keeps_steps and width is not None and width < _SMALL_WIDTH:
         return config
     return replace(config, train=replace(train, small_model_steps=0))
 
 
 def compute_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve `fsdp.param_dtype=auto` by the device: bfloat16 on a GPU, float32 on a CPU, which is slow in bfloat16."""
+    """Resolve `fsdp.param_dtype=auto`: bfloat16 on a GPU, float32 on a CPU, where bfloat16 is slow."""
     if config.fsdp.param_dtype != AUTO:
         return config
-    on_gpu = likely_device(config.run.device) == "cuda"
+    has_gpu = likely_device(config.run.device) == "cuda"
     if config.run.device == AUTO:
-        resolution.origins["fsdp.param_dtype"] = f"environment: {'a' if on_gpu else 'no'} GPU is visible here"
-    return replace(config, fsdp=replace(config.fsdp, param_dtype="bfloat16" if on_gpu else "float32"))
+        resolution.origins["fsdp.param_dtype"] = f"environment: {'a' if has_gpu else 'no'} GPU is visible here"
+    return replace(config, fsdp=replace(config.fsdp, param_dtype="bfloat16" if has_gpu else "float32"))
 
 
 def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve the dtype of the frozen weights under adapters: bfloat16, without loss, if they are stored in it."""
+    """Resolve `lora.base_dtype`: bfloat16 if the frozen weights are stored in it, because that loses nothing."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
         return config
@@ -709,25 +713,25 @@ def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig
         return config
     weights_tokenizer = find_weights_tokenizer(config)
     if is_given and data.tokenizer != MODEL:
-        if weights_tokenizer is not None and not allows_other_tokenizer(config) and not resumes(config):
+        if weights_tokenizer is not None and not allows_other_tokenizer(config) and not will_resume(config):
             check_same_tokenizer(data.tokenizer, weights_tokenizer)
         return config
     if weights_tokenizer is None:
-        if not is_given and not resumes(config):
+        if not is_given and not will_resume(config):
             check_readable_tokenizer(config)
         return config
-    previous = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if resumes(config) else None
+    previous = section_of(read_run_config(config.run_dir), "data").get("tokenizer") if will_resume(config) else None
     if previous == "bytes" and not is_given:
         weights_tokenizer = "bytes"
-        resolution.origins[key] = shown_path(config.run_dir / CONFIG)
+        resolution.origins[key] = display_path(config.run_dir / CONFIG)
     return replace(config, data=replace(data, tokenizer=weights_tokenizer))
 
 
 def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Give a range test its own run folder and checkpoint folder.
 
-    The folder is that of the run it is for, with `-lr` appended, so that the run's own files are untouched.  The last
-    pass during loading, because earlier ones read the run's own folder.
+    Both are named like those of the run that it tests, with `-lr` appended, so that the run's files are untouched.  The
+    last pass during loading, because earlier passes read the folder of the run.
     """
     if config.schedule.name != "range":
         return config
@@ -750,9 +754,9 @@ def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Choose a folder in which the run can start; add a note for the user if it is not the default one.
 
     The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
-    the first suitable one of NAME-2, NAME-3, ... is used.  The configuration is unchanged if the command line or the
+    the first suitable of NAME-2, NAME-3, ... is used.  The configuration is unchanged if the command line or the
     recipe file sets the run's name or folder, or the command line sets its checkpoint.  All ranks, and all restarts,
-    get the same result.  Only for a run that starts: a printed configuration is independent of what has been run here.
+    get the same result.  Only for a run that starts: a printed configuration does not depend on earlier runs.
     """
     default_name = resolution.path.stem
     is_unnamed = config.run.name == default_name and config.run.dir == default_folder(default_name)
@@ -763,13 +767,13 @@ def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
         return config
     for number in itertools.count(2):
         name = f"{config.run.name}-{number}"
-        named = replace(config, run=replace(config.run, name=name, dir=default_folder(name)))
-        if not _differences_from_finished_run(named):
+        candidate = replace(config, run=replace(config.run, name=name, dir=default_folder(name)))
+        if not _differences_from_finished_run(candidate):
             break
     more = f" and {len(differences) - 2} more" if len(differences) > 2 else ""
     reason = f"{config.run.dir} is finished, with another configuration ({'; '.join(differences[:2])}{more})"
-    resolution.notes.append(f"{reason}, so this run uses {named.run.dir}")
-    return named
+    resolution.notes.append(f"{reason}, so this run uses {candidate.run.dir}")
+    return candidate
 
 
 def _differences_from_finished_run(config: RunConfig) -> list[str]:
@@ -806,11 +810,11 @@ def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 @dataclass(frozen=True)
 class Pass:
-    """One step of the resolution: its name, its function, when it runs, and the reason that `--why` gives."""
+    """One pass: its name, its function, the stage at which it runs, and the reason that `--why` gives for changes."""
 
     name: str
-    decide: Any
-    """`decide(config, resolution) -> config`, or "package.module:function" if it needs the data or the device."""
+    function: Any
+    """`function(config, resolution) -> config`, or "package.module:function" if it needs the data or the device."""
     stage: Stage
     reason: str
     for_stored: bool = False
@@ -853,7 +857,7 @@ PASSES = (
     Pass("context method", context_method, "device", "suits the context the planner chose"),
     Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
 )
-"""All passes, in order.  Those that need data or a device come last: they run once their input exists."""
+"""All passes, in order.  Those that need data or a device come last, and run once these exist."""
 
 
 def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
@@ -866,8 +870,10 @@ def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> Conf
         if each_pass.stage != stage or (resolution.is_stored and not each_pass.for_stored):
             continue
         previous_origins = dict(resolution.origins)
-        apply = resolve(each_pass.decide, each_pass.name) if isinstance(each_pass.decide, str) else each_pass.decide
-        config = apply(config, resolution)
+        function = each_pass.function
+        if isinstance(function, str):
+            function = resolve(function, each_pass.name)
+        config = function(config, resolution)
         after = dict(_flat(config))
         for key in before.keys() | after.keys():
             if key not in after:
@@ -875,7 +881,7 @@ def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> Conf
             elif (key not in before or before[key] != after[key]) and resolution.origins.get(
                 key
             ) == previous_origins.get(key):
-                user_origin = previous_origins.get(key, "")  # from the user; not by an earlier pass
+                user_origin = previous_origins.get(key, "")  # that of a pass contains ": "
                 previous_origin = f" (was: {user_origin})" if user_origin and ": " not in user_origin else ""
                 resolution.origins[key] = f"{each_pass.name}: {each_pass.reason}{previous_origin}"
         before = after

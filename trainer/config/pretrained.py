@@ -23,14 +23,14 @@ from trainer.errors import UserError, setting_error
 from trainer.files import link_outside, parse_json, read_json
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
 
-CONFIG = "config.json"
+CONFIG_JSON = "config.json"
 
 _UNSUPPORTED_ENTRIES = {
     "quantization_config": "quantized weights are not supported; convert them first",
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Entries of config.json that a recipe supports only if it says so (`HuggingFace.dropped`)."""
+"""Entries of config.json that are refused unless the recipe ignores them (`HuggingFace.dropped`)."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:
@@ -47,7 +47,7 @@ def find_huggingface(recipe: Recipe) -> HuggingFace:
 def stored_dtype(path: str | Path) -> str | None:
     """Return the dtype that the folder's config.json declares; None if it declares none or cannot be read."""
     try:
-        content = read_json(Path(str(path).removeprefix("file://")) / CONFIG)
+        content = read_json(Path(str(path).removeprefix("file://")) / CONFIG_JSON)
         return str(content.get("dtype") or content.get("torch_dtype") or "") or None
     except (OSError, ValueError, AttributeError):
         return None
@@ -101,7 +101,7 @@ def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Decl
     build, and one that names `model.name` if config.json belongs to another recipe.
     """
     path = Path(str(folder).removeprefix("file://"))
-    if not (path / CONFIG).exists():
+    if not (path / CONFIG_JSON).exists():
         return None
     content = read_config(path, setting)
     hf = find_huggingface(recipe)
@@ -110,9 +110,9 @@ def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Decl
         raise setting_error(setting, folder, rule, fix=f"model.path={path}, without {setting}")
     if content["model_type"] != hf.model_type:
         matching = [other.name for other in all_recipes() if other.hf and other.hf.model_type == content["model_type"]]
-        rule = f"{path / CONFIG}: model_type={content['model_type']}, which does not match"
+        rule = f"{path / CONFIG_JSON}: model_type={content['model_type']}, which does not match"
         raise setting_error("model.name", recipe.name, rule, matching[0] if matching else None)
-    return DeclaredModel(str(path / CONFIG), _fields_of(content, recipe, path, setting))
+    return DeclaredModel(str(path / CONFIG_JSON), _fields_of(content, recipe, path, setting))
 
 
 def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
@@ -133,7 +133,7 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
             if matching
             else f"has no recipe; there are recipes for {', '.join(known) or 'nothing'}"
         )
-        raise setting_error(setting, folder, f"{CONFIG}: model_type={model_type} {rule}")
+        raise setting_error(setting, folder, f"{CONFIG_JSON}: model_type={model_type} {rule}")
     (recipe,) = matching
     return recipe, recipe.config(**_fields_of(content, recipe, path, setting))
 
@@ -160,7 +160,7 @@ def has_config_only(folder: str | Path) -> bool:
     """
     path = Path(folder).expanduser()
     if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
-        return False  # they exist, but have not been needed yet
+        return False  # the weights exist, but have not been fetched or converted yet
     has_others = any(file.suffix.lower() in (*_PICKLES, _GGUF) for file in path.iterdir())
     return not (has_weights(path) or has_others or any(path.glob(".cache/huggingface/download/**/*.incomplete")))
 
@@ -179,13 +179,13 @@ def check_weights(folder: str | Path, setting: str) -> None:
         return
     fresh = "; for random weights: model.fresh=true" if setting == "model.path" else ""
     if not (path / INDEX).is_file():
-        check_no_gguf(path, setting)
+        check_single_gguf(path, setting)
         fix = f"download the weights{fresh}"
         if any(file.name.endswith(_PICKLES) for file in path.iterdir()):
             script = "import sys; from transformers import AutoModelForCausalLM as M; "
             script += "M.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
             fix = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}, if you trust the files{fresh}"
-        raise setting_error(setting, folder, no_weights(path), fix=fix)
+        raise setting_error(setting, folder, missing_weights_rule(path), fix=fix)
     with contextlib.suppress(
         ValueError, LookupError, TypeError, AttributeError, OSError
     ):  # reported when the index is read
@@ -196,7 +196,7 @@ def check_weights(folder: str | Path, setting: str) -> None:
     check_headers(path, setting)
 
 
-def no_weights(folder: Path) -> str:
+def missing_weights_rule(folder: Path) -> str:
     """Return the error text for a folder without safetensors: what is missing, and what it has instead."""
     files = sorted(file.name for file in folder.iterdir())
     pickles = [name for name in files if name.endswith(_PICKLES)]
@@ -209,8 +209,8 @@ def no_weights(folder: Path) -> str:
     return f"{rule}; it has {', '.join(files[:8])}" + (", ..." if len(files) > 8 else "") if files else rule
 
 
-def check_no_gguf(path: str | Path, setting: str) -> None:
-    """Raise a UserError that starts with `setting` for a folder with several GGUF files but no safetensors.
+def check_single_gguf(path: str | Path, setting: str) -> None:
+    """Raise a UserError that starts with `setting` if a folder has several GGUF files but no safetensors.
 
     A single file is converted before anything else looks at it (see `trainer.gguf_model`).
     """
@@ -291,7 +291,7 @@ def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any]
     return None
 
 
-def any_model_of(folder: str | Path) -> tuple[Recipe, Any]:
+def generic_model_of(folder: str | Path) -> tuple[Recipe, Any]:
     """Return the generic recipe `hf`, and its configuration for the model in `folder`.
 
     Raises UserError if config.json is missing or invalid, or if transformers is not installed.
@@ -321,11 +321,11 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
     Raises a UserError that starts with `setting` if it does not describe a model, if the model's sizes are implausible,
     or if small files of the folder are links that point outside it.
     """
-    if not (folder / CONFIG).is_file():
-        check_no_gguf(folder, setting)
+    if not (folder / CONFIG_JSON).is_file():
+        check_single_gguf(folder, setting)
     check_links(folder, setting)
     try:
-        content = read_json(folder / CONFIG)
+        content = read_json(folder / CONFIG_JSON)
         if not isinstance(content, dict):
             raise ValueError(f"it must be a JSON object, not {type(content).__name__}")
         if not isinstance(content["model_type"], str | None):
@@ -334,15 +334,17 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
         if isinstance(content.get("text_config"), Mapping):
             _check_sizes(content["text_config"])
     except UserError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
+        raise setting_error(setting, folder, f"{CONFIG_JSON}: {error}") from error
     except KeyError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: it has no model_type") from error
+        raise setting_error(
+            setting, folder, f"{CONFIG_JSON}: does not describe a model: it has no model_type"
+        ) from error
     except OSError as error:
-        rule = f"{CONFIG}: cannot be read ({error.strerror})"
+        rule = f"{CONFIG_JSON}: cannot be read ({error.strerror})"
         fix = "give the folder that contains it" if folder.is_file() else _advice_on_missing(folder)
         raise setting_error(setting, folder, rule, fix=fix) from error
     except ValueError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: does not describe a model: {error}") from error
+        raise setting_error(setting, folder, f"{CONFIG_JSON}: does not describe a model: {error}") from error
     return dict(content)
 
 
@@ -365,30 +367,30 @@ def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FIL
 
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _WIDTHS = ("hidden_size", "n_embd", "d_model", "dim")
-_INNER = ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size")
+_FFN_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "moe_intermediate_size")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _HEADS = ("num_attention_heads", "n_head", "num_heads")
 _POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx")
 _OTHERS = ("vocab_size", "num_key_value_heads", "head_dim")
 _MAX_LAYERS, _MAX_EXPERTS = 1_000, 100_000
 _MAX_PARAMETERS = 1e13
-"""Several times as many as the largest existing models have."""
+"""Several times the size of the largest existing models."""
 
 
-def _check_sizes(part: Mapping[str, Any]) -> None:
+def _check_sizes(content: Mapping[str, Any]) -> None:
     """Raise a UserError that names the entry if a size in config.json is not a positive whole number or is implausible.
 
-    part: config.json, or its `text_config`.  The total number of parameters is estimated too, so that a model too large
-    for any machine is refused before anything is allocated.
+    content: config.json, or its `text_config`.  The total number of parameters is estimated too, so that a model too
+    large for any machine is refused before anything is allocated.
     """
-    names = (*_LAYERS, *_WIDTHS, *_INNER, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
-    sizes = {name: part[name] for name in names if part.get(name) is not None}
+    names = (*_LAYERS, *_WIDTHS, *_FFN_WIDTHS, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
+    sizes = {name: content[name] for name in names if content.get(name) is not None}
     for name, value in sizes.items():
-        is_per_layer = isinstance(value, list) and name in (*_INNER, *_EXPERTS, *_HEADS, "num_key_value_heads")
+        is_per_layer = isinstance(value, list) and name in (*_FFN_WIDTHS, *_EXPERTS, *_HEADS, "num_key_value_heads")
         per_layer = value if is_per_layer else [value]  # some models have one value per layer
-        minimum = 0 if name in _EXPERTS or name in _INNER else 1
+        minimum = 0 if name in _EXPERTS or name in _FFN_WIDTHS else 1
         if not all(isinstance(each, int) and not isinstance(each, bool) and each >= minimum for each in per_layer):
-            raise UserError(f"{name}={_short(value)}: must be a whole number of at least {minimum}")
+            raise UserError(f"{name}={_shorten(value)}: must be a whole number of at least {minimum}")
 
     def largest(group: Iterable[str], default: int) -> int:
         values = [sizes[name] for name in group if name in sizes]
@@ -398,7 +400,7 @@ def _check_sizes(part: Mapping[str, Any]) -> None:
     for noun, number, limit in (("layers", layers, _MAX_LAYERS), ("experts", experts, _MAX_EXPERTS)):
         if number > limit:
             raise UserError(f"{number:,} {noun}: no model has more than {limit:,}")
-    for name, value in part.items():
+    for name, value in content.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise UserError(f"{name}={value}: must be finite")
     num_heads, num_kv_heads = largest(_HEADS, 1), largest(("num_key_value_heads",), 1)
@@ -407,18 +409,18 @@ def _check_sizes(part: Mapping[str, Any]) -> None:
     if num_heads % num_kv_heads and not any(isinstance(value, list) for value in sizes.values()):
         raise UserError(f"num_key_value_heads={num_kv_heads} does not divide the {num_heads} heads")
     heads = num_heads * largest(("head_dim",), 1)
-    layer_parameters = 2 * width * max(width, heads) + 2 * width * largest(_INNER, width) * max(1, experts)
+    layer_parameters = 2 * width * max(width, heads) + 2 * width * largest(_FFN_WIDTHS, width) * max(1, experts)
     parameters = layers * layer_parameters + largest(("vocab_size",), 1) * width
     if max(parameters, *(largest((name,), 1) for name in _POSITIONS)) > _MAX_PARAMETERS:
-        listed_sizes = ", ".join(f"{name}={_short(value)}" for name, value in sizes.items() if name not in _POSITIONS)
-        listed_sizes = listed_sizes or ", ".join(f"{name}={_short(value)}" for name, value in sizes.items())
+        listed_sizes = ", ".join(f"{name}={_shorten(value)}" for name, value in sizes.items() if name not in _POSITIONS)
+        listed_sizes = listed_sizes or ", ".join(f"{name}={_shorten(value)}" for name, value in sizes.items())
         needed = f"about {parameters:.2g} parameters, {parameters * 4 / 2**40:,.0f} TiB in float32"
         raise UserError(
             f"{listed_sizes}: that is a model of {needed}, more than any machine can hold; correct config.json"
         )
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
@@ -427,7 +429,7 @@ def _fields_of(content: Mapping[str, Any], recipe: Recipe, folder: Path, setting
     try:
         return fields_of(content, recipe)
     except UserError as error:
-        raise setting_error(setting, folder, f"{CONFIG}: {error}") from error
+        raise setting_error(setting, folder, f"{CONFIG_JSON}: {error}") from error
 
 
 def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
@@ -449,7 +451,7 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     hints = typing.get_type_hints(recipe.config)
     declared = {field.name: field for field in dataclasses.fields(recipe.config)}
     for name, value in fields.items():
-        fields[name] = value = _typed(f"model.{name}", value, hints[name])
+        fields[name] = value = _convert(f"model.{name}", value, hints[name])
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             check_number(f"model.{name}", value, value, declared[name].metadata)
     if recipe.check:
@@ -464,7 +466,7 @@ def check_readable(content: Mapping[str, Any]) -> None:
             raise UserError(f"{key}: {rule}")
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
+def _convert(key: str, value: Any, hint: Any) -> Any:
     """Convert a value of config.json to the field's type.  Raises UserError if its type does not match."""
     options = union_members(hint)
     if not set(options) <= {int, float, bool, str, type(None)}:

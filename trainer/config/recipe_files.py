@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.keys import EMPTY_VALUE, declared_keys, expand
+from trainer.config.keys import EMPTY_VALUE, declared_keys, expand_subsection
 from trainer.config.messages import unknown_key_error
 from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG, OLD_SECTION
+from trainer.config.stored import CONFIG, OLD_DPO_SECTION
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.recipe import load_recipes
 
@@ -24,7 +24,7 @@ _EXAMPLE_FILE = "the output of python -m trainer.run recipe=llama_small --print-
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the path of the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if none does."""
+    """Return the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if there is none."""
     if not recipe:
         raise setting_error("recipe", recipe, EMPTY_VALUE, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
@@ -94,7 +94,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
     """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
-        if section not in (*sections, OLD_SECTION):
+        if section not in (*sections, OLD_DPO_SECTION):
             if values is None and not section.isidentifier():  # a line without a colon
                 rule = f"must contain sections with keys below them, not {section!r}"
                 fix = "write each key as `key: value`, as in `recipe: llama_small`"
@@ -111,16 +111,16 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
             fix = f"write each key on its own line below `{section}:`, indented, as `key: value`"
             raise setting_error(section, values, rule, fix=fix)
         for key, value in values.items():
-            yield from expand(f"{section}.{key}", value)
+            yield from expand_subsection(f"{section}.{key}", value)
 
 
 def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
-    """Return the error for a file without a model, or for an unknown key in it, which is reported first."""
+    """Return the error for a recipe file without a model.  If the file has an unknown key, that is reported instead."""
     load_recipes()
-    unknown = ("model.", "objective.")  # what they hold depends on a choice that has not been made
-    known = {key: item for key, item in declared_keys().items() if not key.startswith(unknown)}
+    undetermined = ("model.", "objective.")  # the keys of these sections depend on the model and the objective
+    legal = {key: item for key, item in declared_keys().items() if not key.startswith(undetermined)}
     for key, value in values.items():
-        if not key.startswith(unknown) and key not in known:
-            return unknown_key_error(key, value, known, f" (in {path})")
+        if not key.startswith(undetermined) and key not in legal:
+            return unknown_key_error(key, value, legal, f" (in {path})")
     fix = "start the file with `recipe: llama_small`, or set a model: `model: {name: llama}`"
     return setting_error("model.name", None, f"{path} must name a registered model", fix=fix)

@@ -27,11 +27,11 @@ from trainer.config.mesh import (
     check_batch,
     check_context,
     context_choices,
-    divisor,
     find_mesh_shape,
+    nearest_divisor,
     with_context,
 )
-from trainer.config.pretrained import check_no_gguf
+from trainer.config.pretrained import check_single_gguf
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
 from trainer.config.stored import CONFIG, run_of_best
 from trainer.errors import UserError, choice_error, nearest, setting_error
@@ -53,7 +53,7 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
     if not isinstance(config.train.compile, bool) and config.train.compile != AUTO:
         raise choice_error("train.compile", config.train.compile, [True, False, AUTO])
     _check_reshard(config, shape)
-    _check_forms(config)
+    _check_settings(config)
     _check_data(config)
     _check_profile(config, shape)
     if config.recipe.check is not None:
@@ -77,15 +77,15 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
             rule = f"must be {', '.join(keywords)} or a number of ranks"
             raise setting_error(key, value, rule, meant=fixed if suggestion else None)
         if isinstance(entry, int) and (entry < 1 or shape.shard % entry):
-            suggestion = divisor(entry, shape.shard)
+            suggestion = nearest_divisor(entry, shape.shard)
             fixed = (
                 [suggestion if item == entry else item for item in entries] if isinstance(value, list) else suggestion
             )
             raise setting_error(key, value, f"a number of ranks must divide the shard axis, {shape.shard}", fixed)
 
 
-def _check_forms(config: RunConfig) -> None:
-    """Check the form of individual keys, and rules that do not depend on the number of ranks."""
+def _check_settings(config: RunConfig) -> None:
+    """Check single settings, and rules between settings that do not depend on the number of ranks."""
     _check_activation_checkpoint(config)
     _check_offload_activations(config)
     for key, dtype in (
@@ -127,7 +127,7 @@ def _check_forms(config: RunConfig) -> None:
         raise setting_error("run.deadline", config.run.deadline, "has already passed", example=tomorrow)
     _check_base_model(config)
     _check_init_from(config)
-    _check_name(config)
+    _check_run_name(config)
     legal = [
         *declared_keys(type(config.model), type(config.objective)),
         *(section.name for section in dataclasses.fields(RunConfig)),
@@ -223,7 +223,7 @@ def _head_size(model: Any) -> float:
 def _check_init_from(config: RunConfig) -> None:
     start = config.train.init_from
     if start is not None:
-        check_no_gguf(start, "train.init_from")
+        check_single_gguf(start, "train.init_from")
     if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
         rule = "must be a checkpoint, a run folder, a folder of safetensors, a file (.pt, .safetensors, .gguf), "
         rule += "or a model of the Hugging Face Hub (org/name)"
@@ -239,7 +239,7 @@ _MAX_NAME_BYTES = 255
 """Maximum length of a file name in bytes on common file systems."""
 
 
-def _check_name(config: RunConfig) -> None:
+def _check_run_name(config: RunConfig) -> None:
     name = config.run.name
     if name in (".", "..") or not re.fullmatch(r"[^/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", name):
         legal_name = re.sub(r"[/\\\x00-\x1f\x7f-\x9f\ud800-\udfff]+", "-", name).strip(".-") or "run"
@@ -277,7 +277,7 @@ def _check_float8(config: RunConfig) -> None:
         rule = f"needs layers that compute in bfloat16, not fsdp.param_dtype={config.fsdp.param_dtype}"
         raise setting_error(key, train.float8, rule, "none")
     if config.lora.packs:
-        rule = f"weights packed as lora.base_dtype={config.lora.base_dtype} have no float8 products"
+        rule = f"weights packed as lora.base_dtype={config.lora.base_dtype} cannot be multiplied in float8"
         raise setting_error(key, train.float8, rule, "none")
     if budget_of(train.activation_checkpoint) is not None:
         rule = f"a budget does not support float8 (train.float8={train.float8})"
@@ -293,7 +293,7 @@ def _check_lora(config: RunConfig) -> None:
         if not lora.targets:
             raise setting_error("lora.targets", lora.targets, "must name at least one layer", defaults.targets)
         if rate := getattr(config.model, "balance_rate", None):
-            rule = "would move the biases on the choice of experts, which an adapter does not contain"
+            rule = "would change the biases that select experts, which an adapter does not contain"
             raise setting_error("model.balance_rate", rate, rule, 0)
         return
     for key in ("alpha", "dropout", "targets", "base_dtype"):
@@ -442,7 +442,7 @@ def check_chats(config: RunConfig) -> None:
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return
     if data.format == "text" and data.labels == "none":
-        rule = "plain texts are chats only with a label each, for train.objective=classify"
+        rule = "plain texts need a label each, which only train.objective=classify uses"
         raise setting_error("data.format", data.format, rule, fix="for plain text, use data.source=tokens")
     if not data.path:
         rule = "data.source=chat needs a file of conversations"
@@ -464,20 +464,20 @@ def check_chats(config: RunConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Mixtures of data sources
 #
-# A phase starts at a step boundary, however its start is given, and lasts until the next phase starts.
+# A phase always starts with a step, even if its start is given in tokens, and lasts until the next phase starts.
 
-BLOCK = 1024
+MIXTURE_BLOCK = 1024
 """Number of samples within which the mixture is exact; no source's share may be below one sample per block."""
 
-_NAME = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
-_TOKENS = re.compile(r"tokens:(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)")
-_FORMS = "must be a step, tokens:<n>, or a share of the run such as 80%"
+_NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
+_SHARE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_TOKENS_PATTERN = re.compile(r"tokens:(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)")
+_PHASE_START_RULE = "must be a step, tokens:<n>, or a share of the run such as 80%"
 
 
 @dataclass(frozen=True)
 class Phase:
-    """The sampling weights of the sources from sample `start` on; None: proportional to the sizes of the sources."""
+    """The sampling weights of the sources from sample `start` on; None means proportional to their sizes."""
 
     start: int
     weights: Mapping[str, float] | None
@@ -518,14 +518,14 @@ def _first_sample(key: str, when: object, config: RunConfig) -> int:
         if when < 1:
             raise setting_error(key, when, "the first step is 1", 1)
         return (when - 1) * batch
-    if isinstance(when, str) and (share := _SHARE.fullmatch(when.strip())):
+    if isinstance(when, str) and (share := _SHARE_PATTERN.fullmatch(when.strip())):
         part = Fraction(share[1]) / 100
         if part > 1:
             raise setting_error(key, when, "is beyond the end of the run", "100%")
         return math.ceil(part * config.train.steps) * batch
-    if isinstance(when, str) and (tokens := _TOKENS.fullmatch(when.strip())):
+    if isinstance(when, str) and (tokens := _TOKENS_PATTERN.fullmatch(when.strip())):
         return math.ceil(Fraction(tokens[1].replace("_", "")) / (batch * config.data.seq_len)) * batch
-    raise setting_error(key, when, _FORMS, example="80%")
+    raise setting_error(key, when, _PHASE_START_RULE, example="80%")
 
 
 def _check_weights(key: str, weights: Any, names: list[str]) -> None:
@@ -547,14 +547,16 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
     total = sum(weights.values())
     if not total:
         raise setting_error(key, weights, "at least one weight must be above 0", example=dict.fromkeys(names, 1))
-    too_small = [name for name, weight in weights.items() if 0 < weight * BLOCK < total]
+    too_small = [name for name, weight in weights.items() if 0 < weight * MIXTURE_BLOCK < total]
     if too_small:
-        min_weight = sum(weight for name, weight in weights.items() if name not in too_small) / (BLOCK - len(too_small))
+        min_weight = sum(weight for name, weight in weights.items() if name not in too_small) / (
+            MIXTURE_BLOCK - len(too_small)
+        )
         legal = {
             name: float(f"{min_weight * 1.001:.3g}") if name in too_small else weight
             for name, weight in weights.items()
         }
-        raise setting_error(key, weights, f"the share of {too_small[0]} is below one sample in {BLOCK}", legal)
+        raise setting_error(key, weights, f"the share of {too_small[0]} is below one sample in {MIXTURE_BLOCK}", legal)
 
 
 def check_sources(config: RunConfig) -> None:
@@ -569,7 +571,7 @@ def check_sources(config: RunConfig) -> None:
             raise setting_error("data.eval_path", data.eval_path, "names sources, but data.path does not")
         return
     for name, path in data.path.items():
-        if not _NAME.fullmatch(name) or not path:
+        if not _NAME_PATTERN.fullmatch(name) or not path:
             rule = "a source needs a path and a name of letters, digits, _, - and ."
             raise setting_error("data.path", data.path, rule, example={"web": path or "web/*.bin"})
     if not data.path:
@@ -605,7 +607,7 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
 
 
 SINKS = "meshtrainer.sinks"
-"""Entry-point group in which other distributions list their trackers."""
+"""Entry-point group in which other packages register their trackers."""
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
 """The built-in trackers: the library that each needs, and its product name.
 

@@ -31,7 +31,7 @@ DTYPES = {
 """Other spellings of dtypes; error messages suggest ours instead."""
 
 AUTO = "auto"
-"""The value that leaves a setting to the trainer; the planner resolves most of these before anything is built."""
+"""The value that leaves the choice to the trainer; the planner resolves most such settings before anything is built."""
 
 MODEL = "model"
 """Value of `data.tokenizer` and `data.chat_template` that selects the ones that come with the model."""
@@ -145,7 +145,7 @@ class LogSection:
         """Return the section for a run that sends its metrics nowhere."""
         return dataclasses.replace(self, wandb="off", tensorboard=False, trackers=(), prometheus=None)
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether to print a progress line for step `step`."""
         return step % self.every == 0
 
@@ -421,8 +421,8 @@ class DataSection:
         None, "maximum GiB of downloaded shards cached on each machine; null: no limit", above=0
     )
 
-    def generated(self) -> DataSection:
-        """Return a section with synthetic data of the same shape instead of files."""
+    def as_synthetic(self) -> DataSection:
+        """Return the section with synthetic data of the same shape in place of files."""
         return DataSection(source="synthetic", seq_len=self.seq_len, pack=self.pack, num_workers=self.num_workers)
 
     @property
@@ -653,7 +653,7 @@ class EvalSection:
         0, "consecutive evaluations without a new best after which the run finishes; 0: never stop early", at_least=0
     )
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """Return whether to evaluate after step `step`."""
         return self.every > 0 and step % self.every == 0
 
@@ -779,7 +779,7 @@ class RunConfig:
 
 
 def name_of_source(path: str) -> str:
-    """Return the name that the user gave for the files at `path`, if they were fetched or converted.
+    """Return the name that the user gave for the files at `path` if they were fetched or converted.
 
     This is a name on the Hugging Face Hub, pinned to a commit, or the path of a .gguf file.  Any other path is returned
     unchanged.

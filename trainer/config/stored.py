@@ -20,10 +20,10 @@ from trainer.recipe import check_import
 CONFIG = "config.yaml"
 """The stored configuration of a run or of a checkpoint, in its folder."""
 
-OLD_SECTION = "dpo"
-"""The old section for DPO settings.  Before there were other objectives, every run stored it.
+OLD_DPO_SECTION = "dpo"
+"""The old section for DPO settings.  Every run stored it before there were other objectives.
 
-In recipe files and on the command line, `resolve.objective_section` reads it."""
+In recipe files and on the command line, the pass `objective_section` converts it."""
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
@@ -44,7 +44,7 @@ def is_written_by_run(path: Path) -> bool:
 
 
 def run_of_best(path: str) -> str | None:
-    """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; else None.
+    """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; otherwise None.
 
     RUN is a folder or URL.  A path that exists is taken literally, and the result is None.
     """
@@ -92,8 +92,8 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     run = stored.get("run")
     if isinstance(run, dict) and isinstance(run.get("on_end"), str):
         run["on_end"] = masked_command(run["on_end"])
-    dpo_section = stored.pop(OLD_SECTION, None)
-    if section_of(stored, "train").get("objective") == OLD_SECTION and dpo_section is not None:
+    dpo_section = stored.pop(OLD_DPO_SECTION, None)
+    if section_of(stored, "train").get("objective") == OLD_DPO_SECTION and dpo_section is not None:
         stored["objective"] = dpo_section
     return stored
 
@@ -107,7 +107,7 @@ def read_run_config(folder: Path) -> Mapping[str, Any]:
 
 
 def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a section of a parsed configuration; empty if there is none or it has no keys."""
+    """Return a section of a parsed configuration; empty if it is missing or has no keys."""
     section = tree.get(name)
     return section if isinstance(section, Mapping) else {}
 

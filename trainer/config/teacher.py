@@ -8,30 +8,30 @@ from typing import Literal
 
 from trainer.config.load import config_from_yaml
 from trainer.config.location import locate
-from trainer.config.pretrained import any_model_of, find_native
+from trainer.config.pretrained import find_native, generic_model_of
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import setting_error
 from trainer.objective import Tokens
 
-KEY, TOP = "objective.teacher", "top.json"
-"""The setting that names the teacher, and the file that marks a folder of stored teacher log-probabilities."""
+TEACHER_KEY, TOP_FILE = "objective.teacher", "top.json"
+"""The setting that names the teacher, and the file that identifies a folder of stored teacher log-probabilities."""
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
     """Return the configuration with the teacher as its model and initial weights; None without a teacher model.
 
-    The teacher uses the run's compute dtype for its weights too, on the same mesh.  Raises UserError if its model is
-    unknown or has a vocabulary of another size, or if a setting needs a teacher model and only its log-probabilities
+    The teacher is on the same mesh, and its weights have the run's compute dtype.  Raises UserError if its model is
+    unknown or its vocabulary has a different size, or if a setting needs a teacher model and only its log-probabilities
     are given.
     """
     if "teacher" not in config.objective.needs:
         return None
     path: str | None = config.objective.teacher
     if not path:
-        raise setting_error(KEY, path, "must name the model to imitate", example="models/Qwen3-8B")
-    if (Path(path) / TOP).is_file():
-        rule = f"needs the teacher, but {KEY}={path} holds its log-probabilities of the training data"
+        raise setting_error(TEACHER_KEY, path, "must name the model to imitate", example="models/Qwen3-8B")
+    if (Path(path) / TOP_FILE).is_file():
+        rule = f"needs the teacher, but {TEACHER_KEY}={path} holds its log-probabilities of the training data"
         if config.objective.temperature != 1:
             raise setting_error("objective.temperature", config.objective.temperature, rule, 1.0)
         if config.eval.every:
@@ -39,25 +39,27 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
         return None
     location, init_from = locate(path), str(path) or None
     if location.kind == "huggingface":
-        native = find_native(path, KEY)
-        model = (native or any_model_of(path))[1]
+        native = find_native(path, TEACHER_KEY)
+        model = (native or generic_model_of(path))[1]
         init_from = path if native else None  # the generic recipe reads its own folder
     elif (location.folder / CONFIG).is_file():
-        model = config_from_yaml((location.folder / CONFIG).read_text(), KEY).model
+        model = config_from_yaml((location.folder / CONFIG).read_text(), TEACHER_KEY).model
     else:
         rule = "must be a Hugging Face folder, a run folder or a checkpoint"
-        raise setting_error(KEY, path, rule, fix="give one, or the name of a model on the Hugging Face Hub: OWNER/NAME")
+        raise setting_error(
+            TEACHER_KEY, path, rule, fix="give one, or the name of a model on the Hugging Face Hub: OWNER/NAME"
+        )
     weights_dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
     train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=weights_dtype)
     fsdp = replace(config.fsdp, reshard_after_forward="default")
     teacher = replace(config, model=model, train=train, fsdp=fsdp, lora=LoraSection(), objective=Tokens())
     if teacher.vocab_size != config.vocab_size:
         rule = f"has a vocabulary of {teacher.vocab_size} tokens, and the trained model one of {config.vocab_size}"
-        raise setting_error(KEY, path, rule, fix="use a teacher with the same tokenizer")
+        raise setting_error(TEACHER_KEY, path, rule, fix="use a teacher with the same tokenizer")
     if config.context > 1 and not teacher.recipe.context:
         rule = f"is a model of recipe {teacher.recipe.name!r}, which needs whole sequences"
-        raise setting_error(KEY, path, rule, fix="set mesh.context=1")
+        raise setting_error(TEACHER_KEY, path, rule, fix="set mesh.context=1")
     if config.expert > 1:
-        rule = "ranks share out the experts of one model, and a teacher is a second one"
+        rule = "ranks divide the experts of one model only, and a teacher is a second model"
         raise setting_error("mesh.expert", config.expert, rule, 1)
     return teacher

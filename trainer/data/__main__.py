@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from trainer.config import RunConfig, check_config, declared_keys, load_config, recipe_files, smallest_mesh
 from trainer.config.command_line import split_allow_import
-from trainer.config.messages import unexpected_argument, unknown_option
+from trainer.config.messages import unexpected_argument_error, unknown_option_error
 from trainer.data.check import check_data
 from trainer.data.mixture import (
     SOURCE,
@@ -91,13 +91,13 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
         elif argument == "--full":
             parsed.is_full = True
         elif argument.startswith("-"):
-            raise unknown_option(argument, [*parsed.numbers, "--full"], declared_keys())
+            raise unknown_option_error(argument, [*parsed.numbers, "--full"], declared_keys())
         elif key == "recipe":
             parsed.recipe = value
         elif "=" in argument:
             parsed.overrides.append(argument)
         elif parsed.command:
-            raise unexpected_argument(
+            raise unexpected_argument_error(
                 arguments, list(arguments).index(argument), recipe_files(), parsed.recipe is not None
             )
         else:

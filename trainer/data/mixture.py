@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import BLOCK, DataSection, Phase, find_phases
+from trainer.config import MIXTURE_BLOCK, DataSection, Phase, find_phases
 from trainer.data.source import Fingerprint, Samples, Source, as_mapping
 from trainer.errors import setting_error
 
@@ -117,10 +117,10 @@ _KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
 def shares_per_block(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the number of samples of each source in a block (largest-remainder method; ties go to the first name)."""
     total = sum(map(Fraction, weights.values()))
-    exact = {name: Fraction(weight) * BLOCK / total for name, weight in weights.items()}
+    exact = {name: Fraction(weight) * MIXTURE_BLOCK / total for name, weight in weights.items()}
     shares = {name: int(share) for name, share in exact.items()}
     by_remainder = sorted(exact, key=lambda name: (shares[name] - exact[name], name))
-    for name in by_remainder[: BLOCK - sum(shares.values())]:
+    for name in by_remainder[: MIXTURE_BLOCK - sum(shares.values())]:
         shares[name] += 1
     return shares
 
@@ -131,9 +131,9 @@ def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
         if not share:
             rule = (
                 f"by size, source {name} ({sizes[name]} of {sum(sizes.values())} samples) has fewer than one "
-                f"sample in {BLOCK}"
+                f"sample in {MIXTURE_BLOCK}"
             )
-            example = dict(sizes) | {name: -(-sum(sizes.values()) // (BLOCK - 1))}
+            example = dict(sizes) | {name: -(-sum(sizes.values()) // (MIXTURE_BLOCK - 1))}
             raise setting_error("data.weights", None, rule, example=example)
     return shares
 
@@ -143,7 +143,7 @@ class _PhasePattern:
 
     def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
         self.start, self.shares, self._seed = start, shares, seed + 1
-        slots = sample_at(start * BLOCK + np.arange(BLOCK), BLOCK, seed)
+        slots = sample_at(start * MIXTURE_BLOCK + np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed)
         # Tiled twice, so that a block can start at any offset and still cover the complete pattern.
         self._pattern = np.tile(np.searchsorted(np.cumsum(shares), slots, side="right"), 2)
         is_of_source = self._pattern[:, None] == np.arange(len(shares))
@@ -151,7 +151,7 @@ class _PhasePattern:
 
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source at each offset in the phase, and the number of samples of that source before it."""
-        blocks, offsets_in_block = np.divmod(offsets, BLOCK)
+        blocks, offsets_in_block = np.divmod(offsets, MIXTURE_BLOCK)
         pattern_starts = self._pattern_offsets(blocks)
         sources = self._pattern[pattern_starts + offsets_in_block]
         num_before = (
@@ -162,13 +162,13 @@ class _PhasePattern:
 
     def count(self, length: int) -> NDArray[np.int64]:
         """Return the number of positions of each source among the first `length` positions."""
-        block, offset = divmod(length, BLOCK)
+        block, offset = divmod(length, MIXTURE_BLOCK)
         (pattern_start,) = self._pattern_offsets(np.array([block]))
         return block * self.shares + self._counts_before[pattern_start + offset] - self._counts_before[pattern_start]
 
     def _pattern_offsets(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the offset in the pattern at which each block starts, pseudorandom for each block."""
-        return sample_at((self.start + blocks) * BLOCK, BLOCK, self._seed)
+        return sample_at((self.start + blocks) * MIXTURE_BLOCK, MIXTURE_BLOCK, self._seed)
 
 
 class Mixture(SampleOrder):
@@ -248,7 +248,7 @@ def _describe_phase(phases: Sequence[Any], batch: int) -> str:
         return "had not begun"
     start, shares = phases[0]
     parts = ", ".join(f"{name} {share}" for name, share in shares.items())
-    return f"begins with step {start // batch + 1} ({parts} of {BLOCK})"
+    return f"begins with step {start // batch + 1} ({parts} of {MIXTURE_BLOCK})"
 
 
 def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], batch: int) -> str:

@@ -23,7 +23,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
-from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, resumes
+from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.config.passes import Resolution, run_passes
 from trainer.data.cache import get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
@@ -606,7 +606,12 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
 
     Text needs no check: `data.tokenizer`, which tokenizes it, was checked when the configuration was loaded.
     """
-    if config.data.source != "tokens" or source.tokenizer is None or allows_other_tokenizer(config) or resumes(config):
+    if (
+        config.data.source != "tokens"
+        or source.tokenizer is None
+        or allows_other_tokenizer(config)
+        or will_resume(config)
+    ):
         return
     weights_tokenizer = find_weights_tokenizer(config)
     if weights_tokenizer is None or source.tokenizer == find_tokenizer(config.data.tokenizer, bos=config.data.bos).name:

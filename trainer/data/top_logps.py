@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config.teacher import KEY, TOP
+from trainer.config.teacher import TEACHER_KEY, TOP_FILE
 from trainer.data.source import Fingerprint, SourceSubset, as_mapping
 from trainer.errors import setting_error
 from trainer.files import write_atomically
@@ -28,10 +28,10 @@ class TopLogps(SourceSubset):
 
     def __init__(self, base: Any, folder: str) -> None:
         super().__init__(base, 0, len(base))
-        content = json.loads((Path(folder) / TOP).read_text())
+        content = json.loads((Path(folder) / TOP_FILE).read_text())
         if content["samples"] != describe_samples(base.fingerprint, base.seq_len):
             rule = "was written for other samples: the data, their tokenizer and data.seq_len must be the same"
-            raise setting_error(KEY, folder, rule, fix="write it again with python -m trainer.teach")
+            raise setting_error(TEACHER_KEY, folder, rule, fix="write it again with python -m trainer.teach")
         self._ids, self._logps = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("ids", "logps"))
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
@@ -48,7 +48,7 @@ def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
 
 def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
     """Create empty arrays.  Raises UserError if the folder has already been written."""
-    if (folder / TOP).exists():
+    if (folder / TOP_FILE).exists():
         raise setting_error("--out", folder, "has been written already", fix="choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name, dtype in (("ids", np.int32), ("logps", np.float32)):
@@ -58,4 +58,4 @@ def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> 
 def finish_files(folder: Path, fingerprint: Fingerprint, seq_len: int, teacher: str) -> None:
     """Mark the folder as complete."""
     content = {"teacher": teacher, "samples": describe_samples(fingerprint, seq_len)}
-    write_atomically(folder / TOP, json.dumps(content, indent=1) + "\n")
+    write_atomically(folder / TOP_FILE, json.dumps(content, indent=1) + "\n")

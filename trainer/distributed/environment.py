@@ -26,7 +26,7 @@ from trainer.errors import EXIT_FAILED, UserError, setting_error
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Set in the workers that `nproc=N` starts: their parent has already printed all messages."""
 
-STARTED = "MESHTRAINER_STARTED"
+START_TIME = "MESHTRAINER_STARTED"
 """Start time of the command (`metrics.record.uptime`), for the workers that it starts on this machine."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
@@ -87,13 +87,13 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
     the step, because a step may use only part of its job.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
-        world_size = _read(env, "WORLD_SIZE")
-        local_world_size = _read(env, "LOCAL_WORLD_SIZE", world_size)
+        world_size = _read_int(env, "WORLD_SIZE")
+        local_world_size = _read_int(env, "LOCAL_WORLD_SIZE", world_size)
         return Environment(
             launcher="nproc" if SPAWNED_BY_US in env else "torchrun",
-            rank=_read(env, "RANK", below=("WORLD_SIZE", world_size)),
+            rank=_read_int(env, "RANK", below=("WORLD_SIZE", world_size)),
             world_size=world_size,
-            local_rank=_read(env, "LOCAL_RANK", 0, below=("LOCAL_WORLD_SIZE", local_world_size)),
+            local_rank=_read_int(env, "LOCAL_RANK", 0, below=("LOCAL_WORLD_SIZE", local_world_size)),
             local_world_size=local_world_size,
             job=_job_id(env),
             num_restarts=_num_restarts(env),
@@ -101,9 +101,9 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
     if "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" in env and "SLURM_LOCALID" in env:
         return Environment(
             launcher="srun",
-            rank=_read(env, "SLURM_PROCID"),
-            world_size=_read(env, "SLURM_STEP_NUM_TASKS"),
-            local_rank=_read(env, "SLURM_LOCALID"),
+            rank=_read_int(env, "SLURM_PROCID"),
+            world_size=_read_int(env, "SLURM_STEP_NUM_TASKS"),
+            local_rank=_read_int(env, "SLURM_LOCALID"),
             local_world_size=_tasks_on_this_node(env),
             job=_job_id(env),
             num_restarts=_num_restarts(env),
@@ -134,10 +134,10 @@ def _job_id(env: MutableMapping[str, str]) -> str:
 
 
 def _num_restarts(env: MutableMapping[str, str]) -> int:
-    return _read(env, "SLURM_RESTART_COUNT", 0) + _read(env, "TORCHELASTIC_RESTART_COUNT", 0)
+    return _read_int(env, "SLURM_RESTART_COUNT", 0) + _read_int(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
-def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
+def die_with_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
     """Have the kernel kill this process when its parent dies, or turn that off.  Linux only.
 
     Otherwise, if the launcher is killed, ranks that wait for each other would hold their GPUs for minutes.
@@ -152,12 +152,12 @@ def follow_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> 
 def record_start_time(start_time: float, env: MutableMapping[str, str] = os.environ) -> None:
     """Record the start time of the command, for the first Trainer in this process or in each worker."""
     if SPAWNED_BY_US not in env:
-        env[STARTED] = repr(start_time)
+        env[START_TIME] = repr(start_time)
 
 
 def take_start_time(env: MutableMapping[str, str] = os.environ) -> float | None:
     """Return the start time of the command to the first Trainer of this process; None to later ones, or if unknown."""
-    text = env.get(STARTED, "")
+    text = env.get(START_TIME, "")
     is_first = bool(text) and text not in _taken_start_times
     _taken_start_times.add(text)
     return float(text) if is_first else None
@@ -253,13 +253,13 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
     env["RANK"], env["WORLD_SIZE"] = str(environment.rank), str(environment.world_size)
     env["LOCAL_RANK"], env["LOCAL_WORLD_SIZE"] = str(environment.local_rank), str(environment.local_world_size)
     if "MASTER_ADDR" not in env:
-        env["MASTER_ADDR"] = first_address(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
+        env["MASTER_ADDR"] = first_node_address(env.get("SLURM_STEP_NODELIST") or env["SLURM_JOB_NODELIST"])
     if "MASTER_PORT" not in env:
         step = [int(env.get(name, "0")) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")]
         env["MASTER_PORT"] = str(15000 + (step[0] * 131 + step[1] * 7 + step[2]) % 15000)
 
 
-def _read(
+def _read_int(
     env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
 ) -> int:
     """Return the integer in a variable.  below: name and value of a variable that it must be below."""
@@ -280,13 +280,13 @@ def _tasks_on_this_node(env: MutableMapping[str, str]) -> int:
         if match is None:
             raise setting_error("SLURM_STEP_TASKS_PER_NODE", counts, "must have Slurm's form, such as 2(x3),1")
         per_node += [int(match[1])] * int(match[2] or 1)
-    node = _read(env, "SLURM_NODEID", 0)
+    node = _read_int(env, "SLURM_NODEID", 0)
     if node >= len(per_node):
         raise setting_error("SLURM_NODEID", node, f"SLURM_STEP_TASKS_PER_NODE={counts} lists {len(per_node)} nodes")
     return per_node[node]
 
 
-def first_address(node_list: str) -> str:
+def first_node_address(node_list: str) -> str:
     """Return the address of the first node of a Slurm node list.  Raises UserError if scontrol cannot name it."""
 
     def scontrol(*arguments: str) -> str:
@@ -329,7 +329,9 @@ def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.
     """
     if variables.get(_INTERFACE_VARIABLE) or env.local_world_size >= env.world_size:
         return variables.get(_INTERFACE_VARIABLE, "")
-    name = find_interface([variables.get("MASTER_ADDR", ""), _UNUSED_ADDRESS], _source_address, _addresses())
+    name = find_interface(
+        [variables.get("MASTER_ADDR", ""), _UNUSED_ADDRESS], _source_address, _interfaces_by_address()
+    )
     if name:
         variables[_INTERFACE_VARIABLE] = name
     return name
@@ -357,7 +359,7 @@ def _source_address(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def _addresses() -> dict[str, str]:
+def _interfaces_by_address() -> dict[str, str]:
     """Return the names of this machine's interfaces by their IPv4 addresses.  Linux only; empty elsewhere."""
     interfaces = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:

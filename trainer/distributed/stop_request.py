@@ -166,14 +166,14 @@ def note_stale_notice(run_dir: Path) -> None:
     """
     job_record = os.environ.get(_STALE_OF_JOB, "")
     is_this_run = job_record.partition("\n")[0] == os.path.abspath(run_dir)
-    notice_id = job_record.partition("\n")[2] if is_this_run else identity(run_dir / NOTICE)
+    notice_id = job_record.partition("\n")[2] if is_this_run else file_identity(run_dir / NOTICE)
     os.environ[_STALE] = f"{run_dir}\n{notice_id}"
     _taken_notices.discard(os.environ[_STALE])
 
 
 def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
     """Return the environment for the ranks that a batch job starts next.  Any later notice is for them."""
-    return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{identity(run_dir / NOTICE)}"}
+    return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{file_identity(run_dir / NOTICE)}"}
 
 
 def take_stale_notice(run_dir: Path) -> str:
@@ -182,14 +182,14 @@ def take_stale_notice(run_dir: Path) -> str:
     recorded_dir, _, notice_id = record.partition("\n")
     is_known = recorded_dir == str(run_dir) and record not in _taken_notices
     _taken_notices.add(record)
-    return notice_id if is_known else identity(run_dir / NOTICE)
+    return notice_id if is_known else file_identity(run_dir / NOTICE)
 
 
 _taken_notices: set[str] = set()
 """Records already taken by a Trainer of this process.  Removing the variable could crash threads that read it."""
 
 
-def identity(path: Path) -> str:
+def file_identity(path: Path) -> str:
     """Return a token that changes if a file is replaced or touched; empty if the file does not exist.
 
     Tokens are only compared with earlier tokens of the same file, never with a clock.

@@ -30,9 +30,9 @@ from trainer.distributed.environment import (
     EXPANDABLE,
     Environment,
     choose_interface,
+    die_with_parent,
     export_slurm_rendezvous,
     find_environment,
-    follow_parent,
     keep_freed_memory,
     raise_file_limit,
 )
@@ -105,11 +105,11 @@ class World(Channel):
             store = TimedStore(self._store, config.run.timeout_s)
             parent = os.getppid() if self.env.has_launcher_parent else None
             self._watch = FailureWatch(self.rank, store, parent, self.failure_listeners)
-            follow_parent(False)  # from here on, the FailureWatch does this and reports it
+            die_with_parent(False)  # from here on, the FailureWatch does this and reports it
             _worlds.append(self)
 
     @property
-    def messages(self) -> TimedStore | None:
+    def timed_store(self) -> TimedStore | None:
         """The store, for messages without collectives; None for one process, or if the group was opened elsewhere."""
         return None if self._store is None else TimedStore(self._store, _ANSWER_S)
 
@@ -211,7 +211,7 @@ class World(Channel):
 
         Uses no collective, because some ranks may never call it.
         """
-        store, key = self.messages, f"meshtrainer/once/{name}"
+        store, key = self.timed_store, f"meshtrainer/once/{name}"
         if store is None:
             work()
             return

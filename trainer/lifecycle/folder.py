@@ -165,7 +165,7 @@ class RunFolder:
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
             self._locks[0].make(checkpoint_dir.parent)
 
-    def using(self, work: Callable[[], object]) -> None:
+    def run_reporting_errors(self, work: Callable[[], object]) -> None:
         """Run `work`, and turn its OSErrors, such as a full disk, into UserErrors about `run.dir`."""
         with _reporting_errors("run.dir", self.path, f"runs/{self.config.run.name}"):
             work()
@@ -240,14 +240,14 @@ def _rescue_folder(folder: Path) -> Path:
     return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
-_PAUSES_S = (0.2, 1.0)
+_RETRY_PAUSES_S = (0.2, 1.0)
 """Pauses before the retries of writing the status: storage may be unreachable for a moment."""
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
     """Write `status.json`.  A failure is only printed, so that a full disk does not hide the run's own message."""
     text = json.dumps({**status, "reason": redact(str(status["reason"]))}) + "\n"
-    for pause_s in (*_PAUSES_S, None):
+    for pause_s in (*_RETRY_PAUSES_S, None):
         try:
             write_atomically(run_dir / "status.json", text)
             return

@@ -34,13 +34,13 @@ from trainer.distributed.stop_request import (
     STOPPING_EVALUATION,
     acknowledge_stop,
     causing_stop_request,
-    identity,
+    file_identity,
     show_cursor,
     take_stale_notice,
     take_stop_request,
 )
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
-from trainer.lifecycle.summary import closing
+from trainer.lifecycle.summary import closing_summary
 from trainer.metrics.record import Record
 from trainer.sequence import forget_slices
 from trainer.stopping import StopRequested
@@ -81,7 +81,7 @@ class Lifecycle:
         self._saver, self._forecast, self._loader, self._start_time = run.saver, run.forecast, loader, start_time
         self._earlier_error = sys.exc_info()[1]  # an exception that the caller is handling
         self.phase: Phase = "built"
-        self._has_run_end_command = False
+        self._ran_end_command = False
         self.stopping = False
         """True on all ranks once any rank has been asked to stop.  The current step is then the last."""
         self.stop = take_stop_request()
@@ -123,12 +123,12 @@ class Lifecycle:
         """
         resumed_step = record["resumed_step"] or 0
         for work in (self._folder.begin, lambda: self._metrics.open(self._folder.metrics, resumed_step)):
-            self._world.agreed(partial(self._folder.using, work))
+            self._world.agreed(partial(self._folder.run_reporting_errors, work))
         self._metrics.tracking_id = self._world.broadcast(self._metrics.tracking_id)
         self._enter("begin")
         if self._world.is_main:
             notice = self._folder.path / NOTICE
-            if self._stale_notice and identity(notice) == self._stale_notice:
+            if self._stale_notice and file_identity(notice) == self._stale_notice:
                 notice.unlink(missing_ok=True)  # it was meant for an earlier attempt
             self.stop.watch(notice, find_deadline(self._config))
         self._folder.write_status("running", None, self._state.step, "")
@@ -163,7 +163,7 @@ class Lifecycle:
             return EXIT_STOPPED
         reason = self._horizon.reason(self._state.step)
         best = self._saver.best if self._world.is_main else None
-        lines = closing(self._config, self._metrics, self._horizon, best, time.monotonic() - self._start_time)
+        lines = closing_summary(self._config, self._metrics, self._horizon, best, time.monotonic() - self._start_time)
         if self._world.is_main:
             lines += self._horizon.closing_lines(self._folder.path)
         for line in lines:
@@ -182,7 +182,7 @@ class Lifecycle:
         outcome = "its state is not saved"
         if saves and step:
             if not had_moved:  # the last save was in the lost folder
-                self._saver.forget()
+                self._saver.forget_saved()
             self._saver.save_final(self._state)
             outcome = f"the state of step {step} is in {self._saver.storage}"
         raise self._relocation.final_error(outcome)
@@ -242,7 +242,7 @@ class Lifecycle:
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self._enter("end")
         self._watchdog.stop()
-        self._saver.wait_for_deleting()
+        self._saver.wait_for_deletion()
         goodput = min(1.0, self._step_metrics.productive_s / (time.monotonic() - self._start_time))
         facts: dict[str, Any] = {"step": self._state.step, "reason": state, "goodput": goodput}
         if self._world.is_main:
@@ -252,8 +252,8 @@ class Lifecycle:
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
         self._folder.write_status(state, exit_code, self._state.step, reason)
         command, step = self._config.run.on_end, self._state.step
-        if command and self._world.is_main and not self._has_run_end_command:
-            self._has_run_end_command = True  # both the watchdog and the main thread may detect the failure
+        if command and self._world.is_main and not self._ran_end_command:
+            self._ran_end_command = True  # both the watchdog and the main thread may detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := run_end_command(command, facts):
                 self._metrics.say(failure, "yellow")
@@ -341,7 +341,7 @@ class Lifecycle:
 
     def _stopping_s(self) -> float:
         """Return how long stopping should take, in seconds: two steps and the longest save so far, with a margin."""
-        return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_s + 5.0
+        return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_save_s + 5.0
 
     def _quit(self) -> None:
         """Restore the terminal and release the folder, before a second Ctrl-C ends the process."""

@@ -130,7 +130,7 @@ class Resume:
             return False
 
         def is_from_same_start() -> bool:
-            newest = self._checkpoints.reader.newest_origin() if self._world.is_main else None
+            newest = self._checkpoints.reader.newest_run_info() if self._world.is_main else None
             if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != masked(resume):
                 return False
             env = self._world.env
@@ -145,7 +145,7 @@ class Resume:
             )
         return is_restart
 
-    def confirm(self, step: int) -> None:
+    def supersede_if_rolled_back(self, step: int) -> None:
         """Supersede later checkpoints if one was loaded during the run and training now continues from its `step`."""
         if self._must_supersede:
             self._must_supersede = False
@@ -161,7 +161,7 @@ class Resume:
         """
         work = partial(self._supersede, is_running)
         if not is_running:
-            work = partial(self._folder.using, work)
+            work = partial(self._folder.run_reporting_errors, work)
         self._world.agreed(lambda: work() if self._world.is_main else None)
 
     def _supersede(self, is_running: bool) -> None:

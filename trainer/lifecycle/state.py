@@ -74,7 +74,7 @@ class TrainState:
         self._first_fingerprints: dict[int, list[tuple[object, list[float]]]] = {}
 
     @property
-    def weights(self) -> dict[str, float]:
+    def magnitude_limits(self) -> dict[str, float]:
         """Each parameter's magnitude limit, by key.  Only finite weights below the limit are published."""
         saved = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
@@ -121,7 +121,7 @@ class TrainState:
         self.tokens += num_targets
         self.evaluation = {}
 
-    def evaluated(self, record: Mapping[str, Any], metric: str) -> None:
+    def record_evaluation(self, record: Mapping[str, Any], metric: str) -> None:
         """Record the losses of the evaluation at this step, and the value of `metric` (`eval.metric`)."""
         losses = {n: value for n, value in record.items() if n in ("loss", metric) or n.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}

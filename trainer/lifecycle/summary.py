@@ -248,7 +248,7 @@ def start_record(trainer: Trainer) -> Mapping[str, Any]:
     }
 
 
-def closing(
+def closing_summary(
     config: RunConfig, metrics: Metrics, horizon: StopCriterion, best: tuple[float, int] | None, seconds: float
 ) -> list[str]:
     """Return the closing block of a finished run: duration, losses, files and next commands.

@@ -186,7 +186,7 @@ class Watchdog(Callback):
             reason = self._timed_out or self._describe_expired_limit()
             if reason or (num_polls % _POLLS_PER_REQUEST == 0 and self._is_report_requested()):
                 self._report(reason)
-                if self._timed_out or self._world.messages is None:
+                if self._timed_out or self._world.timed_store is None:
                     self._has_reported.set()
                     return
                 last_poll = time.monotonic()
@@ -208,7 +208,7 @@ class Watchdog(Callback):
         return ""
 
     def _is_report_requested(self) -> bool:
-        store = self._world.messages
+        store = self._world.timed_store
         try:
             return store is not None and store.check(self._key("ask"))
         except RuntimeError:  # the store is gone; the failure watch handles that
@@ -223,12 +223,12 @@ class Watchdog(Callback):
         If the late ranks are in a phase with a longer limit, restarts the limit and returns.  Also returns if the
         process group was opened elsewhere.
         """
-        store, rank = self._world.messages, self._world.rank
+        store, rank = self._world.timed_store, self._world.rank
         if store is None:
             statuses = [self.status(reason)]
-            print_stderr(table(reason, statuses))
+            print_stderr(status_table(reason, statuses))
             if self._world.owns_group:
-                self._end(reason_of(reason, statuses), is_stuck=is_stuck(statuses))
+                self._end(describe_stragglers(reason, statuses), is_stuck=is_stuck(statuses))
             return
         try:
             reason = store.compare_set(self._key("ask"), "", reason)  # the reason of the first rank to report
@@ -241,8 +241,8 @@ class Watchdog(Callback):
                 ):
                     verdict = "go on"
                 else:
-                    print_stderr(table(reason, statuses))
-                    self._world.announce_failure(PeerFailed(reason_of(reason, statuses)))
+                    print_stderr(status_table(reason, statuses))
+                    self._world.announce_failure(PeerFailed(describe_stragglers(reason, statuses)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "go on":
                     # The store ends with this process, and ranks that had not read the verdict would report its loss.
@@ -259,14 +259,14 @@ class Watchdog(Callback):
                 with suppress(RuntimeError):
                     store.set(self._key(f"heard/{rank}"), "")
         except RuntimeError as error:  # the store is gone, or rank 0 does not answer
-            print_stderr(f"{table(reason, [self.status(reason)])}\nrank 0 does not answer rank {rank}: {error}")
+            print_stderr(f"{status_table(reason, [self.status(reason)])}\nrank 0 does not answer rank {rank}: {error}")
             self._exit(is_stuck=True)
         if verdict == "go on":
             self._round += 1
             if self._limit is not None and time.monotonic() > self._limit.expires:
                 self._set_limit(self._limit.key, self._limit.seconds)
         elif rank == 0:
-            self._end(reason_of(reason, statuses), verdict == "stuck")
+            self._end(describe_stragglers(reason, statuses), verdict == "stuck")
         else:
             self._world.remember_failure()
             self._exit(verdict == "stuck")
@@ -296,7 +296,7 @@ class Watchdog(Callback):
 
     def _exit(self, is_stuck: bool) -> NoReturn:
         """Exit although the main thread may hang: wait for the save in flight first, unless it is stuck."""
-        thread = threading.Thread(target=dump_record, args=(self._folder, self._world.rank), daemon=True)
+        thread = threading.Thread(target=dump_flight_record, args=(self._folder, self._world.rank), daemon=True)
         thread.start()
         thread.join(_GRACE_S)
         deadline = time.monotonic() + _SAVE_GRACE_S
@@ -317,7 +317,7 @@ class Watchdog(Callback):
             and time.monotonic() < active_limit.expires
         )
         stack, is_waiting = _stack_lines(main_frame), bool(self._timed_out) or _is_in_a_collective(main_frame)
-        progress = progress_of(read_record()) if reason else None
+        progress = progress_of(read_flight_record()) if reason else None
         collectives = [] if progress is None else [progress.completed, progress.started, progress.enqueued]
         if main_frame is not None and main_frame.f_code.co_filename.endswith(_DEVICE_WAIT_FILES):
             phase, is_waiting = "device", True  # the host may be in the next step already
@@ -508,7 +508,7 @@ def is_stuck(statuses: Sequence[RankStatus]) -> bool:
     )
 
 
-def reason_of(cause: str, statuses: Sequence[RankStatus]) -> str:
+def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
     """Describe in one line the late ranks, their phase, and the expired limit."""
     stragglers = find_stragglers(statuses)
     ranks = ", ".join(str(status.rank) for status in stragglers[:8]) + (", ..." if len(stragglers) > 8 else "")
@@ -523,11 +523,11 @@ def reason_of(cause: str, statuses: Sequence[RankStatus]) -> str:
     )
 
 
-def table(cause: str, statuses: Sequence[RankStatus]) -> str:
+def status_table(cause: str, statuses: Sequence[RankStatus]) -> str:
     """Return the table to print: one row per rank, with the late ranks marked, followed by their stacks."""
     stragglers = find_stragglers(statuses)
     rows = [*stragglers, *(status for status in statuses if status not in stragglers)]
-    lines = [reason_of(cause, statuses), "     rank    step  phase            for"]
+    lines = [describe_stragglers(cause, statuses), "     rank    step  phase            for"]
     for row in sorted(rows[:_MAX_ROWS], key=lambda row: row.rank):
         if not row.is_responding:
             lines.append(f"  >> {row.rank:4}  does not answer")
@@ -565,14 +565,14 @@ class CollectiveProgress:
     waiting_for: str
 
 
-def has_record() -> bool:
+def has_flight_recorder() -> bool:
     """Return whether NCCL is in use in this process."""
     return dist.is_nccl_available() and torch.cuda.is_initialized()
 
 
-def read_record() -> bytes:
+def read_flight_record() -> bytes:
     """Return NCCL's record of collectives as JSON; empty if NCCL is not in use."""
-    if not has_record():
+    if not has_flight_recorder():
         return b""
     return bytes(_recorder()._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
 
@@ -604,11 +604,11 @@ def progress_of(record: bytes) -> CollectiveProgress | None:
     return None
 
 
-def dump_record(folder: Path, rank: int) -> None:
+def dump_flight_record(folder: Path, rank: int) -> None:
     """Dump the record, if there is one, to `folder`.  Call this in a separate thread, because the file system may hang.
 
     File name and format match NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """
-    if has_record():
+    if has_flight_recorder():
         with contextlib.suppress(OSError):
             (folder / f"collectives_rank_{rank}").write_bytes(_recorder()._dump_nccl_trace(includeCollectives=True))

@@ -347,4 +347,4 @@ class Follower:
 
     def _awaits_evaluation(self, step: int) -> bool:
         config = self._run.config
-        return config.eval.due(step) or (config.eval.every > 0 and step == config.train.steps)
+        return config.eval.is_due(step) or (config.eval.every > 0 and step == config.train.steps)

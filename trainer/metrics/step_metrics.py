@@ -159,7 +159,7 @@ class StepMetrics:
         """
         step = self._state.step
         is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
-        is_line = is_needed or self._config.log.due(step)
+        is_line = is_needed or self._config.log.is_due(step)
         self.settle()
         is_profiled = self._config.log.profiles(step)
         queued = self.pending = _Queued(update, step, self._started, self._data_s, is_profiled)
@@ -174,7 +174,7 @@ class StepMetrics:
         self._metrics.progress(step)
         # Evaluation and saving are timed separately: settle this step first, so that their times do not include it and
         # its line is written before theirs.
-        if is_needed or not self.reads_late or self._config.eval.due(step) or self.is_saved_after(step):
+        if is_needed or not self.reads_late or self._config.eval.is_due(step) or self.is_saved_after(step):
             self.settle()
         return record
 

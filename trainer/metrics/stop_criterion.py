@@ -62,7 +62,7 @@ class StopCriterion:
 
     def may_end_at(self, step: int) -> bool:
         """Return whether the run may end at `step`, as far as known before that step's evaluation."""
-        return step == self.num_steps or (self._eval.patience > 0 and self._eval.due(step))
+        return step == self.num_steps or (self._eval.patience > 0 and self._eval.is_due(step))
 
     def reason(self, step: int) -> str:
         """Return why the run ends at `step`."""

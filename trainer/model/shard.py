@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
-from trainer.config.mesh import divisor
+from trainer.config.mesh import nearest_divisor
 from trainer.config.rules import compiles_blocks, offloaded_share
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE
 from trainer.errors import UserError, setting_error
@@ -120,7 +120,7 @@ def check_experts(
             num_experts, parts = parameter.shape[0], num_shards // size
             if num_experts % size:
                 rule = f"must divide the {num_experts} experts of {name}"
-                raise setting_error("mesh.expert", size, rule, divisor(size, math.gcd(num_experts, num_shards)))
+                raise setting_error("mesh.expert", size, rule, nearest_divisor(size, math.gcd(num_experts, num_shards)))
             if not divides_evenly(parameter.shape, num_shards, size, num_dims_to_divide(parameter.shape, config, True)):
                 sizes = (num_experts // size, *parameter.shape[1:])
                 rule = f"leaves {name}.{own} of shape {sizes} to {parts} ranks, which divide none of its dimensions"

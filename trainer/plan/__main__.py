@@ -42,8 +42,8 @@ from trainer.config import (
     resolve_context_method,
     resolve_expert_method,
 )
-from trainer.config.command_line import no_recipe, split_allow_import
-from trainer.config.messages import unexpected_argument, unknown_option
+from trainer.config.command_line import missing_recipe_error, split_allow_import
+from trainer.config.messages import unexpected_argument_error, unknown_option_error
 from trainer.data.opening import resolve_from_data
 from trainer.distributed.environment import find_environment
 from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error
@@ -91,7 +91,7 @@ def _plan(arguments: list[str]) -> int:
     arguments, allow_import = split_allow_import(arguments)
     options, overrides = _parse(arguments)
     if options.recipe is None and not options.calibrates:
-        raise no_recipe(_USAGE, overrides)
+        raise missing_recipe_error(_USAGE, overrides)
     config = load_config(options.recipe or "llama_small", overrides, allow_import, needs_weights=False)
     if config.data.path is not None:
         config = resolve_from_data(config)
@@ -179,9 +179,11 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
         elif key in numbers:
             setattr(options, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
         elif argument.startswith("-"):
-            raise unknown_option(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
+            raise unknown_option_error(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
         elif not equals:
-            raise unexpected_argument(arguments, arguments.index(argument), recipe_files(), options.recipe is not None)
+            raise unexpected_argument_error(
+                arguments, arguments.index(argument), recipe_files(), options.recipe is not None
+            )
         else:
             overrides.append(argument)
     return options, overrides

@@ -143,7 +143,7 @@ class Plan:
     def save_every_s(self) -> float:
         """Seconds between saves: as configured, or the interval with the lowest expected loss."""
         every = self.config.checkpoint.every
-        return every * self.time.total_s if isinstance(every, int) and every else self.costs.best_s
+        return every * self.time.total_s if isinstance(every, int) and every else self.costs.best_interval_s
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -227,4 +227,4 @@ def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
 
 def without_data(config: RunConfig) -> RunConfig:
     """Return `config` with generated data, since a plan reads no data."""
-    return replace(config, data=config.data.generated())
+    return replace(config, data=config.data.as_synthetic())

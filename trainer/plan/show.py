@@ -259,7 +259,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
         "checkpoint_bytes": plan.checkpoint_bytes,
         "saving": {
             "every_s": plan.save_every_s,
-            "best_s": plan.costs.best_s,
+            "best_s": plan.costs.best_interval_s,
             "mtbf_s": plan.costs.mtbf_s,
             "expected_goodput": plan.costs.goodput(plan.save_every_s),
             "losses": plan.costs.losses(plan.save_every_s),

@@ -321,7 +321,7 @@ def saving_of(run: RecordedRun) -> dict[str, str]:
         section = dataclasses.replace(section, node_mtbf_h=mtbf_h)
     costs = costs_of(RunConfig(checkpoint=section), int(num_nodes), 0.0, run.history)
     step_s = run.median("step_s")
-    every_s = every * step_s if isinstance(every, int) and step_s else costs.best_s
+    every_s = every * step_s if isinstance(every, int) and step_s else costs.best_interval_s
     return describe_costs(costs, every_s, int(num_nodes))
 
 

@@ -20,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
-from trainer.config.pretrained import CONFIG, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
+from trainer.config.pretrained import CONFIG_JSON, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
@@ -124,7 +124,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
     """Return the files of a Hugging Face folder except weights, by name.  Raises UserError if one is unreadable."""
-    return _read(Path(folder), (CONFIG, GENERATION, *TOKENIZER_FILES), "train.init_from")
+    return _read(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
@@ -218,7 +218,7 @@ MARK = {"exported_by": "meshtrainer"}
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Peft's names for the files of an adapter."""
 
-_MARKED = (CONFIG, ADAPTER_WEIGHTS)
+_MARKED = (CONFIG_JSON, ADAPTER_WEIGHTS)
 """Files that may carry the mark.  Those of an earlier export are kept until they are replaced."""
 
 
@@ -299,7 +299,7 @@ def export(
     shards = _split(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
     if heads:
-        texts[CONFIG] = _classifier_config(texts[CONFIG], heads[0][0])
+        texts[CONFIG_JSON] = _classifier_config(texts[CONFIG_JSON], heads[0][0])
         texts.pop(GENERATION, None)
     if len(shards) > 1:
         total = sum(tensor.num_bytes for tensor in tensors)
@@ -423,7 +423,7 @@ def _text_files(
     original = origin.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
     if not original:
-        texts = {CONFIG: _config_json(recipe, model_config, tensors, ends)} | _add_tokenizer_config(
+        texts = {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends)} | _add_tokenizer_config(
             tokenizer_files, tokenizer, end_id
         )
         return texts if ends is None else texts | {GENERATION: json_bytes({"eos_token_id": ends})}
@@ -437,11 +437,11 @@ def _text_files(
     if template not in (None, template_of(kept)):
         kept = with_template(kept, template)
     new = [*([end_id] if has_new_tokenizer and end_id is not None else []), *turn_ends]
-    original_eos = json.loads(kept.get(CONFIG, b"{}")).get("eos_token_id")
-    kept |= {name: _add_eos_ids(kept[name], original_eos, new) for name in (CONFIG, GENERATION) if name in kept}
-    if CONFIG not in kept:
-        return {CONFIG: _config_json(recipe, model_config, tensors, ends), **kept}
-    return kept | {CONFIG: _update_config(kept[CONFIG], recipe, model_config, tensors)}
+    original_eos = json.loads(kept.get(CONFIG_JSON, b"{}")).get("eos_token_id")
+    kept |= {name: _add_eos_ids(kept[name], original_eos, new) for name in (CONFIG_JSON, GENERATION) if name in kept}
+    if CONFIG_JSON not in kept:
+        return {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends), **kept}
+    return kept | {CONFIG_JSON: _update_config(kept[CONFIG_JSON], recipe, model_config, tensors)}
 
 
 def _config_json(
@@ -608,7 +608,7 @@ def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
 def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
     """Yield the mappings that may contain the mark: config.json, and the headers of the weights."""
     with suppress(OSError, ValueError):
-        content = json.loads((folder / CONFIG).read_text())
+        content = json.loads((folder / CONFIG_JSON).read_text())
         yield content if isinstance(content, dict) else {}
     for weights in folder.glob("*.safetensors"):
         with suppress(OSError, SafetensorError), safe_open(weights, framework="pt") as file:
@@ -618,7 +618,7 @@ def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
 def _is_export_file(name: str) -> bool:
     """Return whether an export may write a file of this name."""
     is_shard = fnmatch(name, "model-?????-of-?????.safetensors")
-    names = (WEIGHTS, INDEX, CONFIG, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
+    names = (WEIGHTS, INDEX, CONFIG_JSON, GENERATION, ADAPTER_WEIGHTS, ADAPTER_CONFIG)
     return is_shard or name in names or is_tokenizer_file(name)
 
 

@@ -18,12 +18,12 @@ from torch import nn
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoint.state_parts import join_state
 from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
-from trainer.config.initial_weights import nothing_to_pack
-from trainer.config.location import Location, fetched, locate
+from trainer.config.initial_weights import nothing_to_pack_error
+from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
-    CONFIG,
-    any_model_of,
+    CONFIG_JSON,
     declared_by_folder,
+    generic_model_of,
     model_config_of,
     read_config,
 )
@@ -88,10 +88,10 @@ def load_initial_weights(
     initial = _open_initial_weights(config, channel, setting)
     source, location, path = initial.source, initial.location, initial.path
     is_folder = location is not None and location.kind == "huggingface"
-    if channel.is_main and is_folder and not (Path(path) / CONFIG).exists():
+    if channel.is_main and is_folder and not (Path(path) / CONFIG_JSON).exists():
         print_stderr(
-            f"warning: {initial.setting}: {path} has no {CONFIG}: settings without a tensor, such as rope_theta, are "
-            "taken from model.*"
+            f"warning: {initial.setting}: {path} has no {CONFIG_JSON}: settings without a tensor, such as rope_theta, "
+            "are taken from model.*"
         )
     if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
         channel.agreed(lambda: fill(model, source, initial.setting))
@@ -123,7 +123,7 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
     source = initial.source
     if source is None:
         if config.lora.packs:
-            raise nothing_to_pack(config)
+            raise nothing_to_pack_error(config)
         return BaseWeights()
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
@@ -204,7 +204,7 @@ def load_weights(
     model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
     registered models are built.  Raises UserError for others.
     """
-    location = locate(fetched(path))
+    location = locate(local_model_path(path))
     if location.kind == "huggingface":
         return model_of_folder(location, device)
     return model_of_checkpoint(open_checkpoint(location.path, ema), device, allow_import)
@@ -215,7 +215,7 @@ def model_of_folder(location: Location, device: torch.device | str = "cpu") -> n
     folder = Path(location.path)
     model_type = read_config(folder, "path")["model_type"]
     is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
-    recipe, model_config = model_config_of(folder, all_recipes()) if is_known else any_model_of(folder)
+    recipe, model_config = model_config_of(folder, all_recipes()) if is_known else generic_model_of(folder)
     source = open_weights(location, recipe, model_config, "path")
     return load_unsharded(build_meta_model(recipe, model_config), recipe, source, torch.device(device))
 
@@ -328,7 +328,7 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
     identity = stored.parts.get(BASE, {})
     if not identity.get("path"):
         return without_adapters(stored)
-    base_path = fetched(path or str(identity["path"]), "base")
+    base_path = local_model_path(path or str(identity["path"]), "base")
     if "://" not in base_path and not Path(base_path).exists():
         raise UserError(
             f"{stored.description}: has adapters for the weights of {base_path}, which is missing\n"

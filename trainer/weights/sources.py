@@ -22,7 +22,14 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from trainer.config.pretrained import CONFIG, INDEX, MAX_INDEX_BYTES, WEIGHTS, check_no_gguf, no_weights
+from trainer.config.pretrained import (
+    CONFIG_JSON,
+    INDEX,
+    MAX_INDEX_BYTES,
+    WEIGHTS,
+    check_single_gguf,
+    missing_weights_rule,
+)
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
 from trainer.model.head import is_score, replaced_output
@@ -349,7 +356,7 @@ class SafetensorsFolder(StoredTensors):
 
     def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
         """Replace quantized tensors with dequantizing readers, if the folder's config.json declares a quantization."""
-        path = Path(self.description).expanduser() / CONFIG
+        path = Path(self.description).expanduser() / CONFIG_JSON
         quantization = read_json(path).get("quantization_config") if path.is_file() else None
         if not quantization:
             return readers
@@ -386,8 +393,8 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
     if (folder / WEIGHTS).is_file():
         return {folder / WEIGHTS: set()}
     if not (folder / INDEX).is_file():
-        check_no_gguf(folder, setting)
-        raise setting_error(setting, path, no_weights(folder))
+        check_single_gguf(folder, setting)
+        raise setting_error(setting, path, missing_weights_rule(folder))
     try:
         weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"]
         for name in weight_map.values():

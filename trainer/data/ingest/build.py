@@ -49,7 +49,7 @@ from trainer.data.ingest.readers import (
 from trainer.data.shards import MANIFEST, SUFFIXES, Shard, ShardError, ShardManifest, ShardWriter, rows_of
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.environment import LAUNCHER, find_environment, follow_parent
+from trainer.distributed.environment import LAUNCHER, die_with_parent, find_environment
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import checked, replacing, sync_folder, with_checksum
 from trainer.locks import open_lock, remove
@@ -354,7 +354,7 @@ class _Workers:
 def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
     """Build units in a worker, and send the parent the error that occurred, or None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    follow_parent(True, {LAUNCHER: str(parent)})
+    die_with_parent(True, {LAUNCHER: str(parent)})
     error = None
     try:
         with BuildFolder(path) as folder:

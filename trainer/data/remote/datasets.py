@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from trainer import hub
-from trainer.config.initial_weights import resumes
+from trainer.config.initial_weights import will_resume
 from trainer.config.stored import read_run_config
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
@@ -88,7 +88,7 @@ def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     names = {key: value if isinstance(value, dict) else {"": value} for key, value in settings.items()}
     if not any(hub.is_hub_data(text) for texts in names.values() for text in texts.values() if text):
         return config
-    pins = hub.pins_in(read_run_config(config.run_dir)) if resumes(config) else {}
+    pins = hub.pins_in(read_run_config(config.run_dir)) if will_resume(config) else {}
 
     def pin(text: str, key: str) -> str:
         name = _parse(text, key) if hub.is_hub_data(text) else None
