@@ -1,10 +1,10 @@
-"""List and check the checkpoints of a run.
+"""The command that lists, checks and compares the checkpoints of a run.
 
     python -m trainer.checkpoints <run folder>                  list steps, sizes, ages, meshes; check sizes
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-Read-only.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
+Changes nothing.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""Maximum number of times to list a folder while a run is saving to it."""
+"""Maximum number of times to list a folder to which a run is saving new checkpoints."""
 
 _BLOCK_BYTES = 64 << 20
-"""How many bytes of a tensor to hold in memory at a time when comparing two checkpoints."""
+"""Number of bytes of a tensor that are in memory at a time when two checkpoints are compared."""
 
 
 @dataclass
@@ -140,20 +140,20 @@ class TensorChange:
     norm_before: float | None = None
     norm_after: float | None = None
     relative: float | None = None
-    """Norm of the difference relative to the norm before."""
+    """Norm of the difference, relative to `norm_before`."""
 
 
-def compare_tensors(a: StoredWeights, b: StoredWeights) -> Iterator[TensorChange]:
-    """Yield each tensor that differs, or that only one checkpoint has.  Reads one block of rows at a time."""
-    for key in [*a.layout, *(key for key in b.layout if key not in a.layout)]:
-        before, after = a.layout.get(key), b.layout.get(key)
+def compare_tensors(first: StoredWeights, second: StoredWeights) -> Iterator[TensorChange]:
+    """Yield each tensor that differs or that only one checkpoint has.  Reads one block of rows at a time."""
+    for key in [*first.layout, *(key for key in second.layout if key not in first.layout)]:
+        before, after = first.layout.get(key), second.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
             yield TensorChange(key, _shape_of(before), _shape_of(after))
             continue
         squares = torch.zeros(3, dtype=torch.float64)
         is_same = True
         for start, stop in _row_blocks(before):
-            x, y = a.read_stored(key, start, stop), b.read_stored(key, start, stop)
+            x, y = first.read_stored(key, start, stop), second.read_stored(key, start, stop)
             is_same = is_same and torch.equal(x, y)
             x, y = x.double(), y.double()
             squares += torch.stack([x.square().sum(), y.square().sum(), (y - x).square().sum()])

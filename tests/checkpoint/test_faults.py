@@ -1237,7 +1237,7 @@ def check_listed(message: str) -> None:
     *told, rest = shown
     more, _, file = rest.partition(" more differences: ")
     if file:
-        listed = Path(file).read_text().partition("all of it:\n")[2].splitlines()
+        listed = Path(file).read_text().partition("all differences:\n")[2].splitlines()
         Path(file).unlink()
         assert re.fullmatch(r"meshtrainer-\d+-\w{12}\.txt", Path(file).name), "one for each run's folder"
         assert len(listed) == len(told) + int(more.removeprefix("  and "))

@@ -431,5 +431,5 @@ def test_a_bias_is_not_lost_silently(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 
 def test_an_adapter_has_no_biases() -> None:
-    with pytest.raises(UserError, match=r"model.balance_rate=0.01: would move the biases .*\n.*model.balance_rate=0"):
+    with pytest.raises(UserError, match=r"model.balance_rate=0.01: would change the biases .*\n.*model.balance_rate=0"):
         check_config(config_of("x", *BIAS, "lora.rank=4"), 1, 1)

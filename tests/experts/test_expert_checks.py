@@ -158,7 +158,7 @@ def test_what_is_wrong_is_refused_before_the_first_step(tmp_path: Path) -> None:
     print(found)
     assert found["none"].startswith("passed in ")
     assert float(found["none"].split()[2]) < 1
-    assert "layers.0.moe.experts: the gradient of w3 is 2 times what its outputs demand" in found["scale"]
+    assert "layers.0.moe.experts: the gradient of w3 is 2 times what its outputs imply" in found["scale"]
     assert "the gradient of w3 is 0.5 times" in found["torch"]
     assert "layers.1.moe.experts: the output of a token is not that of its experts" in found["rotated"]
     assert "the output of a token is not that of its experts" in found["order"]
@@ -172,10 +172,10 @@ def test_what_else_is_wrong_is_refused(tmp_path: Path) -> None:
     found = run_ranks(2, outcomes, tmp_path, names)[0]
     print(found)
     assert "is 2 times" in found["scale, gather"]
-    assert "whose ranks hold other ones" in found["rotated, gather"]
+    assert "their ranks hold other experts" in found["rotated, gather"]
     assert found["bfloat16"].startswith("passed in ")
     assert found["bfloat16 weights"].startswith("passed in "), "their gradients are rounded, too"
-    assert "times what its outputs demand" in found["bfloat16 scale"]
+    assert "times what its outputs imply" in found["bfloat16 scale"]
     assert "the gradient of w2 is 2 times" in found["frozen"], "whatever is trained and linear"
 
 

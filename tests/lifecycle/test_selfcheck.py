@@ -220,7 +220,7 @@ WRONG: dict[str, tuple[Case, str]] = {
         (RankTwoOff, ON_2_X_2),
         "UserError: self-check: the ranks were started differently\n  run.seed: 0 on ranks 0, 1, 3; 7 on rank 2\n",
     ),
-    "data": ((SameData, ON_2_X_2), "for the next step, of which rank 0 reads some too; expected: ["),
+    "data": ((SameData, ON_2_X_2), "for the next step, which overlap with those of rank 0; expected: ["),
     "order": ((OtherOrder, []), "rank 2: reads from position 0 of an order of"),
 }
 

@@ -17,4 +17,6 @@ They use these modules, lowest first:
 
 The first four of these do not import torch, so commands that only list or plan start fast.  The package treats
 `TrainState` only as a collection of objects with `state_dict` and `load_state_dict`, and imports no model.
+
+The command that lists and compares checkpoints, `python -m trainer.checkpoints`, is in `trainer/checkpoints.py`.
 """

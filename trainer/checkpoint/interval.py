@@ -1,8 +1,8 @@
 """The Young/Daly save interval, and the goodput that a run can expect from it.
 
-A save costs the time for which training pauses; a failure costs the work since the newest checkpoint and the time until
-training resumes.  Failures are assumed to occur at random with a constant rate.  Young 1974, "A first order
-approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
+A save costs the time for which training pauses; a failure costs the work since the newest checkpoint, and the time
+until training resumes.  Failures are assumed to occur at random with a constant rate.  Sources: Young 1974, "A first
+order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
 interval for restart dumps".
 """
 
@@ -22,7 +22,7 @@ MIN_INTERVAL_S = 1.0
 _SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
 _WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
-"""Assumed speed of a rank's save, and of the copy for which training pauses, until a save has been timed."""
+"""Assumed speeds at which a rank writes a save, and makes the copy for which training pauses, until a save is timed."""
 _ASSUMED_RESTART_S = 180.0
 """Assumed time from detecting a failure to the first step after it."""
 
@@ -52,7 +52,7 @@ class Costs:
     def goodput(self, every_s: float) -> float:
         """Return the fraction of time that makes lasting progress if a save starts every `every_s` seconds."""
         saved_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
-        num_failures = min(700.0, every_s / self.mtbf_s)
+        num_failures = min(700.0, every_s / self.mtbf_s)  # `expm1` overflows above 709
         return saved_s / math.expm1(num_failures) / (self.mtbf_s + self.restart_s)
 
     def losses(self, every_s: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes it.
+"""Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes the chunk.
 
 The layout is stored as compact JSON.  It is also stored as the `.metadata` of torch.distributed.checkpoint (DCP), so
 that torch's own tools can load a checkpoint.  This copy is never read here: it is a pickle, where a single flipped bit
@@ -66,9 +66,9 @@ def value_at(runs: Runs, row: int) -> int:
     raise IndexError(row)
 
 
-def rows_of(tuples: Sequence[Ints], width: int, missing: int) -> Rows:
-    """Return one row per tuple, padded to `width` with `missing`."""
-    flat = chain.from_iterable((*row, *(missing,) * (width - len(row))) for row in tuples)
+def rows_of(tuples: Sequence[Ints], width: int, padding: int) -> Rows:
+    """Return one row per tuple, padded to `width` with the value `padding`."""
+    flat = chain.from_iterable((*row, *(padding,) * (width - len(row))) for row in tuples)
     return np.fromiter(flat, dtype=np.int64, count=len(tuples) * width).reshape(len(tuples), width)
 
 
@@ -95,8 +95,8 @@ class Boxes:
         """Return one table with the rows of several."""
         width = max((table.sizes.shape[1] for table in tables), default=0)
 
-        def padded(all_rows: Sequence[Rows], missing: int) -> Rows:
-            columns = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=missing) for r in all_rows]
+        def padded(all_rows: Sequence[Rows], padding: int) -> Rows:
+            columns = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=padding) for r in all_rows]
             return np.concatenate(columns) if columns else np.empty((0, width), np.int64)
 
         keys = [key for table in tables for key in table.keys]

@@ -1,5 +1,7 @@
 """The manifest lists the files of a checkpoint.  It is written last, and a folder without it is not a checkpoint.
 
+The files of a checkpoint:
+
 manifest.json               step, versions, mesh, size and CRC-32 of every other file, and its own SHA-256
 state.json                  small state other than tensors: counters, position in the data
 layout.json                 which bytes of which file hold which chunk of which tensor
@@ -31,7 +33,7 @@ CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
 BLOCKS = ".blocks.json"
-"""Replaces `.distcp` in the name of the file with a data file's block checksums."""
+"""Suffix of the file with a data file's block checksums; it replaces `.distcp`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Steps of earlier due saves that this checkpoint replaces, if it was saved late."""
+        """Earlier steps whose saves were due but did not happen; this checkpoint replaces them."""
         return tuple(self.extra.get("due", ()))
 
     @property
@@ -218,7 +220,7 @@ class StoredBlocks(Mapping[str, Blocks]):
 
 
 def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Return the problems in one share of the files, one line each; an empty list if there are none.
+    """Return the problems in one share of the files, one line each; empty if there are none.
 
     depth: `sizes` checks sizes only; `metadata` checks all bytes except those of tensors, which `read_tensors` verifies
     as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for

@@ -1,4 +1,4 @@
-"""Finds checkpoints, checks one against the state to restore, and loads it; reads weights by name for other commands.
+"""Finds checkpoints, compares one with the state to restore, and loads it; reads weights by name for other commands.
 
 Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
 the previous one is tried.  All ranks restore the same checkpoint.
@@ -146,7 +146,7 @@ class CheckpointReader:
         names = self.world.broadcast(self.world.agreed(self._candidate_names))
         damaged: dict[str, list[str]] = {}
         postponed: dict[str, int] = {}
-        for name in chain.from_iterable((names, postponed)):  # lazily: `postponed` fills up during the first pass
+        for name in chain.from_iterable((names, postponed)):  # lazily, because the loop over `names` fills `postponed`
             storage = self.storage / name
             manifest, problem = self._broadcast_manifest(storage)
             restored, damage = None, [problem]
@@ -292,7 +292,7 @@ def _raise_if_damaged(storage: Storage, manifest: Manifest, depth: str, world: W
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 _MAX_LINES, _MAX_CHARACTERS = 4, 300
-"""Limits of the error message: one cause, such as a different width, shows up in every tensor."""
+"""Limits of the error message.  A single cause, such as a different width, shows up in every tensor."""
 
 
 class IncompatibleCheckpoint(UserError):
@@ -371,7 +371,7 @@ def _part_of_layout(layout: Layout, part: str) -> dict[str, StoredTensor]:
 def check_compatible(
     storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the parts to leave out, which do not fit but may differ (`allowed`), and remarks to print.
+    """Return the parts to leave out, which differ from the checkpoint but may (`allowed`), and remarks to print.
 
     settings: forbidden differences in settings, one line each.  Raises IncompatibleCheckpoint with these and all
     forbidden differences in the state.
@@ -434,7 +434,7 @@ def advice_for(settings: list[str], of_parts: list[str], parts: Sequence[str] = 
         allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*keys, *names]))}]")
         return (
             "to fix: undo the change, or train another run: run.name=NAME (train.init_from starts it from these "
-            f"weights, if they fit); {allowed} starts what does not fit afresh"
+            f"weights, if they match); {allowed} reinitializes what does not match"
         )
     needed = [key for key in dict.fromkeys(keys) if key.partition(".")[0] == key or key.partition(".")[0] not in keys]
     allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(needed)}]")
@@ -524,7 +524,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
 def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     """Return the checkpoint that `path` refers to.
 
-    `path` is a checkpoint itself, a run folder (for its newest checkpoint; one saved while steps were skipped only if
+    `path` is a checkpoint, a run folder (for its newest checkpoint; one saved while steps were skipped only if
     there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
 
     The checkpoint may be damaged, which is only detected when it is read.
@@ -564,7 +564,7 @@ def _configured_folder(run: Storage) -> list[Storage]:
 # Weights by name, all or some of their rows, in one process and without a process group
 
 _MAX_ATTEMPTS = 50
-"""Maximum number of attempts to open the newest checkpoint of a live run, which may prune it first."""
+"""Maximum number of attempts to open the newest checkpoint of a live run, which may prune it meanwhile."""
 _AVERAGE_PREFIX = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
@@ -660,7 +660,7 @@ class ChunkReader:
     """Reads boxes within chunks from the data files of one checkpoint."""
 
     _NUM_THREADS = 2
-    """The threads take the blocks of a file in turn: one waits for the disk while the other computes a checksum.  With
+    """The threads take turns at the blocks of a file: one waits for the disk while the other computes a checksum.  With
     one tensor per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
     _BYTES_IN_FLIGHT = 64 << 20
     """Limit on the bytes of reads that have started but not finished."""

@@ -34,13 +34,13 @@ def newest_step(storage: Storage) -> int | None:
 
 
 def best_step(storage: Storage) -> int | None:
-    """Return the step of the best evaluated checkpoint in `storage`; None if none has been evaluated."""
+    """Return the step of the checkpoint in `storage` with the best evaluation; None if none has been evaluated."""
     best = find_best(storage)
     return None if best is None else best[1]
 
 
 def find_best(storage: Storage) -> tuple[float, int] | None:
-    """Return the loss and the step of the best evaluated checkpoint in `storage`; None if none has been evaluated.
+    """Return the metric and the step of the checkpoint in `storage` with the best evaluation; None if there is none.
 
     Checkpoints are ranked by the metric that was configured when the newest of them was saved.
     """
@@ -66,8 +66,8 @@ def _read_if_usable(storage: Storage) -> Manifest | None:
 class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
-    It keeps the newest good checkpoints (`checkpoint.keep_last`), those of every `checkpoint.keep_every`-th step, and
-    those whose evaluation has the lowest `metric`, or the highest (`checkpoint.keep_best`).
+    The policy keeps the newest good checkpoints (`checkpoint.keep_last`), those of every `checkpoint.keep_every`-th
+    step, and those whose evaluation has the lowest `metric`, or the highest (`checkpoint.keep_best`).
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
@@ -100,8 +100,8 @@ class RetentionPolicy:
     def obsolete(self, before_next: bool = False) -> list[str]:
         """Return the names of the checkpoints to prune: older than the newest good ones, and kept by no other rule.
 
-        `before_next`: also those that could be pruned once one more good checkpoint is published.  They are pruned
-        first if the disk is too full for it.  At least one good checkpoint always remains.
+        `before_next`: include those that could be pruned once the next good checkpoint is published.  They are pruned
+        beforehand if the disk is too full for it.  At least one good checkpoint always remains.
 
         Propagates errors of the storage.
         """
@@ -123,9 +123,9 @@ class RetentionPolicy:
     def names_to_quarantine(self, first_step: int) -> list[str]:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.
 
-        The list is empty if no good checkpoint is older, because there is then nothing else to resume from.  It leaves
-        out checkpoints that were quarantined before: if the failure recurred after resuming from an older checkpoint,
-        the checkpoint is not its cause.
+        The list is empty if no good checkpoint is older, because there is then nothing else to resume from.  It omits
+        steps whose checkpoints were quarantined before: since the failure recurred after resuming from an older one,
+        they are not its cause.
         """
         good = [step for step in list_steps(self._storage) if self._is_good(step)]
         if not good or good[0] >= first_step:

@@ -84,9 +84,9 @@ class Saver:
         self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
         self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
         self._started_key: tuple[object, ...] | None = None
-        """The mark (see `_state_key`) of the state that was last passed to a save."""
+        """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
-        """The mark of this run's newest checkpoint."""
+        """The key of this run's newest checkpoint."""
         self.longest_save_s = 0.0
         """Duration of the longest save in seconds."""
 
@@ -109,7 +109,7 @@ class Saver:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The loss and step of the best checkpoint; None without `checkpoint.keep_best`.  Not collective."""
+        """The metric and step of the best checkpoint; None without `checkpoint.keep_best`.  Not collective."""
         if self._config.keep_best:
             with suppress(OSError):
                 return find_best(self._checkpoints.storage)
@@ -120,7 +120,7 @@ class Saver:
 
         While steps are being skipped the state is not worth saving, so the save is postponed until the next good step.
         """
-        is_started = self._started_key == self._state_key(state)  # already saved as one of the best
+        is_started = self._started_key == self._state_key(state)  # as one of the best
         if self._checkpoints.in_flight and (is_started or (may_skip and self._config.when_busy == "skip")):
             return
         self._step_metrics.settle()
@@ -181,7 +181,7 @@ class Saver:
         return self.schedule.policy.describe()
 
     def record_loaded(self, state: TrainState, is_own: bool) -> None:
-        """Record that a checkpoint was loaded.  This run's own need not be saved again.  Not collective."""
+        """Record that a checkpoint was loaded; if it is this run's own, it need not be saved again.  Not collective."""
         self._saved_key = self._state_key(state) if is_own else None
 
     @property
@@ -234,7 +234,7 @@ class Saver:
             warn(text)
 
     def _state_key(self, state: TrainState) -> tuple[object, ...]:
-        """Return a key that identifies the state: its step, and with `checkpoint.keep_best` its evaluation."""
+        """Return a key that changes with the state: its step and, with `checkpoint.keep_best`, its evaluation."""
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
     def _is_saved(self, state: TrainState) -> bool:
@@ -286,7 +286,7 @@ class Saver:
 class SaveSchedule:
     """Schedules saves by a policy, and retries failed ones after a pause that doubles with each failure.
 
-    All ranks make the same calls.  Only rank 0 reads the clock: the step's all-reduce broadcasts its `may_retry`.
+    All ranks make the same calls.  Only rank 0 reads the clock; the step's all-reduce sends `may_retry` to the others.
     """
 
     FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -315,7 +315,7 @@ class SaveSchedule:
         return is_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
-        """Record that a save of step `step` has started; return the steps of earlier due saves that it replaces."""
+        """Record that a save of step `step` has started; return the earlier steps whose due saves it replaces."""
         self.is_postponed = False
         self.policy.began()
         return [due for due in self._unsaved_steps if due < step]
@@ -368,7 +368,7 @@ class FixedInterval(SavePolicy):
 
 
 class AdaptiveInterval(SavePolicy):
-    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce broadcasts the decision.
+    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce sends its decision.
 
     Steps that are multiples of `checkpoint.keep_every` are saved as well.
     """
@@ -398,7 +398,7 @@ class AdaptiveInterval(SavePolicy):
         return self.costs.best_interval_s
 
     def is_time(self) -> bool:
-        """Return whether to save after this step: the time of the save is closer to its end than to the next one's."""
+        """Return whether to save after this step: the time of the save is closer to its end than to the next step's."""
         now = self._clock()
         if self._last_save is None:
             self._last_save = now

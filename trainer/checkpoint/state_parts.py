@@ -1,4 +1,4 @@
-"""Defines the interface of a part of the state; splits a state dict into tensors and JSON, and joins them again.
+"""The interface of a part of the state; and functions that split a state dict into tensors and JSON, and rejoin them.
 
 Nothing is pickled, so reading a checkpoint cannot run code.
 """
@@ -56,9 +56,10 @@ class StatePart:
         return False
 
     def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check what the part depends on outside the checkpoint, as a position in the data depends on the data.
+        """Check whatever the part depends on outside the checkpoint; a position in the data depends on the data.
 
-        Returns the changes since `plain` was stored, one line each: those that forbid resuming, and remarks.
+        Returns two lists of the changes since `plain` was stored, one line each: those that forbid resuming, and those
+        to remark on.
         """
         return [], []
 
@@ -77,8 +78,8 @@ class _WrappedPart(StatePart):
     def __init__(self, thing: Any) -> None:
         names = ["state_dict", "load_state_dict"]
         # Take all three or none: the user's object may have a method `prepare` for another purpose.
-        comparing = ("differences", "prepare", "may_differ")
-        names += comparing if all(hasattr(thing, name) for name in comparing) else ()
+        hooks = ("differences", "prepare", "may_differ")
+        names += hooks if all(hasattr(thing, name) for name in hooks) else ()
         names += [name for name in ("changes_outside", "restart", "may_be_absent") if hasattr(thing, name)]
         vars(self).update({name: getattr(thing, name) for name in names})
         self.can_restart = "restart" in names

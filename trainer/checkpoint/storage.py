@@ -5,11 +5,11 @@ flushed to disk and renamed.  An object store has no atomic rename: there the ma
 commit, and a folder without a manifest does not count.  Names are relative paths with slashes.  This module stores
 bytes and does not interpret them.
 
-Large files have a checksum per block, computed during the write, so that any range can be read and verified.  Without
-checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file load silently as wrong values.  Here
-a file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and a reader verifies every block that it
-touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.  It protects against accidental
-corruption, not against tampering.
+Large files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test
+without checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file loaded silently as wrong
+values.  Here a file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and a reader verifies every
+block that it touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.  It protects against
+accidental corruption, not against tampering.
 """
 
 from __future__ import annotations
@@ -273,7 +273,7 @@ class PinnedStorage(LocalStorage):
 
     @contextlib.contextmanager
     def linked_folder(self) -> Iterator[str]:
-        """Yield a folder with symbolic links to the open files, for code or local processes that need a path."""
+        """Yield a folder with symbolic links to the open files, for local code or processes that need a path."""
         with tempfile.TemporaryDirectory(prefix="meshtrainer-") as folder:
             path = Path(folder) / self.path.name
             for name, descriptor in self._descriptors.items():
@@ -484,9 +484,9 @@ class _RemoteFile:
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
-"""Data is processed in pieces that fit in a core's cache, so that it is read from memory once, although it is
-inspected, checksummed and copied.  Writing 1.2 GB took 0.9 s this way and 3.8 s in pieces of 4 MiB; reading took 0.33 s
-and 0.48 s."""
+"""Sizes of the pieces in which data is processed.  They fit in a core's cache, so that data is read from memory once,
+although it is inspected, checksummed and copied.  Writing 1.2 GB took 0.9 s this way and 3.8 s in pieces of 4 MiB;
+reading took 0.33 s and 0.48 s."""
 
 Blocks = Sequence[Sequence[int]]
 """(length, CRC-32) of each block of a file, in order."""
@@ -658,7 +658,7 @@ def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tup
         stored = folder.read(name)
         if stored != data:
             what = f"{len(stored)} of {len(data)} bytes" if len(stored) != len(data) else "different bytes"
-            raise OSError(f"{folder}/{name}: the storage has kept {what}, but reported no error")
+            raise OSError(f"{folder}/{name}: the storage has {what}, but reported no error")
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
 
 

@@ -126,7 +126,7 @@ class RankReport:
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and checksum of each file."""
     chunks: WrittenChunks | None = None
-    """The positions in its data file; None if they have not changed since its last report."""
+    """The chunks in the rank's data file; None if they have not changed since its last report."""
 
 
 class Checkpoints:
@@ -156,10 +156,10 @@ class Checkpoints:
         """True during a training step on the CPU, when the background writer leaves memory bandwidth to it."""
         self._overdue_at = 0.0
         self.stage = _WAITING
-        """What the save in flight is doing, for messages."""
+        """What the save in flight is doing now, as text for messages."""
         self._deleting: Future[None] | None = None
         self._warning = ""
-        """What went wrong in the last deletion."""
+        """The error of the last deletion; empty if it succeeded."""
         self._sent_chunks: list[tuple[str, Chunk]] | None = None
         """The chunks of this rank's last report."""
         self._chunks_by_rank: dict[int, WrittenChunks] = {}
@@ -209,7 +209,7 @@ class Checkpoints:
         """Start saving `state` as it is now.
 
         With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
-        returns.  `replaced_steps`: steps of earlier due saves that this save replaces.
+        returns.  `replaced_steps`: earlier steps whose due saves this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
@@ -279,17 +279,17 @@ class Checkpoints:
         All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write.
         """
         name = checkpoint_name(snapshot.step)
-        folder, failed, num_bytes = self.storage / name, "", 0
+        folder, failure, num_bytes = self.storage / name, "", 0
         lost: Literal["", "ranks"] = ""
         try:
-            (all_bytes,) = self._channel.sum([self._plans.num_bytes])
+            (total_bytes,) = self._channel.sum([self._plans.num_bytes])
             unpublished = ""
             if self.world.is_main:
                 with self._in_stage(f"making {folder}"):
                     is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
-                    unpublished, failed = self._create_folder(name, int(all_bytes), may_prune=is_good)
-            unpublished, failed = self._channel.broadcast((unpublished, failed))
-            if not failed:
+                    unpublished, failure = self._create_folder(name, int(total_bytes), may_prune=is_good)
+            unpublished, failure = self._channel.broadcast((unpublished, failure))
+            if not failure:
                 report = RankReport(error)
                 if not error:
                     with self._in_stage(f"writing {folder}"):
@@ -297,15 +297,16 @@ class Checkpoints:
                 reports = self._channel.gather_to_main(report)
                 if self.world.is_main:
                     with self._in_stage(f"publishing {folder}"):
-                        failed, num_bytes = self._publish(unpublished, name, snapshot, reports)
-                failed, num_bytes = self._channel.broadcast((failed, num_bytes))
-        except RuntimeError as died:  # torch.distributed: another rank has died or timed out
-            failed, num_bytes = f"rank {self.world.rank}: lost the other ranks while saving: {describe(died)}", 0
+                        failure, num_bytes = self._publish(unpublished, name, snapshot, reports)
+                failure, num_bytes = self._channel.broadcast((failure, num_bytes))
+        except RuntimeError as lost_connection:  # torch.distributed: another rank has died or timed out
+            failure = f"rank {self.world.rank}: lost the other ranks while saving: {describe(lost_connection)}"
+            num_bytes = 0
             lost = "ranks"
         total_s = time.perf_counter() - started
         warning = ""
         # If steps were being skipped then or are now, the older checkpoints may be the only good ones.
-        if self.world.is_main and not failed and snapshot.num_skipped == 0 and state.num_skipped == 0:
+        if self.world.is_main and not failure and snapshot.num_skipped == 0 and state.num_skipped == 0:
             with self._in_stage(f"pruning {self.storage}"):
                 warning = self._prune()
         path = f"{self.storage}/{name}"
@@ -315,26 +316,26 @@ class Checkpoints:
             bytes=num_bytes,
             blocked_s=total_s if blocked_s is None else blocked_s,
             total_s=total_s,
-            error=f"{path}: {failed}" if failed else "",
+            error=f"{path}: {failure}" if failure else "",
             warning=warning,
             lost=lost,
         )
 
-    def _create_folder(self, name: str, all_bytes: int, may_prune: bool) -> tuple[str, str]:
-        """Check the free space and create the folder, on rank 0.  Returns its temporary name, and the error if any.
+    def _create_folder(self, name: str, total_bytes: int, may_prune: bool) -> tuple[str, str]:
+        """Check the free space and create the folder, on rank 0.  Returns its temporary name, and an error or "".
 
         With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
         """
         try:
             self.wait_for_deletion()
             free = self.storage.free_bytes()
-            if free is not None and free < all_bytes * _FREE_MARGIN and may_prune:
+            if free is not None and free < total_bytes * _FREE_MARGIN and may_prune:
                 for obsolete_name in self.retention.obsolete(before_next=True):
                     self.storage.delete(self.storage.unpublish(obsolete_name))
                 free = self.storage.free_bytes()
-            if free is not None and free < all_bytes * _FREE_MARGIN:
+            if free is not None and free < total_bytes * _FREE_MARGIN:
                 problem = (
-                    f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(all_bytes)}"
+                    f"{self.storage} has {readable_size(free)} free, the checkpoint needs {readable_size(total_bytes)}"
                 )
                 return "", f"rank 0: {problem}; {DISK_FULL_ADVICE}"
             return self.storage.begin(name), ""
@@ -342,7 +343,7 @@ class Checkpoints:
             return "", f"rank 0: {describe(error)}"
 
     def _write_rank_files(self, folder: Storage, snapshot: Snapshot, tensors: Mapping[str, torch.Tensor]) -> RankReport:
-        """Write this rank's files; return a report for rank 0, which includes the error if any."""
+        """Write this rank's files; return a report for rank 0, with the error if this fails."""
         rank = self.world.rank
 
         def throttle(worked_s: float) -> None:
@@ -361,31 +362,31 @@ class Checkpoints:
         except Exception as error:  # any error: rank 0 waits for this report
             return RankReport(f"{folder}: {describe(error)}")
         chunks = written.chunks if written is not None else []
-        is_known = chunks == self._sent_chunks
+        is_unchanged = chunks == self._sent_chunks
         self._sent_chunks = chunks
-        return RankReport(files=files, chunks=None if is_known or written is None else written.written_chunks)
+        return RankReport(files=files, chunks=None if is_unchanged or written is None else written.written_chunks)
 
     def _publish(
         self, unpublished: str, name: str, snapshot: Snapshot, reports: Sequence[RankReport]
     ) -> tuple[str, int]:
-        """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns the error if any, and all bytes."""
+        """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns an error or "", and the size."""
         for rank, report in enumerate(reports):
             if report.chunks is not None:
                 self._chunks_by_rank[rank] = report.chunks
                 self._layout_files = {}
-        failed = merge_errors(report.error for report in reports)
-        if not failed:
+        failure = merge_errors(report.error for report in reports)
+        if not failure:
             try:
                 manifest = self._write_shared_files(self.storage / unpublished, snapshot, reports)
                 self.storage.publish(unpublished, name)
             except Exception as error:  # any error: the other ranks wait for the result
-                failed = f"rank 0: {describe(error)}"
+                failure = f"rank 0: {describe(error)}"
             else:
                 self.retention.record_published(manifest)
                 return "", manifest.num_bytes
         with contextlib.suppress(Exception):  # storage may fail here too; the next start cleans up
             self.storage.delete(unpublished)
-        return failed, 0
+        return failure, 0
 
     def _write_shared_files(self, folder: Storage, snapshot: Snapshot, reports: Sequence[RankReport]) -> Manifest:
         """Write the files that are common to all ranks, the manifest last."""
@@ -509,7 +510,7 @@ class Checkpoints:
         self.stage = _WAITING
 
     def _forget_layout(self) -> None:
-        """Discard what rank 0 knows of the other ranks' files, so that every rank reports its chunks again."""
+        """Discard rank 0's record of the other ranks' files, so that every rank reports its chunks again."""
         self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
 
     def _open_channel(self) -> Channel:
@@ -555,7 +556,7 @@ class Snapshot:
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
     replaced_steps: Sequence[int] = ()
-    """Steps of earlier due saves that this save replaces."""
+    """Earlier steps whose saves were due but did not happen; this save replaces them."""
     differing_keys: list[str] = field(default_factory=list)
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 
@@ -577,7 +578,7 @@ class Snapshot:
 
 
 def collect(state: TrainState, num_ranks: int) -> Snapshot:
-    """Return the state as it is now.  Raises TypeError for values that cannot be stored."""
+    """Return a snapshot of the state as it is now.  Raises TypeError for values that cannot be stored."""
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     paths: dict[str, tuple[str, ...]] = {}
@@ -710,7 +711,7 @@ class SavePlans:
         and a scatter of the result.
         """
 
-        # Rank 0 writes what is the same on all ranks.
+        # Tensors that are the same on all ranks are written by rank 0.
         candidates = {k: t for k, t in tensors.items() if isinstance(t, DTensor) or self._channel.is_main}
         boxes = self._channel.agreed(lambda: local_boxes(candidates))
         boxes_by_rank = self._channel.gather_to_main(Boxes.of((box.key, box.offsets, box.sizes) for box in boxes))

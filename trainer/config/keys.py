@@ -81,7 +81,10 @@ def default_tree(model: type, objective: type) -> DictConfig:
 
 
 def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys on the command line with their values as text.  Raises UserError for arguments that are not key=value."""
+    """Return the keys on the command line with their values as text.
+
+    Raises UserError for an argument that is not of the form key=value.
+    """
     assignments: dict[str, str] = {}
     for override in overrides:
         key, equals, text = override.partition("=")

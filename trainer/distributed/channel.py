@@ -167,7 +167,7 @@ class TimedStore:
 
 
 _NUM_RESERVED = 2
-"""Minimum number of amounts in a message, so that ranks that pass fewer send messages of the same length."""
+"""Minimum number of amounts in a message.  Fewer are padded, so that all ranks send messages of the same length."""
 
 
 class Vote:

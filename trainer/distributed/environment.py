@@ -33,7 +33,7 @@ LAUNCHER = "MESHTRAINER_LAUNCHER"
 """PID of the launcher, set in the workers that `nproc=N` starts."""
 
 EXPANDABLE = "expandable_segments:True"
-"""Our default for the CUDA allocator's configuration."""
+"""The CUDA allocator's configuration, unless the user sets another."""
 
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>."""
@@ -41,7 +41,7 @@ _PR_SET_PDEATHSIG = 1
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 
 _MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
-"""The limit on open files to request, and the usual default.  The former is finite, since some programs close every
+"""The limit on open files to request, and the usual default.  The limit is finite, since some programs close every
 possible descriptor."""
 
 
@@ -137,15 +137,15 @@ def _num_restarts(env: MutableMapping[str, str]) -> int:
     return _read_int(env, "SLURM_RESTART_COUNT", 0) + _read_int(env, "TORCHELASTIC_RESTART_COUNT", 0)
 
 
-def die_with_parent(follows: bool, env: MutableMapping[str, str] = os.environ) -> None:
+def die_with_parent(enabled: bool, env: MutableMapping[str, str] = os.environ) -> None:
     """Have the kernel kill this process when its parent dies, or turn that off.  Linux only.
 
     Otherwise, if the launcher is killed, ranks that wait for each other would hold their GPUs for minutes.
     """
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if os.name == "posix" else None
     if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)
-    if follows and env.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if enabled else 0)
+    if enabled and env.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
         os._exit(EXIT_FAILED)  # the parent is already dead
 
 
@@ -170,8 +170,8 @@ _taken_start_times: set[str] = set()
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
     """Make idle OpenMP threads sleep after a short spin, unless the user configured this.  Call before importing torch.
 
-    By default they spin for a long time, which is disastrous on busy cores.  llama_small on two cores: about 600
-    tokens/s next to another load by default; 5,100 to 7,900 with this setting next to two busy loops (a different
+    By default they spin for a long time, which slows training severely on busy cores.  llama_small on two cores: about
+    600 tokens/s next to another load by default; 5,100 to 7,900 with this setting next to two busy loops (a different
     load, so no ratio).  On idle cores: 22,000 with this setting, 24,000 with endless spinning, 12,400 with none.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
@@ -262,7 +262,7 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
 def _read_int(
     env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
 ) -> int:
-    """Return the integer in a variable.  below: name and value of a variable that it must be below."""
+    """Return the integer in a variable.  below: name and value of another variable, which must be greater."""
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise setting_error(name, text, "the launcher's variable must be a whole number", default)

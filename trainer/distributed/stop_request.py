@@ -190,7 +190,7 @@ _taken_notices: set[str] = set()
 
 
 def file_identity(path: Path) -> str:
-    """Return a token that changes if a file is replaced or touched; empty if the file does not exist.
+    """Return a token that changes if a file is replaced or touched; empty if there is no file.
 
     Tokens are only compared with earlier tokens of the same file, never with a clock.
     """

@@ -110,7 +110,7 @@ class World(Channel):
 
     @property
     def timed_store(self) -> TimedStore | None:
-        """The store, for messages without collectives; None for one process, or if the group was opened elsewhere."""
+        """The store with timeouts, for messages without collectives; None if this process has not opened one."""
         return None if self._store is None else TimedStore(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
@@ -306,7 +306,7 @@ class World(Channel):
 
 
 def leave_store() -> None:
-    """Call `leave_store` on the latest World that is open, if any, even if its Trainer does not exist yet."""
+    """Call `leave_store` on the latest open World, if any, even if its Trainer does not exist yet."""
     if _worlds:
         _worlds.pop().leave_store()
 
@@ -321,7 +321,7 @@ _openings = itertools.count()
 """Numbers the process groups that this process opens, so that each gets its own prefix in the store."""
 
 _DEATH_S = 1.0
-"""Longest time between the closing of a rank's connections and its death."""
+"""Longest time from when a dying rank's connections close until it is dead."""
 
 _ONCE_S = 30.0
 """Longest time that ranks wait for another one in `once`."""

@@ -1,8 +1,8 @@
-"""Self-check for documents that are packed into one row: none may influence another.
+"""The self-check for documents that are packed into one row: none may influence another.
 
 A model may accept document ids but ignore them in one layer, without any visible effect on its loss or outputs: with
-fresh weights, the state that a recurrent layer carries across a document border is below bfloat16's rounding error.  So
-the check does not compare outputs.  It runs the model itself, whatever the recipe, in two ways:
+fresh weights, the state that a recurrent layer carries across a document boundary is below bfloat16's rounding error.
+So the check does not compare outputs.  It runs the model itself, whatever the recipe, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
    A token that takes no part in a computation gets exact zeros in any dtype; one that does gets nonzero values, however
@@ -13,7 +13,8 @@ the check does not compare outputs.  It runs the model itself, whatever the reci
    copied from one row to the other after each module, so that every module gets the same input and rounding errors do
    not accumulate.
 
-Borders lie within and between the chunks that recurrent layers process, and documents are longer than any convolution.
+Document boundaries lie within and between the chunks that recurrent layers process, and documents are longer than any
+convolution.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from trainer.model.gradients import evaluation_mode
 from trainer.sequence import find_borders, full_sequences
 
 _LENGTHS = (70, 150, 100)
-"""Tokens of the three documents of a row.  Recurrent layers process chunks of 64 to 256 tokens: the second document
-starts and ends within chunks and spans chunk borders, and the third crosses token 256."""
+"""Lengths of the three documents of a row, in tokens.  Recurrent layers process chunks of 64 to 256 tokens: the second
+document starts and ends within chunks and spans chunk boundaries, and the third crosses token 256."""
 
 _MAX_SWAPPED = 128
 """Maximum number of tokens of a swapped document: a multiple of the chunk size and of the kernels' block sizes."""
@@ -214,9 +215,9 @@ def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
             """Return an alias of a hidden state that receives its gradient from this module alone."""
             if not any(hidden.requires_grad for hidden in _hidden_states(leaf, others_BT)):
                 return leaf
-            own = leaf.view_as(leaf)
-            watch(name, "input", own)
-            return own
+            leaf_alias = leaf.view_as(leaf)
+            watch(name, "input", leaf_alias)
+            return leaf_alias
 
         sums.add_inputs(name, inputs)
         return tree_map_only(torch.Tensor, alias, inputs)

@@ -1,4 +1,4 @@
-"""Self-check for expert parallelism: verifies the experts' gradients, and that the right ranks compute the experts.
+"""The self-check for expert parallelism: verifies the experts' gradients, and which ranks compute which experts.
 
 Errors in either would be invisible.  If gradients are too large by a factor of the number of ranks, the loss is still
 right, and its curve merely looks like that of a higher learning rate.  If experts are computed on the wrong ranks, the
@@ -116,8 +116,8 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     for parameter in model.parameters():
         parameter.grad = None
     if lines:
-        way_out = "to skip the check: run.selfcheck=false"
-        raise TrainingFailed("self-check of mesh.expert: " + "\n  ".join([*lines[:10], way_out]))
+        advice = "to skip the check: run.selfcheck=false"
+        raise TrainingFailed("self-check of mesh.expert: " + "\n  ".join([*lines[:10], advice]))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -136,13 +136,13 @@ class _LinearityProbe:
         if self._has_run:
             return
         self._has_run = True
-        own = {name: parameter.detach() for name, parameter in module.named_parameters()}
+        parameters = {name: parameter.detach() for name, parameter in module.named_parameters()}
         trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
         inputs, out = tuple(arg.detach() for arg in args), out.detach()
         if not out.numel() or not out.any():
             return
         for names in itertools.chain(*(itertools.combinations(trained, size) for size in (1, 2))):
-            doubled = {name: 2 * own[name] if name in names else own[name] for name in own}
+            doubled = {name: 2 * value if name in names else value for name, value in parameters.items()}
             with torch.no_grad():
                 doubled_out = functional_call(module, doubled, inputs)
             if (doubled_out - 2 * out).abs().max() <= 1e-2 * out.abs().max():
@@ -171,7 +171,7 @@ def _wrong_gradients(
     ]
     if not names or not linear:
         return
-    of_weights = torch.stack([_product(modules[name], linear) for name in names]).to(world.device)
+    of_weights = torch.stack([_inner_product(modules[name], linear) for name in names]).to(world.device)
     of_outputs = torch.stack([seen[name].squares for name in names])
     totals = world.sum_on_device(torch.stack((of_weights, of_outputs)))
     replicas = world.size // mesh.size(mesh.ndim - 1)
@@ -183,10 +183,10 @@ def _wrong_gradients(
     for name, actual, expected in zip(names, *totals.tolist(), strict=True):
         if not abs(actual - expected) <= tolerance * expected:
             ratio = actual / expected if expected else float("inf")
-            yield f"{name}: the gradient of {' and '.join(linear)} is {ratio:.6g} times what its outputs demand"
+            yield f"{name}: the gradient of {' and '.join(linear)} is {ratio:.6g} times what its outputs imply"
 
 
-def _product(module: nn.Module, names: tuple[str, ...]) -> torch.Tensor:
+def _inner_product(module: nn.Module, names: tuple[str, ...]) -> torch.Tensor:
     """Return the inner product of this rank's parts of the parameters with their gradients: a scalar in float64."""
     total = torch.zeros((), dtype=torch.float64)
     for name in names:
@@ -215,7 +215,7 @@ def _wrong_owners(
             world.sum_on_device(tensor.double() * (world.rank == 0)) for tensor in seen[name].token
         )
         ends_A = torch.arange(1, len(chosen_A) + 1, dtype=torch.int32, device=x_D.device)
-        own = {
+        chosen_experts = {
             key: _rows_of(parameter, chosen_A.long(), mesh, world.device).to(
                 dtype if parameter.is_floating_point() else parameter.dtype  # bytes of packed weights
             )
@@ -223,12 +223,12 @@ def _wrong_owners(
         }
         with torch.no_grad():
             rows_AD = x_D.to(dtype).expand(len(chosen_A), -1).contiguous()
-            out_AD = functional_call(module, own, (rows_AD, ends_A))
+            out_AD = functional_call(module, chosen_experts, (rows_AD, ends_A))
         expected_D = (out_AD.double() * weights_A[:, None]).sum(0)
         difference, largest = torch.stack(((out_D - expected_D).abs().max(), expected_D.abs().max())).tolist()
         if not difference <= tolerance * largest:
             experts = ", ".join(map(str, chosen_A.long().tolist()))
-            yield f"{name}: the output of a token is not that of its experts {experts}, whose ranks hold other ones"
+            yield f"{name}: the output of a token is not that of its experts {experts}: their ranks hold other experts"
 
 
 def _rows_of(parameter: torch.Tensor, rows_A: torch.Tensor, mesh: DeviceMesh, device: torch.device) -> torch.Tensor:

@@ -44,7 +44,7 @@ RECORD_FILES = (
     "wandb",
     "profile",
 )
-"""Files besides checkpoints that are moved aside when a run starts over."""
+"""Files and folders besides checkpoints that are moved aside when a run starts over."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class RunFolder:
             self._locks[0].make(checkpoint_dir.parent)
 
     def run_reporting_errors(self, work: Callable[[], object]) -> None:
-        """Run `work`, and turn its OSErrors, such as a full disk, into UserErrors about `run.dir`."""
+        """Run `work`; report its OSErrors, such as a full disk, as UserErrors about `run.dir`."""
         with _reporting_errors("run.dir", self.path, f"runs/{self.config.run.name}"):
             work()
 

@@ -6,7 +6,7 @@
 
 A user error before `begin` leaves an existing run unchanged: there is no transition and no record.
 
-This module also abandons steps without data, and runs the command `run.on_end`.
+This module also abandons steps whose data does not arrive, and runs the command `run.on_end`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Resume: selects the checkpoint that a run starts from, and moves aside files that the run does not build on.
+"""Selects and loads the checkpoint that a run resumes from, and moves aside files that the run does not build on.
 
 `EarlierAttempts` compares the records in the run's folder with its checkpoints, to notice missing ones.
 """
@@ -49,7 +49,7 @@ class Resume:
         self.is_same_run = False
         """True if that checkpoint was written by this run."""
         self.changed: list[str] = []
-        """Settings that differ from the checkpoint's, one per line."""
+        """Permitted differences between the settings and those of the checkpoint, one line each."""
         self.seconds = 0.0
         """Seconds spent loading, as measured by the Trainer."""
         self._must_supersede = False
@@ -117,7 +117,7 @@ class Resume:
         except IncompatibleCheckpoint as error:
             if error.is_short or not self._world.is_main:
                 raise
-            text = "\n".join([str(error), "", "all of it:", *error.lines, ""])
+            text = "\n".join([str(error), "", "all differences:", *error.lines, ""])
             raise UserError(error.message(_write_temporary(self._folder.path, text))) from error
 
     def _is_restart(self, resume: str) -> bool:
@@ -146,7 +146,7 @@ class Resume:
         return is_restart
 
     def supersede_if_rolled_back(self, step: int) -> None:
-        """Supersede later checkpoints if one was loaded during the run and training now continues from its `step`."""
+        """Supersede later checkpoints if training continues from the `step` of one that was loaded during the run."""
         if self._must_supersede:
             self._must_supersede = False
             self.supersede(is_running=True)

@@ -1,4 +1,4 @@
-"""Self-check before the first step: verifies across all ranks that the run is set up as configured.
+"""The self-check before the first step verifies across all ranks that the run is set up as configured.
 
 It finds errors that would otherwise stay silent: a parameter that FSDP does not manage is trained separately on each
 rank, replicas that differ once never become equal again, and samples that two ranks read count twice.
@@ -47,11 +47,12 @@ DATA = "data"
 """Entry of `Trainer.exempt_from_selfcheck` that skips the check of samples."""
 
 _PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
-"""Configuration keys that may differ between ranks, because they do not affect results."""
+"""Configuration keys that may differ between ranks, because they do not affect the results."""
 
 _MAX_LINES = 10
-_BLOCK = 4096
-"""Number of 8-byte words per partial sum of a checksum."""
+"""Maximum number of problems in a message."""
+_WORDS_PER_SUM = 4096
+"""Number of 8-byte words in each partial sum of a checksum."""
 
 # ---------------------------------------------------------------------------------------------------------------
 # Comparing configuration and code
@@ -120,7 +121,7 @@ def _sources(config: RunConfig, owner: type) -> dict[str, Path]:
     files = {}
     for package in ("trainer", "trainer.recipes", "trainer.objectives"):
         for folder in map(Path, sys.modules[package].__path__ if package in sys.modules else ()):
-            if (folder / "__init__.py").exists():  # not the top of a bare checkout
+            if (folder / "__init__.py").exists():  # skip the root of a checkout that is not installed
                 for path in folder.rglob("*.py"):
                     files[f"{package}/{path.relative_to(folder)}"] = path
     build = config.recipe.build
@@ -352,10 +353,10 @@ def _checksum(piece: _Piece) -> int:
         data = data.clone()
     num_words = data.numel() // 8
     words, rest = data[: 8 * num_words].view(torch.int64), data[8 * num_words :]
-    num_blocks = num_words // _BLOCK
+    num_blocks = num_words // _WORDS_PER_SUM
     sums = (
-        words[: num_blocks * _BLOCK].view(-1, _BLOCK).sum(dim=1),
-        words[num_blocks * _BLOCK :],
+        words[: num_blocks * _WORDS_PER_SUM].view(-1, _WORDS_PER_SUM).sum(dim=1),
+        words[num_blocks * _WORDS_PER_SUM :],
         rest.to(torch.int64),
     )
     return zlib.crc32(torch.cat(sums).cpu().numpy().tobytes())
@@ -408,8 +409,8 @@ def _compare_copies(
     expected = max(checksums, key=checksums.count)  # the majority; of two replicas, the first one
     for rank, checksum in zip(ranks, checksums, strict=True):
         if checksum != expected:
-            model = ranks[checksums.index(expected)]
-            yield f"rank {rank}: {piece.name} differs from its replica on rank {model}"
+            reference_rank = ranks[checksums.index(expected)]
+            yield f"rank {rank}: {piece.name} differs from its replica on rank {reference_rank}"
 
 
 def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
@@ -429,7 +430,7 @@ def _compare_data(reports: Sequence[_Report], loader: object) -> Iterator[str]:
             first += actual.size
         if not np.array_equal(actual, expected_part):
             others = sorted({reader[sample] for sample in actual.tolist() if sample in reader})
-            overlap = f", of which {_list_ranks(others)} reads some too" if others else ""
+            overlap = f", which overlap with those of {_list_ranks(others)}" if others else ""
             reads = f"reads samples {_shorten(actual)} for the next step{overlap}"
             yield f"rank {rank}: {reads}; expected: {_shorten(expected_part)}"
         reader = dict.fromkeys(actual.tolist(), rank) | reader

@@ -1,4 +1,4 @@
-"""TrainState: everything that a resume restores.
+"""The state of a run (`TrainState`): everything that a resume restores.
 
 State that is not registered here is not restored.  A subclass of Trainer registers its own state, an object with
 `state_dict` and `load_state_dict`, in one line: `self.state.add("name", thing)`.  If it forgets to, the first save
@@ -75,7 +75,7 @@ class TrainState:
 
     @property
     def magnitude_limits(self) -> dict[str, float]:
-        """Each parameter's magnitude limit, by key.  Only finite weights below the limit are published."""
+        """Each parameter's magnitude limit, by key.  A checkpoint with a weight that reaches it is never published."""
         saved = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
@@ -164,11 +164,11 @@ class TrainState:
         current = [_cheap_fingerprint(tensor) for tensor in (*thing.parameters(), *thing.buffers())]
         first = self._first_fingerprints.setdefault(id(thing), current)
         # While an FSDP unit is unsharded it has different tensors, which cannot be compared.
-        return not any(a != b for (form, a), (other, b) in zip(first, current, strict=False) if form == other)
+        return not any(a != b for (form, a), (other_form, b) in zip(first, current, strict=False) if form == other_form)
 
 
 def _cheap_fingerprint(tensor: torch.Tensor) -> tuple[object, list[float]]:
-    """Return a tensor's form, and a fingerprint: how often it was written in place, and a few of its values.
+    """Return a tensor's type and shape, and a fingerprint: how often it was written in place, and a few of its values.
 
     Writes to `.data` are not counted.
     """
@@ -181,7 +181,7 @@ def _cheap_fingerprint(tensor: torch.Tensor) -> tuple[object, list[float]]:
 
 
 def _attributes(owner: object) -> Iterator[tuple[str, Any]]:
-    """Yield the attributes of an object and the items in its lists and dictionaries, with the code to access them."""
+    """Yield an object's attributes, and the items of its collections, each with the code that accesses it."""
     for name, value in vars(owner).items():
         yield name, value
         if isinstance(value, (list, tuple)):
@@ -292,7 +292,7 @@ def _algorithm(part: torch.optim.Optimizer) -> str:
 
 
 _SAME_MOMENTS = {"NorMuon": "Muon"}
-"""Algorithms that can resume with another's moments; whether `optim.muon.variant` may change is checked elsewhere."""
+"""Algorithms that can resume with the moments of another; other code checks whether `optim.muon.variant` may change."""
 
 
 class OptimizerState(StatePart):
@@ -460,7 +460,7 @@ def seed_everything(seed: int, rank: int, step: int = 0) -> None:
 
 
 class RandomState:
-    """This rank's random states, as one part of the state."""
+    """The states of this rank's random generators, as one part of the state."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self._seed, self._rank = seed, rank

@@ -56,7 +56,7 @@ def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the device."""
+    """Return the name of the GPU, or `cpu`."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
@@ -253,7 +253,7 @@ def closing_summary(
 ) -> list[str]:
     """Return the closing block of a finished run: duration, losses, files and next commands.
 
-    best: loss and step of the best checkpoint.  The block is empty except on rank 0.
+    best: metric and step of the best checkpoint.  The block is empty except on rank 0.
     """
     last_train, last_eval = metrics.latest.get("train"), metrics.latest.get("eval")
     if last_train is None:
@@ -293,8 +293,8 @@ def next_commands(config: RunConfig) -> list[str]:
         if spec is None and script.resolve().parent != Path.cwd():
             python = f"PYTHONPATH={shlex.quote(str(script.resolve().parent))} python"
     allow = f" --allow-import {shlex.quote(module)}" if module else ""
-    is_folder = config.recipe.hf is not None or config.lora.rank > 0
-    target = "OUT" if is_folder else "OUT.safetensors"  # this format needs no mapping to Hugging Face names
+    exports_folder = config.recipe.hf is not None or config.lora.rank > 0
+    target = "OUT" if exports_folder else "OUT.safetensors"  # this format needs no mapping to Hugging Face names
     commands = [report, f"{python} -m trainer.generate {folder} {_text_option(config)} TEXT{allow}"]
     if config.data.source == "synthetic":  # its tokens are not text
         commands.pop()
@@ -313,7 +313,7 @@ def _text_option(config: RunConfig) -> str:
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
-    """If `log.sample_tokens` is set, print a sample, and gzip's bits per byte for comparison with the loss.
+    """If `log.sample_tokens` is set, print a sample from the model, and gzip's bits per byte to compare with the loss.
 
     Collectives: those of `generate_batch`.
     """

@@ -1,4 +1,4 @@
-"""Watchdog: detects hangs and names the ranks that the others wait for.
+"""The watchdog detects hangs and names the ranks that the others wait for.
 
 Every rank tracks its phase, and a thread watches the clock.  If a step, a save or an evaluation makes no progress for
 too long, all ranks report their phase and stack through the store, because some of them are blocked in a collective.
@@ -45,9 +45,15 @@ from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
 _POLL_S, _POLLS_PER_REQUEST = 0.5, 4
-_ANSWER_S, _VERDICT_S, _GRACE_S, _SAVE_GRACE_S = 6.0, 15.0, 3.0, 60.0
+"""Seconds between checks of the limits, and the number of checks between looks for another rank's request to report."""
+_ANSWER_S, _VERDICT_S = 6.0, 15.0
+"""Seconds that rank 0 waits for the other ranks' reports, and that they wait for its verdict."""
+_GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
+"""Seconds before an exit that are left for recording the failure, and for a save in flight."""
 _SUSPENDED_S = 5.0
+"""If a check is late by more than this many seconds, the process was suspended."""
 _MAX_FRAMES = 12
+"""Maximum number of frames in a printed stack."""
 _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
 
@@ -239,12 +245,12 @@ class Watchdog(Callback):
                 if all(status.is_within_limit for status in find_stragglers(statuses)) and not reason.startswith(
                     _TIMED_OUT
                 ):
-                    verdict = "go on"
+                    verdict = "continue"
                 else:
                     print_stderr(status_table(reason, statuses))
                     self._world.announce_failure(PeerFailed(describe_stragglers(reason, statuses)))
                 store.set(self._key("verdict"), verdict)
-                if verdict != "go on":
+                if verdict != "continue":
                     # The store ends with this process, and ranks that had not read the verdict would report its loss.
                     other_ranks = [status.rank for status in statuses if status.is_responding and status.rank != rank]
                     pending = [self._key(f"heard/{other}") for other in other_ranks]
@@ -261,7 +267,7 @@ class Watchdog(Callback):
         except RuntimeError as error:  # the store is gone, or rank 0 does not answer
             print_stderr(f"{status_table(reason, [self.status(reason)])}\nrank 0 does not answer rank {rank}: {error}")
             self._exit(is_stuck=True)
-        if verdict == "go on":
+        if verdict == "continue":
             self._round += 1
             if self._limit is not None and time.monotonic() > self._limit.expires:
                 self._set_limit(self._limit.key, self._limit.seconds)
@@ -449,6 +455,7 @@ def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torc
 
 
 _MAX_ROWS = 32
+"""Maximum number of ranks in the table."""
 
 
 @dataclass(frozen=True)
@@ -509,7 +516,7 @@ def is_stuck(statuses: Sequence[RankStatus]) -> bool:
 
 
 def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
-    """Describe in one line the late ranks, their phase, and the expired limit."""
+    """Describe in one line the ranks that the others wait for, their phase, and the expired limit."""
     stragglers = find_stragglers(statuses)
     ranks = ", ".join(str(status.rank) for status in stragglers[:8]) + (", ..." if len(stragglers) > 8 else "")
     names = f"rank {ranks}" if len(stragglers) == 1 else f"ranks {ranks}"
@@ -524,7 +531,7 @@ def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
 
 
 def status_table(cause: str, statuses: Sequence[RankStatus]) -> str:
-    """Return the table to print: one row per rank, with the late ranks marked, followed by their stacks."""
+    """Return a table with one row per rank, in which the late ranks are marked, followed by their stacks."""
     stragglers = find_stragglers(statuses)
     rows = [*stragglers, *(status for status in statuses if status not in stragglers)]
     lines = [describe_stragglers(cause, statuses), "     rank    step  phase            for"]
@@ -566,12 +573,12 @@ class CollectiveProgress:
 
 
 def has_flight_recorder() -> bool:
-    """Return whether NCCL is in use in this process."""
+    """Return whether NCCL, and so its flight recorder, is in use in this process."""
     return dist.is_nccl_available() and torch.cuda.is_initialized()
 
 
 def read_flight_record() -> bytes:
-    """Return NCCL's record of collectives as JSON; empty if NCCL is not in use."""
+    """Return the contents of NCCL's flight recorder as JSON; empty if NCCL is not in use."""
     if not has_flight_recorder():
         return b""
     return bytes(_recorder()._dump_nccl_trace_json(includeCollectives=True, onlyActive=False))
@@ -584,7 +591,7 @@ def _recorder() -> Any:
 
 
 def progress_of(record: bytes) -> CollectiveProgress | None:
-    """Return the progress of collectives according to a record; None if the record does not contain it."""
+    """Return the progress of collectives according to a flight record; None if the record does not contain it."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(record)
         groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
@@ -605,7 +612,9 @@ def progress_of(record: bytes) -> CollectiveProgress | None:
 
 
 def dump_flight_record(folder: Path, rank: int) -> None:
-    """Dump the record, if there is one, to `folder`.  Call this in a separate thread, because the file system may hang.
+    """Dump the flight recorder's contents, if there are any, to `folder`.
+
+    Call this in a separate thread, because the file system may hang.
 
     File name and format match NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """
