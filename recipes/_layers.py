@@ -197,7 +197,7 @@ class MoeDecoder(nn.Module):
 
     Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.  In training, the loss
     includes those of the routers (`trainer.experts.Balance`).  `documents` (B, T) prevents attention across documents
-    in a row; `positions` and `borders` follow from it.
+    in a row; `positions` and `cu_seqlens` follow from it.
 
     config: a `BalanceConfig` with the sizes that `__init__` uses.
     blocks: called with the hidden state (B, T, D), positions and documents; return the new hidden state.  In training,
@@ -231,9 +231,9 @@ class MoeDecoder(nn.Module):
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
+        packed = Documents.of(documents, cu_seqlens)
         positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         if targets is None or not self.training:

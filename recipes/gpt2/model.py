@@ -54,7 +54,7 @@ class GPT2Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `cu_seqlens` follow from it.
     """
 
     def __init__(self, config: GPT2Config) -> None:
@@ -75,9 +75,9 @@ class GPT2(nn.Module):
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
+        packed = Documents.of(documents, cu_seqlens)
         x_BTD = self.dropout(self.wte(tokens) + self.wpe(sequence.positions(tokens, positions, packed)))
         for block in self.blocks:
             x_BTD = block(x_BTD, packed)

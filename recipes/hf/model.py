@@ -133,15 +133,15 @@ def _with_loss(library: Any) -> Any:
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
         **theirs: Any,
     ) -> Any:
         """Return logits (B, T, V) of `tokens` (B, T), or with `targets` (B, T) their summed loss.
 
         With a new head (`ScoreHead`), return its scores (B, T, outputs) instead.
 
-        documents (B, T), borders: see `trainer.sequence`.  Positions restart at zero in each document, from which the
-            library infers that attention must not cross documents.
+        documents (B, T), cu_seqlens: see `trainer.sequence`.  Positions restart at zero in each document, from which
+            the library infers that attention must not cross documents.
         positions (B, T): the positions of the tokens; ignored if `documents` is given.
 
         Without `tokens`, calls the library's own forward pass.
@@ -149,7 +149,7 @@ def _with_loss(library: Any) -> Any:
         if tokens is None:
             return library.forward(self, **theirs)
         inputs = {"input_ids": tokens, "use_cache": False, **theirs}
-        packed = Documents.of(documents, borders)
+        packed = Documents.of(documents, cu_seqlens)
         if packed is not None or positions is not None:
             inputs["position_ids"] = positions if packed is None else packed.positions_BT
         if packed is not None and self.has_recurrent_layers:
@@ -181,7 +181,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 def _by_document(library: Any) -> Any:
     """Return a subclass of a recurrent layer's class that resets its state at each document, with the same class name.
 
-    The library passes document borders to the layers' kernels, but its plain torch code ignores them.
+    The library passes document boundaries to the layers' kernels, but its plain torch code ignores them.
     """
 
     def forward(self: Any, hidden_states: torch.Tensor, documents: Documents | None = None, **theirs: Any) -> Any:

@@ -76,7 +76,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Llama: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
 
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `borders` follow from it.
+    `documents` (B, T) prevents attention across documents in a row; `positions` and `cu_seqlens` follow from it.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
@@ -95,9 +95,9 @@ class Llama(nn.Module):
         targets: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
-        borders: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        packed = Documents.of(documents, borders)
+        packed = Documents.of(documents, cu_seqlens)
         positions = sequence.positions(tokens, positions, packed)
         x_BTD = self.tok_embeddings(tokens)
         for layer in self.layers:

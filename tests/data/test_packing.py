@@ -152,8 +152,8 @@ def test_loaders_pass_document_boundaries_on(tmp_path: Path) -> None:
     for loader in (TrainLoader(source, seed=0, **sizes), EvalLoader(source, **sizes)):
         batch = next(iter(loader))
         begins = (batch["positions"] == 0).flatten().nonzero().flatten()
-        assert batch["borders"].tolist() == [*begins.tolist(), 4 * 32]
-        assert {name: entry.shape for name, entry in batch.items() if name != "borders"} == dict.fromkeys(
+        assert batch["cu_seqlens"].tolist() == [*begins.tolist(), 4 * 32]
+        assert {name: entry.shape for name, entry in batch.items() if name != "cu_seqlens"} == dict.fromkeys(
             ("tokens", "targets", "documents", "positions"), torch.Size([4, 32])
         )
         if isinstance(loader, TrainLoader):

@@ -101,8 +101,8 @@ class Model(nn.Module):
         self.blocks = nn.ModuleList([Block(Attention()), Block(mixer), Block(Attention())])
         self.head = nn.Linear(WIDTH, VOCAB, bias=False)
 
-    def forward(self, tokens: Any, targets: Any = None, documents: Any = None, borders: Any = None) -> torch.Tensor:
-        packed, x = Documents.of(documents, borders), self.table(tokens)
+    def forward(self, tokens: Any, targets: Any = None, documents: Any = None, cu_seqlens: Any = None) -> torch.Tensor:
+        packed, x = Documents.of(documents, cu_seqlens), self.table(tokens)
         for block in self.blocks:
             x = block(x, packed)
         logits = self.head(x)

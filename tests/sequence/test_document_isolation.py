@@ -14,7 +14,7 @@ from torch import nn
 from trainer import sequence
 from trainer.loss import IGNORE, find_loss
 from trainer.recipe import find_recipe
-from trainer.sequence import Documents, attend, attention, find_borders, positions
+from trainer.sequence import Documents, attend, attention, compute_cu_seqlens, positions
 
 LENGTHS = [[5, 1, 10, 16], [32], [1, 1, 30], [20, 12]]
 """Of the documents in each row of a batch."""
@@ -102,7 +102,7 @@ def test_positions_and_document_boundaries() -> None:
     assert positions(documents).tolist() == list(range(32))
     assert positions(documents, counted + 1).tolist() == (counted + 1).tolist()
     lengths = [length for row in LENGTHS for length in row]
-    assert find_borders(documents).tolist() == [0, *itertools.accumulate(lengths)]
+    assert compute_cu_seqlens(documents).tolist() == [0, *itertools.accumulate(lengths)]
 
 
 SHAPES: dict[str, dict[str, int]] = {

@@ -47,14 +47,14 @@ from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
 from trainer.renamed import Renamed
-from trainer.sequence import find_borders
+from trainer.sequence import compute_cu_seqlens
 
 Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and any further entries of the source.
 
 A batch with `documents` (the number of each token's document in its row) and `positions`, both of the same shape, also
-has `borders`: see `trainer.sequence`.  With context parallelism, all entries except `documents` and `borders` hold only
-this rank's slice: (B, seq_len / mesh.context)."""
+has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, all entries except `documents` and `cu_seqlens`
+hold only this rank's slice: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:
@@ -437,7 +437,7 @@ def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFail
         return batch
     tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
     if "documents" in tensors:  # counted before the transfer: on the device it would need a host sync
-        tensors["borders"] = find_borders(tensors["documents"])
+        tensors["cu_seqlens"] = compute_cu_seqlens(tensors["documents"])
     return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
 
 

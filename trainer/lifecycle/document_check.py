@@ -37,7 +37,7 @@ from trainer.distributed.world import World
 from trainer.errors import setting_error
 from trainer.loss import IGNORE, find_loss
 from trainer.model.gradients import evaluation_mode
-from trainer.sequence import find_borders, full_sequences
+from trainer.sequence import compute_cu_seqlens, full_sequences
 
 _LENGTHS = (70, 150, 100)
 """Lengths of the three documents of a row, in tokens.  Recurrent layers process chunks of 64 to 256 tokens: the second
@@ -104,7 +104,7 @@ def _make_batch(
     tokens, targets = (torch.randint(vocab_size, shape, generator=generator) for _ in range(2))
     targets[documents != numbers_D[-2:, None]] = IGNORE
     batch = {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
-    batch["borders"] = find_borders(documents)
+    batch["cu_seqlens"] = compute_cu_seqlens(documents)
     return {name: entry.to(device) for name, entry in batch.items()}
 
 
@@ -286,7 +286,7 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
         return tree_map_only(torch.Tensor, exchange, outputs)
 
     named = inspect.signature(model.forward).parameters
-    entries = {name: batch[name] for name in ("documents", "positions", "borders") if name in named}
+    entries = {name: batch[name] for name in ("documents", "positions", "cu_seqlens") if name in named}
     with _hooks(model, compare_inputs, compare_outputs):
         logits = model(tokens_BT, **entries)
     if not differing and isinstance(logits, torch.Tensor) and differs(logits):

@@ -237,7 +237,8 @@ def supports_kv_cache(model: nn.Module) -> bool:
     A compiled model does not, because it would be recompiled for every length.
     """
     arguments = inspect.signature(model.forward).parameters
-    if not {"documents", "borders"} <= arguments.keys() or is_transformers_model(model):
+    takes_documents = "documents" in arguments and not {"cu_seqlens", "borders"}.isdisjoint(arguments)  # new, old name
+    if not takes_documents or is_transformers_model(model):
         return False
     return not any(module._compiled_call_impl is not None for module in model.modules())
 

@@ -42,7 +42,7 @@ class MuonUpdate:
         ).costs(rank=0)
         self._moment_size = max((p.element_size for p in parameters), default=4)
         self._replicate, self._shard = replicate, shard
-        self._has_rows = config.variant == "normuon"
+        self._is_normuon = config.variant == "normuon"
 
     @property
     def peak_bytes(self) -> int:
@@ -60,7 +60,7 @@ class MuonUpdate:
             rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
             iteration = rows + (computed.sent_to_holders + 2 * computed.iterating) * size
             peak = max(peak, in_flight + max(iteration, self._scattered(computed)))
-            update = applied.held * size + (4 * (applied.held + applied.piece) if self._has_rows else 0)
+            update = applied.held * size + (4 * (applied.held + applied.piece) if self._is_normuon else 0)
             peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
         return peak
 
@@ -84,7 +84,7 @@ class MuonUpdate:
         for bucket in self._buckets:
             if self._shard > 1:
                 counts[Collective("all_to_all", "shard", self._shard, bucket.owned * self._itemsize)] += 1
-                if self._has_rows:
+                if self._is_normuon:
                     counts[Collective("all_reduce", "shard", self._shard, bucket.num_matrices * 4)] += 1
             if num_ranks > 1:
                 counts[Collective("all_to_all", "world", num_ranks, bucket.held * self._itemsize)] += 1

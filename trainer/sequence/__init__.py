@@ -20,8 +20,8 @@ from trainer.sequence.recurrence import apply_by_document
 from trainer.sequence.row_layout import (
     Cache,
     Documents,
+    compute_cu_seqlens,
     current_slices,
-    find_borders,
     forget_slices,
     full_sequences,
     slice_sequences,
@@ -34,6 +34,7 @@ __all__ = [
     "apply_by_document",
     "attend",
     "causal_convolution",
+    "compute_cu_seqlens",
     "current_slices",
     "find_borders",
     "forget_slices",
@@ -46,7 +47,8 @@ __all__ = [
     "whole",
 ]
 
-sliced, whole = use_slices, full_sequences  # deprecated aliases; remove in the next release
+# Deprecated aliases; remove in the next release.
+sliced, whole, find_borders = use_slices, full_sequences, compute_cu_seqlens
 
 
 def attend(
@@ -69,7 +71,7 @@ def attend(
     gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
 
     Without documents, attention is plain causal attention.  With them, on a GPU in half precision and without dropout,
-    one kernel processes all documents, with no host sync if the batch has `borders`.  On a CPU, a loop over the
+    one kernel processes all documents, with no host sync if the batch has `cu_seqlens`.  On a CPU, a loop over the
     documents computes only what is needed, unless they are tiny.  All other batches with documents, including those in
     compiled code on a CPU, use a mask.  A window shorter than the sequence is computed block by block, with a mask for
     each block.

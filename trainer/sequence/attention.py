@@ -273,7 +273,7 @@ def _attend_packed(
 ) -> torch.Tensor:
     """Concatenate all rows and attend with the variable-length kernel.  No document is longer than a row."""
     (num_rows, _, num_queries, width), num_tokens = q_BNQH.shape, k_BKTH.shape[2]
-    borders_q, borders_k, scale = documents.query_borders, documents.borders, options.scale
+    cu_seqlens_q, cu_seqlens_k, scale = documents.query_cu_seqlens, documents.cu_seqlens, options.scale
     if options.sinks is None:
         q_MNH, k_MKH, v_MKH = (tensor.transpose(1, 2).flatten(0, 1) for tensor in (q_BNQH, k_BKTH, v_BKTH))
     else:
@@ -281,17 +281,17 @@ def _attend_packed(
         q_MNH, scale = q_BNQH.transpose(1, 2).flatten(0, 1), without_sinks.scale
         # Insert the sink's key before each document's first token, which shifts all later tokens.
         tokens_M = torch.arange(num_rows * num_tokens, device=q_BNQH.device)
-        key_index_M = tokens_M + torch.searchsorted(borders_k, tokens_M, right=True)
-        num_keys = len(tokens_M) + len(borders_k) - 1
+        key_index_M = tokens_M + torch.searchsorted(cu_seqlens_k, tokens_M, right=True)
+        num_keys = len(tokens_M) + len(cu_seqlens_k) - 1
         sink_KH, zero_KH = k_BKTH[0, :, 0], v_BKTH[0, :, 0]
         k_MKH, v_MKH = (
             first_KH.expand(num_keys, -1, -1).index_copy(0, key_index_M, tensor[:, :, 1:].transpose(1, 2).flatten(0, 1))
             for first_KH, tensor in ((sink_KH, k_BKTH), (zero_KH, v_BKTH))
         )
-        borders_k = borders_k + torch.arange(len(borders_k), dtype=torch.int32, device=borders_k.device)
+        cu_seqlens_k = cu_seqlens_k + torch.arange(len(cu_seqlens_k), dtype=torch.int32, device=cu_seqlens_k.device)
         num_tokens += 1
     arguments = {**_CAUSAL, **_GROUPED, **({} if scale is None else {"scale": scale})}
-    output_MNH: Any = varlen_attn(q_MNH, k_MKH, v_MKH, borders_q, borders_k, num_queries, num_tokens, **arguments)
+    output_MNH: Any = varlen_attn(q_MNH, k_MKH, v_MKH, cu_seqlens_q, cu_seqlens_k, num_queries, num_tokens, **arguments)
     output_BQNH: torch.Tensor = output_MNH.unflatten(0, (num_rows, num_queries))
     return output_BQNH.transpose(1, 2)[..., :width]
 

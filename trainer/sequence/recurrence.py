@@ -21,7 +21,7 @@ def apply_by_document(
     of 1 token, once for 2 to 3 tokens, once for 4 to 7 and so on, so that less than half of the tokens are padding.
     The host needs the documents' lengths: one host sync per batch on a GPU.
     """
-    if len(documents.borders) == x_BTD.shape[0] + 1:  # each row is one document
+    if len(documents.cu_seqlens) == x_BTD.shape[0] + 1:  # each row is one document
         return layer(x_BTD)
     groups, order_M = documents.length_groups
     x_MD = x_BTD.flatten(0, 1)

@@ -77,8 +77,8 @@ class Documents:
     """The documents packed into a batch, in the forms that attention needs; created once and used by all layers."""
 
     @classmethod
-    def of(cls, documents_BT: torch.Tensor | Cache | None, borders: torch.Tensor | None = None) -> Documents | None:
-        """Return the documents of a batch from its entries `documents` and, if present, `borders`; None if there
+    def of(cls, documents_BT: torch.Tensor | Cache | None, cu_seqlens: torch.Tensor | None = None) -> Documents | None:
+        """Return the documents of a batch from its entries `documents` and, if present, `cu_seqlens`; None if there
         are none.
 
         Consecutive tokens of a row with the same number form one document.  A `Cache` is returned unchanged.  Both
@@ -86,13 +86,13 @@ class Documents:
         """
         if documents_BT is None or isinstance(documents_BT, Cache):
             return documents_BT
-        documents, slices = cls(documents_BT, borders), current_slices()
+        documents, slices = cls(documents_BT, cu_seqlens), current_slices()
         if slices is not None and slices.method == "gather":
             documents.pieces = [documents.up_to(stop, stop - start) for start, stop in slices.pieces]
         return documents
 
     def __init__(
-        self, documents_BT: torch.Tensor, borders: torch.Tensor | None = None, num_queries: int | None = None
+        self, documents_BT: torch.Tensor, cu_seqlens: torch.Tensor | None = None, num_queries: int | None = None
     ) -> None:
         self.num_queries = documents_BT.shape[1] if num_queries is None else num_queries
         """Q, the number of tokens at the end of each row that are queries; all tokens are keys."""
@@ -103,27 +103,27 @@ class Documents:
         """Each token's document number, unique within its row."""
         index_T = torch.arange(documents_BT.shape[1], device=documents_BT.device)
         self.positions_BT = index_T - torch.where(is_first_BT, index_T, 0).cummax(1).values
-        self.borders = find_borders(documents_BT) if borders is None else borders
-        """See `find_borders`.  For a batch without `borders`, computed here, with a host sync on a GPU."""
+        self.cu_seqlens = compute_cu_seqlens(documents_BT) if cu_seqlens is None else cu_seqlens
+        """See `compute_cu_seqlens`.  Computed here, with a host sync on a GPU, unless the batch has this entry."""
         self._mask: torch.Tensor | None = None
 
     def up_to(self, stop: int, num_queries: int) -> Documents:
         """Return the documents before token `stop` of each row, with the last `num_queries` of these tokens as queries.
 
-        Documents that start later still have borders, but no tokens.
+        Documents that start later remain in `cu_seqlens`, with a length of zero.
         """
         num_tokens = self.numbers_BT.shape[1]
-        rows, offsets = self.borders // num_tokens, self.borders % num_tokens
-        borders = (rows * stop + offsets.clamp(max=stop)).to(torch.int32)
-        return Documents(self.numbers_BT[:, :stop], borders, num_queries)
+        rows, offsets = self.cu_seqlens // num_tokens, self.cu_seqlens % num_tokens
+        cu_seqlens = (rows * stop + offsets.clamp(max=stop)).to(torch.int32)
+        return Documents(self.numbers_BT[:, :stop], cu_seqlens, num_queries)
 
     @property
-    def query_borders(self) -> torch.Tensor:
-        """The borders among the queries; see `find_borders`."""
+    def query_cu_seqlens(self) -> torch.Tensor:
+        """The cumulative sequence lengths of the queries alone; see `compute_cu_seqlens`."""
         num_tokens = self.numbers_BT.shape[1]
         if self.num_queries == num_tokens:
-            return self.borders
-        rows, offsets = self.borders // num_tokens, self.borders % num_tokens
+            return self.cu_seqlens
+        rows, offsets = self.cu_seqlens // num_tokens, self.cu_seqlens % num_tokens
         offsets = (offsets - (num_tokens - self.num_queries)).clamp(min=0)
         return (rows * self.num_queries + offsets).to(torch.int32)
 
@@ -148,9 +148,9 @@ class Documents:
     @cached_property
     def lengths(self) -> list[list[int]]:
         """The documents' lengths, row by row."""
-        num_tokens, borders = self.numbers_BT.shape[1], self.borders.tolist()
+        num_tokens, cu_seqlens = self.numbers_BT.shape[1], self.cu_seqlens.tolist()
         rows: list[list[int]] = [[] for _ in self.numbers_BT]
-        for start, end in itertools.pairwise(borders):
+        for start, end in itertools.pairwise(cu_seqlens):
             if start < end:
                 rows[start // num_tokens].append(end - start)
         return rows
@@ -161,17 +161,17 @@ class Documents:
         index (M,) of each token of the batch among the tokens of all groups.
         """
         by_size: dict[int, list[tuple[int, int]]] = {}
-        for start, end in itertools.pairwise(self.borders.tolist()):
+        for start, end in itertools.pairwise(self.cu_seqlens.tolist()):
             if start < end:
                 by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
-        groups = [DocumentRows(spans, self.borders.device) for spans in by_size.values()]
+        groups = [DocumentRows(spans, self.cu_seqlens.device) for spans in by_size.values()]
         places_M = torch.cat([group.places_NL.flatten()[group.tokens_M] for group in groups])
         return groups, places_M.argsort()
 
     @property
     def are_tiny(self) -> bool:
         """True if documents are so short that a mask is faster than a loop."""
-        return (len(self.borders) - 1) * _MIN_MEAN_LENGTH > self.numbers_BT.numel()
+        return (len(self.cu_seqlens) - 1) * _MIN_MEAN_LENGTH > self.numbers_BT.numel()
 
 
 class DocumentRows:
@@ -298,8 +298,10 @@ _MIN_CACHED_TOKENS = 64
 """Smallest number of tokens for which a KV cache allocates memory, unless its `max_tokens` is lower."""
 
 
-def find_borders(documents_BT: torch.Tensor) -> torch.Tensor:
-    """Return the start of each document in the concatenated rows, and the end of the last one (int32).
+def compute_cu_seqlens(documents_BT: torch.Tensor) -> torch.Tensor:
+    """Return the cumulative lengths of the documents, as in FlashAttention (int32).
+
+    These are the start of each document in the concatenated rows, and the end of the last one.
 
     The length depends on the number of documents, so this needs a host sync.
     """
