@@ -20,6 +20,9 @@ from trainer.sequence import Documents
 class Linear(nn.Linear):
     """A linear map with weights drawn from N(0, std), and an optional bias initialized to zero."""
 
+    takes_adapter = True
+    """Whether LoRA may adapt this layer; False for routers."""
+
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
         super().__init__(in_features, out_features, bias=bias)

@@ -11,7 +11,12 @@ import math
 
 import torch
 from torch import nn
-from trainer.recipes._layers import (
+
+from trainer import experts, sequence
+from trainer.experts import Choice, Load, load_of
+from trainer.sequence import Documents
+
+from .._layers import (
     FeedForward,
     Linear,
     MoeDecoder,
@@ -22,12 +27,8 @@ from trainer.recipes._layers import (
     split_heads,
     yarn_magnitude,
 )
-from trainer.recipes.deepseek_v3.config import DeepseekV3Config
-from trainer.recipes.qwen3_moe.model import Experts
-
-from trainer import experts, sequence
-from trainer.experts import Choice, Load, load_of
-from trainer.sequence import Documents
+from ..qwen3_moe.model import Experts
+from .config import DeepseekV3Config
 
 _LATENT_EPS = 1e-6
 """Epsilon of the latents' norms; the published code has no setting for it."""
@@ -173,7 +174,7 @@ class DeepseekV3Block(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class DeepseekV3(MoeDecoder):  # type: ignore[misc]
+class DeepseekV3(MoeDecoder):
     """DeepSeek-V3; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: DeepseekV3Config) -> None:

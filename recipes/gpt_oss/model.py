@@ -11,7 +11,12 @@ import math
 
 import torch
 from torch import nn
-from trainer.recipes._layers import (
+
+from trainer import experts, sequence
+from trainer.experts import Choice, Load, grouped_bias, load_of, products
+from trainer.sequence import Documents
+
+from .._layers import (
     Linear,
     MoeDecoder,
     Router,
@@ -21,11 +26,7 @@ from trainer.recipes._layers import (
     split_heads,
     yarn_magnitude,
 )
-from trainer.recipes.gpt_oss.config import GptOssConfig
-
-from trainer import experts, sequence
-from trainer.experts import Choice, Load, grouped_bias, load_of, products
-from trainer.sequence import Documents
+from .config import GptOssConfig
 
 
 class Attention(nn.Module):
@@ -154,7 +155,7 @@ class GptOssBlock(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class GptOss(MoeDecoder):  # type: ignore[misc]
+class GptOss(MoeDecoder):
     """gpt-oss; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: GptOssConfig) -> None:

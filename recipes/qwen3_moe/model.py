@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Linear, MoeDecoder
-from trainer.recipes.qwen3.model import Qwen3Attention
-from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import experts
 from trainer.experts import Choice, Load, load_of, products
 from trainer.sequence import Documents
 
+from .._layers import Linear, MoeDecoder
+from ..qwen3.model import Qwen3Attention
+from .config import Qwen3MoeConfig
+
 if TYPE_CHECKING:
-    from trainer.recipes.deepseek_v3.config import DeepseekV3Config
+    from ..deepseek_v3.config import DeepseekV3Config
+    from ..qwen3_next.config import Qwen3NextConfig
 
 
 class Experts(nn.Module):
@@ -30,7 +32,7 @@ class Experts(nn.Module):
     matrices = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     """For adapters; see `trainer.experts.adapters`."""
 
-    def __init__(self, config: Qwen3MoeConfig | DeepseekV3Config) -> None:
+    def __init__(self, config: Qwen3MoeConfig | Qwen3NextConfig | DeepseekV3Config) -> None:
         super().__init__()
         self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
@@ -53,7 +55,7 @@ class Experts(nn.Module):
 class MixtureOfExperts(nn.Module):
     """A mixture-of-experts layer: a router chooses a few experts for each token (Shazeer et al. 2017)."""
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    def __init__(self, config: Qwen3MoeConfig | Qwen3NextConfig) -> None:
         super().__init__()
         self.config = config
         self.router = Linear(config.dim, config.num_experts, std=config.init_std)
@@ -104,7 +106,7 @@ class Qwen3MoeBlock(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class Qwen3Moe(MoeDecoder):  # type: ignore[misc]
+class Qwen3Moe(MoeDecoder):
     """Qwen3 MoE; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:

@@ -12,13 +12,14 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import FeedForward, Linear, MoeDecoder, Rope, merge_heads, rotate, split_heads
-from trainer.recipes.qwen3_moe.model import MixtureOfExperts
-from trainer.recipes.qwen3_next.config import Qwen3NextConfig
 
 from trainer import sequence
 from trainer.experts import Load
 from trainer.sequence import Documents
+
+from .._layers import FeedForward, Linear, MoeDecoder, Rope, merge_heads, rotate, split_heads
+from ..qwen3_moe.model import MixtureOfExperts
+from .config import Qwen3NextConfig
 
 
 class ZeroCenteredNorm(nn.Module):
@@ -204,7 +205,7 @@ class Qwen3NextBlock(nn.Module):
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class Qwen3Next(MoeDecoder):  # type: ignore[misc]
+class Qwen3Next(MoeDecoder):
     """Qwen3-Next; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
