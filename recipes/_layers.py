@@ -204,7 +204,7 @@ class MoeDecoder(nn.Module):
 
     config: a `BalanceConfig` with the sizes that `__init__` uses.
     blocks: called with the hidden state (B, T, D), positions and documents; return the new hidden state.  In training,
-        also called with `counts_BT`, True for each token with a target: a block with experts then returns the hidden
+        also called with `is_target_BT`, True for each token with a target: a block with experts then returns the hidden
         state and the `Load` of its experts.
     num_dense_layers: number of blocks without experts.
     """

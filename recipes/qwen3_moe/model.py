@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer import experts
-from trainer.experts import Choice, Load, load_of, products
+from trainer.experts import Choice, Load, expert_matmuls, load_of
 from trainer.sequence import Documents
 
 from .._layers import Linear, MoeDecoder
@@ -47,8 +47,8 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
-        gate_MF, up_MF = products(self, "gate_up_proj", x_MD, ends_E)
-        (out_MD,) = products(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
+        gate_MF, up_MF = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
+        (out_MD,) = expert_matmuls(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
         return out_MD
 
 
@@ -63,8 +63,8 @@ class MixtureOfExperts(nn.Module):
         self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
+    def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
@@ -72,11 +72,11 @@ class MixtureOfExperts(nn.Module):
         if config.normalize_chosen:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
         out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
-        if counts_BT is None:
+        if is_target_BT is None:
             return out_BTD, None
         load = load_of(
             chosen_SA,
-            counts_BT,
+            is_target_BT,
             config.num_experts,
             probs_SE if config.needs_probs else None,
             logits_SE if config.z_loss else None,
@@ -99,10 +99,10 @@ class Qwen3MoeBlock(nn.Module):
         x_BTD: torch.Tensor,
         positions: torch.Tensor,
         documents: Documents | None,
-        counts_BT: torch.Tensor | None = None,
+        is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
-        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), is_target_BT)
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 

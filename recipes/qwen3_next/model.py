@@ -192,7 +192,7 @@ class Qwen3NextBlock(nn.Module):
         x_BTD: torch.Tensor,
         positions: torch.Tensor,
         documents: Documents | None,
-        counts_BT: torch.Tensor | None = None,
+        is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         normed_BTD = self.attention_norm(x_BTD)
         if self.attends:
@@ -200,7 +200,7 @@ class Qwen3NextBlock(nn.Module):
         else:
             x_BTD = x_BTD + self.delta(normed_BTD, documents)
         normed_BTD = self.ffn_norm(x_BTD)
-        out_BTD, load = self.moe(normed_BTD, counts_BT)
+        out_BTD, load = self.moe(normed_BTD, is_target_BT)
         x_BTD = x_BTD + self.shared(normed_BTD)
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 

@@ -30,7 +30,7 @@ from trainer.optim.adamw import (
     _compiled_update,
     _numbers,
     _update_by_pieces,
-    keys_of,
+    hash_keys,
     random_bits,
     round_stochastically,
 )
@@ -106,7 +106,7 @@ def test_random_bits_depend_on_the_position() -> None:
     assert (neighbours.mean(1) - 0.5).abs().max() < 5 * 0.5 / whole.numel() ** 0.5
     other = random_bits(origin(key=2), 21_000)
     assert (whole == other).sum() < 3
-    keys = keys_of(torch.arange(100, dtype=torch.int32)[:, None], torch.arange(1.0, 1001.0))
+    keys = hash_keys(torch.arange(100, dtype=torch.int32)[:, None], torch.arange(1.0, 1001.0))
     assert len(keys.unique()) > 0.999 * keys.numel()
 
 

@@ -142,7 +142,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         steps = torch.stack(step_counts)
         numbers = _numbers(group, steps, found_inf, grad_scale)
         positions = self._shard_positions(parameters, steps.device)
-        origins = torch.cat([keys_of(positions[:, 0], steps)[:, None], positions[:, 1:]], dim=1)
+        origins = torch.cat([hash_keys(positions[:, 0], steps)[:, None], positions[:, 1:]], dim=1)
         for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
                 continue  # but it has a state, since checkpoints compare states across ranks
@@ -350,7 +350,7 @@ def _shift_right(words: torch.Tensor, by: int) -> torch.Tensor:
     return (words >> by) & ((1 << (32 - by)) - 1)
 
 
-def keys_of(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def hash_keys(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """Return the key of each parameter's bits (int32) from its seed (int32) and the step number."""
     return mix(mix(seeds) + steps.to(torch.int32) * _GOLDEN)
 

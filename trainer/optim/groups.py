@@ -20,8 +20,8 @@ from torch import nn
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score
+from trainer.model.mup import Growth
 from trainer.model.parameters import is_vector, tied_names
-from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
 
 OPTIMIZERS = ("adamw", "sgd", "muon")

@@ -17,8 +17,8 @@ from torch import nn
 
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
+from trainer.model.mup import Growth
 from trainer.model.parameters import local
-from trainer.model.widths import Growth
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 from trainer.optim.blockwise import block_length
 from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_muon, notes_on
