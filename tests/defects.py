@@ -393,7 +393,7 @@ DEFECTS: list[Defect] = [
         "initial-weights",
         "DeferredFill._generators",
         "state, distance = self.generator_state, first",
-        "state, distance = self.state, 0",
+        "state, distance = self.generator_state, 0",
     ),
     Defect(
         "ties-parted",
@@ -662,7 +662,7 @@ DEFECTS: list[Defect] = [
         "balance",
         "trainer.experts.balance:ExpertBalance.after_step",
         "shortfall_LE.sign() * is_applied",
-        "missing_LE.sign()",
+        "shortfall_LE.sign()",
     ),
     Defect(
         "balance-of-slices-of-sequences",
@@ -711,8 +711,8 @@ DEFECTS: list[Defect] = [
         "torchs-muon-is-not-recognized",
         "muon",
         "OptimizerState._match_torch_muon",
-        '"ns_steps" in group or AS_TORCHS in group',
-        "AS_TORCHS in group",
+        '"ns_steps" in group or MATCHES_TORCH_MUON in group',
+        "MATCHES_TORCH_MUON in group",
     ),
     Defect(
         "row-squares-are-whole",
@@ -767,7 +767,7 @@ DEFECTS: list[Defect] = [
         "floor-never-reached",
         "schedules",
         "Schedule._relative_height",
-        "left = max(0, self.num_steps + extra - step)",
+        "steps_left = max(0, self.num_steps + extra - step)",
         "left = max(0, self.num_steps + extra - step + 1)",
     ),
     Defect(

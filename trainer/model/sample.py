@@ -101,7 +101,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        """Feed the prompts, of at most `length` tokens each.  max_tokens: length of the longest prompt with its text."""
+        """Feed the prompts, of at most `length` tokens each.  max_tokens: of the longest prompt with its text."""
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
