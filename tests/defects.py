@@ -768,7 +768,7 @@ DEFECTS: list[Defect] = [
         "schedules",
         "Schedule._relative_height",
         "steps_left = max(0, self.num_steps + extra - step)",
-        "left = max(0, self.num_steps + extra - step + 1)",
+        "steps_left = max(0, self.num_steps + extra - step + 1)",
     ),
     Defect(
         "shards-draw-alike",

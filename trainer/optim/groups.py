@@ -172,9 +172,7 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
             example = '{match: "*embed*", lr: 0.3}'
             raise setting_error(key, dict(group), "needs `match`, a pattern of parameter names", example=example)
         if len(group) == 1:
-            raise setting_error(
-                key, dict(group), f"sets nothing; besides match it may have {', '.join(_KEYS[1:])}"
-            )
+            raise setting_error(key, dict(group), f"sets nothing; besides match it may have {', '.join(_KEYS[1:])}")
         for field in ("lr", "lr_decay", "weight_decay"):
             value = group.get(field)
             if value is None:
