@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.objectives.dpo import REWARDS, log_rewards
-
 from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
+
+from .dpo import REWARDS, log_rewards
 
 if TYPE_CHECKING:
     import torch

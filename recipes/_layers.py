@@ -20,6 +20,9 @@ from trainer.sequence import Documents
 class Linear(nn.Linear):
     """A linear map with weights drawn from N(0, std), and an optional bias initialized to zero."""
 
+    takes_adapter = True
+    """Whether LoRA may adapt this layer; False for routers."""
+
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
         super().__init__(in_features, out_features, bias=bias)
@@ -201,7 +204,7 @@ class MoeDecoder(nn.Module):
 
     config: a `BalanceConfig` with the sizes that `__init__` uses.
     blocks: called with the hidden state (B, T, D), positions and documents; return the new hidden state.  In training,
-        also called with `counts_BT`, True for each token with a target: a block with experts then returns the hidden
+        also called with `is_target_BT`, True for each token with a target: a block with experts then returns the hidden
         state and the `Load` of its experts.
     num_dense_layers: number of blocks without experts.
     """

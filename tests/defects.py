@@ -355,7 +355,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "reduced-as-computed",
         "mixed-precision",
-        "_precision.policy",
+        "_precision_policies.policy",
         "reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,",
         "reduce_dtype=None,",
     ),
@@ -385,15 +385,15 @@ DEFECTS: list[Defect] = [
         "same-start-everywhere",
         "initial-weights",
         "materialize",
-        "seed_of(seed, plain_name(module_name)), scratch",
+        "seed_of(seed, name_without_adapters(module_name)), scratch",
         "seed, scratch",
     ),
     Defect(
         "parts-from-the-beginning",
         "initial-weights",
         "DeferredFill._generators",
-        "state, distance = self.state, first",
-        "state, distance = self.state, 0",
+        "state, distance = self.generator_state, first",
+        "state, distance = self.generator_state, 0",
     ),
     Defect(
         "ties-parted",
@@ -597,7 +597,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "gradients-of-experts-are-sums",
         "experts-refused",
-        "_compute",
+        "_run_experts",
         "scale_gradient(out_RD, 1 / group.size)",
         "scale_gradient(out_RD, 1.0)",
     ),
@@ -611,7 +611,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "tokens-of-the-wrong-experts",
         "experts",
-        "_gathered",
+        "_run_by_gather",
         "chosen_TA.long() - group.rank * num_local",
         "chosen_TA.long() - (group.size - 1 - group.rank) * num_local",
     ),
@@ -640,7 +640,7 @@ DEFECTS: list[Defect] = [
         "experts-gathered-on-the-whole-axis",
         "experts-planned",
         "trainer.plan.step:_Group.__init__",
-        "layout.shard // layout.expert if self.is_shared_out else layout.shard",
+        "layout.shard // layout.expert if self.has_divided_experts else layout.shard",
         "layout.shard",
     ),
     Defect(
@@ -661,8 +661,8 @@ DEFECTS: list[Defect] = [
         "balance-after-a-skipped-step",
         "balance",
         "trainer.experts.balance:ExpertBalance.after_step",
-        "missing_LE.sign() * is_good",
-        "missing_LE.sign()",
+        "shortfall_LE.sign() * is_applied",
+        "shortfall_LE.sign()",
     ),
     Defect(
         "balance-of-slices-of-sequences",
@@ -711,8 +711,8 @@ DEFECTS: list[Defect] = [
         "torchs-muon-is-not-recognized",
         "muon",
         "OptimizerState._match_torch_muon",
-        '"ns_steps" in group or AS_TORCHS in group',
-        "AS_TORCHS in group",
+        '"ns_steps" in group or MATCHES_TORCH_MUON in group',
+        "MATCHES_TORCH_MUON in group",
     ),
     Defect(
         "row-squares-are-whole",
@@ -767,8 +767,8 @@ DEFECTS: list[Defect] = [
         "floor-never-reached",
         "schedules",
         "Schedule._relative_height",
-        "left = max(0, self.num_steps + extra - step)",
-        "left = max(0, self.num_steps + extra - step + 1)",
+        "steps_left = max(0, self.num_steps + extra - step)",
+        "steps_left = max(0, self.num_steps + extra - step + 1)",
     ),
     Defect(
         "shards-draw-alike",
@@ -1112,7 +1112,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "gathers-planned-unpacked",
         "packed-plan",
-        "ParameterFacts.gathered_size",
+        "ParameterInfo.gathered_size",
         "self.element_size if self.packed_weights else param_size",
         "param_size",
     ),

@@ -32,11 +32,11 @@ from trainer.metrics.callbacks import loss_by_source
 from trainer.metrics.record import Record
 from trainer.metrics.step_metrics import Amount, Update
 from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor, replicate
-from trainer.model.network import build_network, flops_of
+from trainer.model.mup import find_growth
+from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_sharding, meshes_of_experts
 from trainer.model.units import ShardUnit
-from trainer.model.widths import find_growth
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.sequence import slice_sequences
@@ -156,7 +156,7 @@ class Trainer:
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, without recomputation."""
         length = attended_length(self.loader) or self.config.data.seq_len
-        return flops_of(self.config, self.model, length)
+        return training_flops_per_token(self.config, self.model, length)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

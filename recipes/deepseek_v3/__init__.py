@@ -6,11 +6,11 @@ multi-token prediction (section 2.2).
 
 from __future__ import annotations
 
-from trainer.recipes.deepseek_v3.config import DeepseekV3Config, check
-from trainer.recipes.deepseek_v3.huggingface import HUGGINGFACE
-from trainer.recipes.qwen3 import units
-
 from trainer.recipe import Recipe, register
+
+from ..qwen3 import units
+from .config import DeepseekV3Config, check
+from .huggingface import HUGGINGFACE
 
 
 def flops(config: DeepseekV3Config, seq_len: float) -> float:

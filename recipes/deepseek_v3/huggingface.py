@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipes._huggingface import check_quantization, rope_of, yarn_entries, yarn_fields
-
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
+from .._huggingface import check_quantization, rope_of, yarn_entries, yarn_fields
+
 if TYPE_CHECKING:
-    from trainer.recipes.deepseek_v3.config import DeepseekV3Config
+    from .config import DeepseekV3Config
 
 NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -11,7 +11,12 @@ import math
 
 import torch
 from torch import nn
-from trainer.recipes._layers import (
+
+from trainer import experts, sequence
+from trainer.experts import Choice, Load, load_of
+from trainer.sequence import Documents
+
+from .._layers import (
     FeedForward,
     Linear,
     MoeDecoder,
@@ -22,12 +27,8 @@ from trainer.recipes._layers import (
     split_heads,
     yarn_magnitude,
 )
-from trainer.recipes.deepseek_v3.config import DeepseekV3Config
-from trainer.recipes.qwen3_moe.model import Experts
-
-from trainer import experts, sequence
-from trainer.experts import Choice, Load, load_of
-from trainer.sequence import Documents
+from ..qwen3_moe.model import Experts
+from .config import DeepseekV3Config
 
 _LATENT_EPS = 1e-6
 """Epsilon of the latents' norms; the published code has no setting for it."""
@@ -122,8 +123,8 @@ class DeepseekMixture(nn.Module):
         self.shared = FeedForward(config.dim, config.num_shared * config.expert_dim, config.init_std, out_std)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
+    def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         scores_SE = logits_SE.sigmoid()
@@ -132,11 +133,11 @@ class DeepseekMixture(nn.Module):
             weights_SA = weights_SA / (weights_SA.sum(-1, keepdim=True) + 1e-20)
         weights_SA = (config.route_scale * weights_SA).to(x_SD.dtype)
         out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
-        if counts_BT is None:
+        if is_target_BT is None:
             return out_BTD, None
         load = load_of(
             chosen_SA,
-            counts_BT,
+            is_target_BT,
             config.num_experts,
             scores_SE / scores_SE.sum(-1, keepdim=True) if config.needs_probs else None,
             logits_SE if config.z_loss else None,
@@ -164,16 +165,16 @@ class DeepseekV3Block(nn.Module):
         x_BTD: torch.Tensor,
         positions: torch.Tensor,
         documents: Documents | None,
-        counts_BT: torch.Tensor | None = None,
+        is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
         if not self.has_experts:
             return x_BTD + self.feed_forward(self.ffn_norm(x_BTD))
-        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), is_target_BT)
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class DeepseekV3(MoeDecoder):  # type: ignore[misc]
+class DeepseekV3(MoeDecoder):
     """DeepSeek-V3; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: DeepseekV3Config) -> None:

@@ -5,10 +5,10 @@ Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learner
 
 from __future__ import annotations
 
-from trainer.recipes.gpt2.config import GPT2Config, check
-from trainer.recipes.gpt2.huggingface import HUGGINGFACE
-
 from trainer.recipe import Recipe, register
+
+from .config import GPT2Config, check
+from .huggingface import HUGGINGFACE
 
 
 def flops(config: GPT2Config, seq_len: float) -> float:

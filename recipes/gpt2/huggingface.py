@@ -9,7 +9,7 @@ from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Transposed
 
 if TYPE_CHECKING:
-    from trainer.recipes.gpt2.config import GPT2Config
+    from .config import GPT2Config
 
 NAMES = {
     "wte.weight": "transformer.wte.weight",

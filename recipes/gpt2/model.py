@@ -10,11 +10,12 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Embedding, Head, Linear, merge_heads, split_heads
-from trainer.recipes.gpt2.config import GPT2Config
 
 from trainer import sequence
 from trainer.sequence import Documents
+
+from .._layers import Embedding, Head, Linear, merge_heads, split_heads
+from .config import GPT2Config
 
 
 class GPT2Attention(nn.Module):

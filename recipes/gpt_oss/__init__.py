@@ -5,12 +5,12 @@ Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925; 
 
 from __future__ import annotations
 
-from trainer.recipes._flops import mean_keys
-from trainer.recipes.gpt_oss.config import GptOssConfig, check
-from trainer.recipes.gpt_oss.huggingface import HUGGINGFACE
-from trainer.recipes.qwen3 import units
-
 from trainer.recipe import Recipe, register
+
+from .._flops import mean_keys
+from ..qwen3 import units
+from .config import GptOssConfig, check
+from .huggingface import HUGGINGFACE
 
 
 def flops(config: GptOssConfig, seq_len: float) -> float:

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipes._huggingface import check_quantization, rope_of, yarn_entries, yarn_fields
-from trainer.recipes.qwen3.huggingface import ATTENTION
-
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Transposed
 
+from .._huggingface import check_quantization, rope_of, yarn_entries, yarn_fields
+from ..qwen3.huggingface import ATTENTION
+
 if TYPE_CHECKING:
-    from trainer.recipes.gpt_oss.config import GptOssConfig
+    from .config import GptOssConfig
 
 NAMES = {
     **{ours: theirs for ours, theirs in ATTENTION.items() if not ours.endswith(("q_norm.weight", "k_norm.weight"))},

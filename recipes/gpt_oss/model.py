@@ -11,7 +11,12 @@ import math
 
 import torch
 from torch import nn
-from trainer.recipes._layers import (
+
+from trainer import experts, sequence
+from trainer.experts import Choice, Load, expert_matmuls, grouped_bias, load_of
+from trainer.sequence import Documents
+
+from .._layers import (
     Linear,
     MoeDecoder,
     Router,
@@ -21,11 +26,7 @@ from trainer.recipes._layers import (
     split_heads,
     yarn_magnitude,
 )
-from trainer.recipes.gpt_oss.config import GptOssConfig
-
-from trainer import experts, sequence
-from trainer.experts import Choice, Load, grouped_bias, load_of, products
-from trainer.sequence import Documents
+from .config import GptOssConfig
 
 
 class Attention(nn.Module):
@@ -94,12 +95,12 @@ class GptOssExperts(nn.Module):
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
         num_rows = x_MD.shape[0]
-        (gate_up_MG,) = products(self, "gate_up_proj", x_MD, ends_E)
+        (gate_up_MG,) = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
         gate_up_MG = gate_up_MG + grouped_bias(self.gate_up_bias, ends_E, num_rows)
         gate_MF = gate_up_MG[:, ::2].clamp(max=self.limit)
         up_MF = gate_up_MG[:, 1::2].clamp(-self.limit, self.limit)
         hidden_MF = gate_MF * torch.sigmoid(self.alpha * gate_MF) * (up_MF + 1)
-        (out_MD,) = products(self, "down_proj", hidden_MF, ends_E)
+        (out_MD,) = expert_matmuls(self, "down_proj", hidden_MF, ends_E)
         return out_MD + grouped_bias(self.down_bias, ends_E, num_rows)
 
 
@@ -113,18 +114,18 @@ class GptOssMixture(nn.Module):
         self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = GptOssExperts(config)
 
-    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
+    def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         logits_SA, chosen_SA = self.choice(logits_SE)
         weights_SA = logits_SA.softmax(-1).to(x_SD.dtype)
         out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
-        if counts_BT is None:
+        if is_target_BT is None:
             return out_BTD, None
         load = load_of(
             chosen_SA,
-            counts_BT,
+            is_target_BT,
             config.num_experts,
             logits_SE.softmax(-1) if config.needs_probs else None,
             logits_SE if config.z_loss else None,
@@ -147,14 +148,14 @@ class GptOssBlock(nn.Module):
         x_BTD: torch.Tensor,
         positions: torch.Tensor,
         documents: Documents | None,
-        counts_BT: torch.Tensor | None = None,
+        is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
-        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), is_target_BT)
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class GptOss(MoeDecoder):  # type: ignore[misc]
+class GptOss(MoeDecoder):
     """gpt-oss; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: GptOssConfig) -> None:

@@ -10,9 +10,9 @@ import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipes.hf.config import HfConfig, check, model_type, resolve
-
 from trainer.recipe import HuggingFace, Recipe, register
+
+from .config import HfConfig, check, model_type, resolve
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 import transformers
-from trainer.recipes.hf.config import HfConfig
-from trainer.recipes.hf.model import build, settings_of
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from trainer.errors import setting_error
+
+from .config import HfConfig
+from .model import build, settings_of
 
 
 def output_projection(config: HfConfig, model: Any) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.experts import grouped_bias, mix, products
+from trainer.experts import expert_matmuls, grouped_bias, mix
 
 
 def dispatch_experts(model: nn.Module) -> None:
@@ -71,9 +71,9 @@ def _dispatched(library: Any) -> Any:
 
 def _outputs(experts: Any, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     inner = _first_matrix(experts)
-    (hidden_MF,) = products(experts, inner, x_MD, ends_E)
+    (hidden_MF,) = expert_matmuls(experts, inner, x_MD, ends_E)
     if experts.has_bias:
         hidden_MF = hidden_MF + grouped_bias(getattr(experts, f"{inner}_bias"), ends_E, len(x_MD))
     hidden_MF = experts._apply_gate(hidden_MF) if experts.has_gate else experts.act_fn(hidden_MF)
-    (out_MD,) = products(experts, "down_proj", hidden_MF, ends_E)
+    (out_MD,) = expert_matmuls(experts, "down_proj", hidden_MF, ends_E)
     return out_MD + grouped_bias(experts.down_proj_bias, ends_E, len(x_MD)) if experts.has_bias else out_MD

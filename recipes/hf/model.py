@@ -18,9 +18,6 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from trainer.recipes._flops import mean_keys
-from trainer.recipes.hf.config import HfConfig
-from trainer.recipes.hf.experts import dispatch_experts
 from transformers import initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -29,6 +26,10 @@ from trainer.loss import cross_entropy, linear_cross_entropy
 from trainer.model.head import ScoreHead
 from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents, apply_by_document
+
+from .._flops import mean_keys
+from .config import HfConfig
+from .experts import dispatch_experts
 
 _ATTENTION = {"flex": "flex_attention"}
 """Our names of attention kernels that differ from the library's."""

@@ -18,9 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from trainer.recipes.hf.classifier import output_projection
-from trainer.recipes.hf.config import HfConfig
-from trainer.recipes.hf.model import build
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -38,6 +35,10 @@ from trainer.errors import setting_error
 from trainer.model.head import ScoreHead, is_score
 from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
+
+from .classifier import output_projection
+from .config import HfConfig
+from .model import build
 
 _IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old files, which models now compute themselves; the library ignores them for every model."""

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.recipes.llama.config import LlamaConfig, check
-from trainer.recipes.llama.huggingface import HUGGINGFACE
-
 from trainer.recipe import Recipe, register
+
+from .config import LlamaConfig, check
+from .huggingface import HUGGINGFACE
 
 if TYPE_CHECKING:
     from torch import nn

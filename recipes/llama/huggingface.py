@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipes._huggingface import rope_of
-
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
+from .._huggingface import rope_of
+
 if TYPE_CHECKING:
-    from trainer.recipes.llama.config import LlamaConfig
+    from .config import LlamaConfig
 
 NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",

@@ -10,14 +10,15 @@ import math
 
 import torch
 from torch import nn
-from trainer.recipes._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
-from trainer.recipes.llama.config import LlamaConfig
 
 from trainer import sequence
 from trainer.sequence import Documents
 
+from .._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
+from .config import LlamaConfig
 
-class ScaledRope(Rope):  # type: ignore[misc]
+
+class ScaledRope(Rope):
     """Rotary position embedding with Llama 3.1's frequency scaling."""
 
     def __init__(self, config: LlamaConfig) -> None:

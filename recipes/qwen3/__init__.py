@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from trainer.recipes.qwen3.config import Qwen3Config, check
-from trainer.recipes.qwen3.huggingface import HUGGINGFACE
-
 from trainer.recipe import Recipe, register
+
+from .config import Qwen3Config, check
+from .huggingface import HUGGINGFACE
 
 
 def units(model: Any) -> list[str | tuple[str, ...]]:

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from trainer.recipes._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
-from trainer.recipes.qwen3.config import Qwen3Config
 
 from trainer import sequence
 from trainer.sequence import Documents
 
+from .._layers import Embedding, FeedForward, Head, Linear, Rope, merge_heads, rotate, split_heads
+from .config import Qwen3Config
+
 if TYPE_CHECKING:
-    from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
+    from ..qwen3_moe.config import Qwen3MoeConfig
 
 
 class Qwen3Attention(nn.Module):

@@ -5,11 +5,11 @@ Sources: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388, and the p
 
 from __future__ import annotations
 
-from trainer.recipes.qwen3 import units
-from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig, check
-from trainer.recipes.qwen3_moe.huggingface import HUGGINGFACE
-
 from trainer.recipe import Recipe, register
+
+from ..qwen3 import units
+from .config import Qwen3MoeConfig, check
+from .huggingface import HUGGINGFACE
 
 
 def flops(config: Qwen3MoeConfig, seq_len: float) -> float:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trainer.recipes.qwen3.config import check_heads
-
 from trainer.errors import setting_error
 from trainer.recipe import BalanceConfig, declare
+
+from ..qwen3.config import check_heads
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipes._huggingface import rope_of
-from trainer.recipes.qwen3.huggingface import ATTENTION, FIXED, rope_entries
-
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
+from .._huggingface import rope_of
+from ..qwen3.huggingface import ATTENTION, FIXED, rope_entries
+
 if TYPE_CHECKING:
-    from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
+    from .config import Qwen3MoeConfig
 
 NAMES = {
     **ATTENTION,

@@ -12,16 +12,18 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import Linear, MoeDecoder
-from trainer.recipes.qwen3.model import Qwen3Attention
-from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import experts
-from trainer.experts import Choice, Load, load_of, products
+from trainer.experts import Choice, Load, expert_matmuls, load_of
 from trainer.sequence import Documents
 
+from .._layers import Linear, MoeDecoder
+from ..qwen3.model import Qwen3Attention
+from .config import Qwen3MoeConfig
+
 if TYPE_CHECKING:
-    from trainer.recipes.deepseek_v3.config import DeepseekV3Config
+    from ..deepseek_v3.config import DeepseekV3Config
+    from ..qwen3_next.config import Qwen3NextConfig
 
 
 class Experts(nn.Module):
@@ -30,7 +32,7 @@ class Experts(nn.Module):
     matrices = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
     """For adapters; see `trainer.experts.adapters`."""
 
-    def __init__(self, config: Qwen3MoeConfig | DeepseekV3Config) -> None:
+    def __init__(self, config: Qwen3MoeConfig | Qwen3NextConfig | DeepseekV3Config) -> None:
         super().__init__()
         self.std, self.out_std = config.init_std, config.init_std / math.sqrt(2 * config.num_layers)
         self.w1 = nn.Parameter(torch.empty(config.num_experts, config.expert_dim, config.dim))
@@ -45,15 +47,15 @@ class Experts(nn.Module):
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
         """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
-        gate_MF, up_MF = products(self, "gate_up_proj", x_MD, ends_E)
-        (out_MD,) = products(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
+        gate_MF, up_MF = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
+        (out_MD,) = expert_matmuls(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
         return out_MD
 
 
 class MixtureOfExperts(nn.Module):
     """A mixture-of-experts layer: a router chooses a few experts for each token (Shazeer et al. 2017)."""
 
-    def __init__(self, config: Qwen3MoeConfig) -> None:
+    def __init__(self, config: Qwen3MoeConfig | Qwen3NextConfig) -> None:
         super().__init__()
         self.config = config
         self.router = Linear(config.dim, config.num_experts, std=config.init_std)
@@ -61,8 +63,8 @@ class MixtureOfExperts(nn.Module):
         self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = Experts(config)
 
-    def forward(self, x_BTD: torch.Tensor, counts_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `counts_BT` (None if that is None)."""
+    def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
+        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
@@ -70,11 +72,11 @@ class MixtureOfExperts(nn.Module):
         if config.normalize_chosen:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
         out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
-        if counts_BT is None:
+        if is_target_BT is None:
             return out_BTD, None
         load = load_of(
             chosen_SA,
-            counts_BT,
+            is_target_BT,
             config.num_experts,
             probs_SE if config.needs_probs else None,
             logits_SE if config.z_loss else None,
@@ -97,14 +99,14 @@ class Qwen3MoeBlock(nn.Module):
         x_BTD: torch.Tensor,
         positions: torch.Tensor,
         documents: Documents | None,
-        counts_BT: torch.Tensor | None = None,
+        is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), positions, documents)
-        out_BTD, load = self.moe(self.ffn_norm(x_BTD), counts_BT)
+        out_BTD, load = self.moe(self.ffn_norm(x_BTD), is_target_BT)
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class Qwen3Moe(MoeDecoder):  # type: ignore[misc]
+class Qwen3Moe(MoeDecoder):
     """Qwen3 MoE; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: Qwen3MoeConfig) -> None:

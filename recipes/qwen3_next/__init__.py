@@ -6,11 +6,11 @@ Sources: the Qwen team 2025, the published configurations and weights of Qwen3-N
 
 from __future__ import annotations
 
-from trainer.recipes.qwen3 import units
-from trainer.recipes.qwen3_next.config import Qwen3NextConfig, check
-from trainer.recipes.qwen3_next.huggingface import HUGGINGFACE
-
 from trainer.recipe import Recipe, register
+
+from ..qwen3 import units
+from .config import Qwen3NextConfig, check
+from .huggingface import HUGGINGFACE
 
 
 def flops(config: Qwen3NextConfig, seq_len: float) -> float:

@@ -8,16 +8,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.recipes._huggingface import rope_of
-from trainer.recipes.qwen3.huggingface import ATTENTION, rope_entries
-from trainer.recipes.qwen3_moe.huggingface import BALANCE
-from trainer.recipes.qwen3_moe.huggingface import NAMES as MIXTURE
-
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
+from .._huggingface import rope_of
+from ..qwen3.huggingface import ATTENTION, rope_entries
+from ..qwen3_moe.huggingface import BALANCE
+from ..qwen3_moe.huggingface import NAMES as MIXTURE
+
 if TYPE_CHECKING:
-    from trainer.recipes.qwen3_next.config import Qwen3NextConfig
+    from .config import Qwen3NextConfig
 
 _DELTA = "model.layers.*.linear_attn"
 

@@ -12,13 +12,14 @@ import math
 import torch
 import torch.nn.functional as F
 from torch import nn
-from trainer.recipes._layers import FeedForward, Linear, MoeDecoder, Rope, merge_heads, rotate, split_heads
-from trainer.recipes.qwen3_moe.model import MixtureOfExperts
-from trainer.recipes.qwen3_next.config import Qwen3NextConfig
 
 from trainer import sequence
 from trainer.experts import Load
 from trainer.sequence import Documents
+
+from .._layers import FeedForward, Linear, MoeDecoder, Rope, merge_heads, rotate, split_heads
+from ..qwen3_moe.model import MixtureOfExperts
+from .config import Qwen3NextConfig
 
 
 class ZeroCenteredNorm(nn.Module):
@@ -191,7 +192,7 @@ class Qwen3NextBlock(nn.Module):
         x_BTD: torch.Tensor,
         positions: torch.Tensor,
         documents: Documents | None,
-        counts_BT: torch.Tensor | None = None,
+        is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         normed_BTD = self.attention_norm(x_BTD)
         if self.attends:
@@ -199,12 +200,12 @@ class Qwen3NextBlock(nn.Module):
         else:
             x_BTD = x_BTD + self.delta(normed_BTD, documents)
         normed_BTD = self.ffn_norm(x_BTD)
-        out_BTD, load = self.moe(normed_BTD, counts_BT)
+        out_BTD, load = self.moe(normed_BTD, is_target_BT)
         x_BTD = x_BTD + self.shared(normed_BTD)
         return x_BTD + out_BTD if load is None else (x_BTD + out_BTD, load)
 
 
-class Qwen3Next(MoeDecoder):  # type: ignore[misc]
+class Qwen3Next(MoeDecoder):
     """Qwen3-Next; see `MoeDecoder` for inputs and outputs."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:

@@ -227,16 +227,16 @@ def test_losses_equal_a_loop() -> None:
     """The losses within sequences and of the logits, over the tokens that count, one token at a time."""
     generator = torch.Generator().manual_seed(0)
     num_layers, num_experts, num_chosen = 2, 5, 2
-    counts_BT = torch.rand(3, 7, generator=generator) < 0.7
-    counts_BT[2] = False  # a sequence without targets
+    is_target_BT = torch.rand(3, 7, generator=generator) < 0.7
+    is_target_BT[2] = False  # a sequence without targets
     expected, loads = 0.0, []
     for _ in range(num_layers):
         logits_SE = torch.randn(21, num_experts, generator=generator)
         probs_SE = logits_SE.softmax(-1)
         _, chosen_SA = Choice(num_experts, num_chosen, has_bias=False)(probs_SE)
-        loads.append(load_of(chosen_SA, counts_BT, num_experts, probs_SE, logits_SE))
+        loads.append(load_of(chosen_SA, is_target_BT, num_experts, probs_SE, logits_SE))
         for row in range(3):
-            tokens = [7 * row + time for time in range(7) if counts_BT[row, time]]
+            tokens = [7 * row + time for time in range(7) if is_target_BT[row, time]]
             for token in tokens:
                 expected += 0.25 * float(logits_SE[token].exp().sum().log() ** 2)
             for expert in range(num_experts):

@@ -94,7 +94,7 @@ def other_order(modules: Any, mesh: Any, method: str) -> None:
         setattr(module, dispatch.GROUP, replace(group, rank=(group.rank + 1) % group.size))
 
 
-sharing_out = sharing.share_out
+sharing_out = sharing.shard_experts
 
 
 ALMOST_CANCELLED = ["fsdp.param_dtype=bfloat16", "model.num_layers=8", "run.seed=0"]
@@ -116,7 +116,7 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, str]:
         "torch": (DividedByTorch, [EXCHANGE], patched(dispatch, "scale_gradient", unscaled)),
         "rotated": (Trainer, [EXCHANGE], patched(dispatch, "_exchanged", rotated(dispatch._exchanged))),
         "rotated, gather": (Trainer, [GATHER], patched(dispatch, "_gathered", rotated(dispatch._gathered))),
-        "order": (Trainer, [GATHER], patched(trainer.model.shard, "share_out", other_order)),
+        "order": (Trainer, [GATHER], patched(trainer.model.shard, "shard_experts", other_order)),
         "bfloat16": (Trainer, [GATHER, "fsdp.param_dtype=bfloat16"], patched(time, "altzone", 0)),
         "bfloat16 weights": (Trainer, [EXCHANGE, "train.weights_dtype=bfloat16"], patched(time, "altzone", 0)),
         "bfloat16 scale": (

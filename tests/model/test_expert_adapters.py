@@ -21,10 +21,10 @@ from tests.weights.test_huggingface import MODELS
 from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import LoraSection
-from trainer.experts import ExpertAdapter, adapters_of, add_adapter, products
+from trainer.experts import ExpertAdapter, adapters_of, add_adapter, expert_matmuls
 from trainer.export import command_line as export_command
 from trainer.model.lora import add_adapters, find_layers, without_adapters
-from trainer.model.network import build_network, flops_of
+from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.parameters import local
 
 NAMED = "lora.targets=[q_proj,gate_up_proj,down_proj]"
@@ -52,20 +52,20 @@ class Stack(nn.Module):
 def test_rows_are_multiplied_with_the_adapters_of_their_experts(is_transposed: bool) -> None:
     torch.manual_seed(0)
     stack, rows, ends = Stack(is_transposed), torch.randn(8, 5), torch.tensor([3, 3, 8], dtype=torch.int32)
-    plain = products(stack, "both", rows, ends)
+    plain = expert_matmuls(stack, "both", rows, ends)
     add_adapter(stack, "both", rank=2, scaling=1.5)
-    assert [each.tolist() for each in products(stack, "both", rows, ends)] == [each.tolist() for each in plain]
+    assert [each.tolist() for each in expert_matmuls(stack, "both", rows, ends)] == [each.tolist() for each in plain]
     down, up = (next(part.parameters()) for part in adapters_of(stack)["both"].children())
     assert (tuple(down.shape), tuple(up.shape)) == ((3, 2, 5), (3, 10, 2))
     assert 0.5 / 5**0.5 < float(down.detach().abs().max()) <= 1 / 5**0.5, "as of a linear layer with five inputs"
     nn.init.normal_(up)
-    found = torch.cat(products(stack, "both", rows, ends), dim=1)
+    found = torch.cat(expert_matmuls(stack, "both", rows, ends), dim=1)
     expected = torch.cat(plain, dim=1)
     for expert, span in ((0, slice(0, 3)), (2, slice(3, 8))):
         expected[span] += 1.5 * rows[span] @ down[expert].T @ up[expert].T
     torch.testing.assert_close(found, expected)
     with without_adapters(stack):
-        assert torch.equal(torch.cat(products(stack, "both", rows, ends), dim=1), torch.cat(plain, dim=1))
+        assert torch.equal(torch.cat(expert_matmuls(stack, "both", rows, ends), dim=1), torch.cat(plain, dim=1))
 
 
 def network(targets: Sequence[str] | str, **lora: Any) -> nn.Module:
@@ -108,7 +108,7 @@ def test_flops_count_the_adapters_of_chosen_experts() -> None:
     config = load_config("qwen3_moe_small", ["model.num_layers=2", "lora.rank=4", "lora.targets=[down_proj]"])
     model, of_layer = build_network(config), 4 * (config.model.dim + config.model.expert_dim)
     other = replace(config, lora=replace(config.lora, rank=8))
-    found = flops_of(other, build_network(other), 64) - flops_of(config, model, 64)
+    found = training_flops_per_token(other, build_network(other), 64) - training_flops_per_token(config, model, 64)
     assert found == pytest.approx(6 * 2 * of_layer * config.model.num_chosen)
 
 

@@ -25,7 +25,7 @@ from trainer import Trainer, UserError, load_config, load_weights, run
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.config import LoraSection
 from trainer.export import command_line as export_command
-from trainer.model.lora import adapter_part, add_adapters, find_layers, without_adapters
+from trainer.model.lora import add_adapters, find_layers, parse_adapter, without_adapters
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
 from trainer.model.parameters import local
@@ -185,7 +185,7 @@ def test_adapters_are_initialized_like_pefts() -> None:
         own = weights.get(name)
         assert torch.equal(weight, weights[name.replace(".weight", ".base_layer.weight")] if own is None else own)
     for name, weight in weights.items():
-        if part := adapter_part(name):
+        if part := parse_adapter(name):
             assert weight.dtype == torch.float32
             bound = 1 / math.sqrt(weight.shape[1]) if part[1] == "A" else 0.0  # kaiming's with a = sqrt(5)
             assert 0.9 * bound <= float(weight.abs().max()) <= bound, name
@@ -221,16 +221,16 @@ def test_checkpoint_has_the_adapters_and_names_the_base(
     before = load_weights(base).state_dict()
     model = load_weights(folder)
     after = model.state_dict()
-    assert set(checkpoint.shapes) == {name for name in after if adapter_part(name)}
+    assert set(checkpoint.shapes) == {name for name in after if parse_adapter(name)}
     for name, weight in after.items():
-        if not adapter_part(name):
+        if not parse_adapter(name):
             assert torch.equal(weight, before[name.replace(".base_layer", "")]), name
     assert checkpoint.parts["base"]["path"] == str(base)
     moments = [key for key in checkpoint.layout if key.startswith("optimizer.")]
     assert moments
-    assert all(adapter_part(key.split(".", 2)[2].rpartition(".")[0]) for key in moments), moments
+    assert all(parse_adapter(key.split(".", 2)[2].rpartition(".")[0]) for key in moments), moments
     start = json.loads((folder / "metrics.jsonl").read_text().splitlines()[0])
-    adapters = sum(weight.numel() for name, weight in after.items() if adapter_part(name))
+    adapters = sum(weight.numel() for name, weight in after.items() if parse_adapter(name))
     assert start["trainable_parameters"] == adapters < start["parameters"] == sum(w.numel() for w in after.values())
     assert "4.1 k of them trained" in capsys.readouterr().out
 
@@ -239,7 +239,7 @@ def test_checkpoint_has_the_adapters_and_names_the_base(
 def test_checkpoint_is_hardly_larger_than_adapters_and_moments(tmp_path: Path) -> None:
     wide = replace(SOURCE, dim=256, ffn_dim=512, num_layers=2)
     folder = trained(folder_of(tmp_path / "base", config=wide), tmp_path / "run", "train.steps=1", "lora.rank=32")
-    adapters = sum(weight.numel() for name, weight in load_weights(folder).state_dict().items() if adapter_part(name))
+    adapters = sum(weight.numel() for name, weight in load_weights(folder).state_dict().items() if parse_adapter(name))
     found = sum(file.stat().st_size for file in (folder / "checkpoints").rglob("*") if file.is_file())
     assert 3 * 4 * adapters < found <= 1.2 * 3 * 4 * adapters
 
@@ -288,7 +288,7 @@ def test_training_from_a_run_with_adapters_merges_them(base: Path, tmp_path: Pat
     merged_weights = load_weights(tmp_path / "merged").state_dict()
     again = trained(first, tmp_path / "again")
     for name, weight in load_weights(again).state_dict().items():
-        if not adapter_part(name):
+        if not parse_adapter(name):
             assert torch.equal(weight, merged_weights[name.replace(".base_layer", "")]), name
     assert export_command([str(again), str(tmp_path / "twice")]) == 0
     assert (tmp_path / "twice" / "chat_template.jinja").read_bytes() == BESIDE["chat_template.jinja"]
@@ -298,7 +298,7 @@ def test_training_from_a_run_with_adapters_merges_them(base: Path, tmp_path: Pat
 def test_base_in_bfloat16(base: Path, tmp_path: Path) -> None:
     trainer = Trainer(config_of(base, tmp_path / "run", "train.steps=3", "lora.base_dtype=bfloat16"))
     losses = [record.loss for record in trainer.steps()]
-    dtypes = {bool(adapter_part(name)): p.dtype for name, p in trainer.model.named_parameters()}
+    dtypes = {bool(parse_adapter(name)): p.dtype for name, p in trainer.model.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     trainer.close()
     whole = Trainer(config_of(base, tmp_path / "whole", "train.steps=3"))
@@ -388,7 +388,7 @@ def test_peft_computes_the_same_and_loads_the_export(name: str, tmp_path: Path) 
     config = config_of(base, tmp_path / "run", "train.steps=20", *overrides, recipe=yaml)
     trainer = Trainer(config)
     batches = list(islice(iter(trainer.build_loader()), 20 * trainer.num_micro_batches))
-    first = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters() if adapter_part(name)}
+    first = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters() if parse_adapter(name)}
     records = list(trainer.steps())
     trainer.save_checkpoint(wait=True)
     trainer.close()

@@ -75,9 +75,9 @@ def test_memory_is_free_when_the_next_block_ends() -> None:
         x = block(x)
         alive = [b.saved[0]() is not None for b in blocks[: number + 1]]  # type: ignore[union-attr, index]
         assert alive == [False] * number + [True]
-    assert offload.host_bytes == offload.num_copied == 3 * 2 * 64 * 64 * 4  # input and tanh of three blocks
+    assert offload.host_bytes == offload.copied_bytes == 3 * 2 * 64 * 64 * 4  # input and tanh of three blocks
     x.sum().backward()
-    assert offload.num_fetched == offload.num_copied
+    assert offload.fetched_bytes == offload.copied_bytes
     del x
     assert offload.host_bytes == 0
 
@@ -164,7 +164,7 @@ def test_no_bit_changes_and_host_memory_is_as_planned(
         config = tiny_config(tmp_path / share, *DEEP, *own, f"train.offload_activations={share}")
         plan = make_plan(config, MeshShape(1, 1), find_machine("cpu"))
         assert offload.peak_host_bytes > 0
-        assert offload.num_fetched == offload.num_copied
+        assert offload.fetched_bytes == offload.copied_bytes
         if compiles == "false":  # on a CPU, what the compiler saves is not planned
             assert offload.peak_host_bytes == plan.memory.offloaded
 

@@ -28,7 +28,7 @@ from trainer import RunConfig, Trainer, UserError, load_config, load_weights, ru
 from trainer.config import LoraSection, MeshShape
 from trainer.export import command_line as export_command
 from trainer.model.lora import AdaptedLinear, add_adapters
-from trainer.model.network import build_network, flops_of
+from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.packed import BLOCK, PackedLinear, Packing, find_packings
 from trainer.model.parameters import count_parameters, count_trained_parameters, local
 from trainer.plan.__main__ import command_line as plan_command
@@ -134,7 +134,7 @@ def test_linear_layers_of_the_blocks_are_packed_whether_adapted_or_not() -> None
     plain = build_network(replace(config, lora=replace(config.lora, base_dtype="float32")))
     assert count_parameters(model) == count_parameters(plain)
     assert count_trained_parameters(model) == count_trained_parameters(plain)
-    assert flops_of(config, model, 32) == flops_of(config, plain, 32)
+    assert training_flops_per_token(config, model, 32) == training_flops_per_token(config, plain, 32)
     _, half = network("fsdp.param_dtype=bfloat16")
     dtypes = Counter(parameter.dtype for parameter in half.parameters() if not parameter.requires_grad)
     assert dtypes.keys() == {torch.uint8, torch.bfloat16}, "the others in the dtype of computation"

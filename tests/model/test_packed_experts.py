@@ -20,7 +20,7 @@ from tests.model.test_lora import OWN
 from tests.weights.test_huggingface import MODELS
 from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.experts import add_adapter, products
+from trainer.experts import add_adapter, expert_matmuls
 from trainer.export import command_line as export_command
 from trainer.model.packed import BLOCK, Packing, find_packings, pack_experts
 from trainer.model.parameters import local, local_box
@@ -104,14 +104,14 @@ def test_packed_products_follow_the_formula_and_only_bytes_are_saved(
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        found = torch.cat(products(stack, "both", ours.requires_grad_(), ends), dim=1)
+        found = torch.cat(expert_matmuls(stack, "both", ours.requires_grad_(), ends), dim=1)
     found.sin().sum().backward()
     reference = Stack(is_transposed)
     if with_adapters:
         add_adapter(reference, "both", rank=2, scaling=1.5)
         reference.load_state_dict({**dict(stack.state_dict()), **plain})
     reference.load_state_dict(plain, strict=False)
-    expected = torch.cat(products(reference, "both", theirs.requires_grad_(), ends), dim=1)
+    expected = torch.cat(expert_matmuls(reference, "both", theirs.requires_grad_(), ends), dim=1)
     expected.sin().sum().backward()
     torch.testing.assert_close((found, ours.grad), (expected, theirs.grad))
     assert sum(tensor.dtype == torch.uint8 for tensor in saved) == 2

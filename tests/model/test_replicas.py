@@ -26,8 +26,8 @@ from trainer.errors import TrainingFailed
 from trainer.model.gradients import (
     BUCKET_BYTES,
     FIRST_BUCKET_BYTES,
+    bucket_gradients,
     bucket_numel,
-    cut_into_buckets,
     gradient_sync,
     replicate,
 )
@@ -39,8 +39,8 @@ def test_buckets_are_full_in_one_dtype_and_in_order() -> None:
     mib = 2**20 // 4
     assert (4 * mib, 100 * mib) == (FIRST_BUCKET_BYTES, BUCKET_BYTES)
     sizes = [(mib // 2, 4), (mib // 2, 4), (1, 4), (30 * mib, 4), (mib, 4), (1, 2), (1, 2)]
-    assert cut_into_buckets(sizes) == [[0, 1], [2, 3], [4], [5, 6]]
-    assert cut_into_buckets([]) == []
+    assert bucket_gradients(sizes) == [[0, 1], [2, 3], [4], [5, 6]]
+    assert bucket_gradients([]) == []
     assert bucket_numel([1, 16, 17], 4) == 16 + 16 + 32 + 3
 
 

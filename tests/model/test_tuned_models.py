@@ -25,7 +25,7 @@ from tests.trainer.test_dpo import SEQ_LEN, OnPairs, Pairs, log_probabilities
 from tests.trainer.test_sft import OneByOne, write_chats
 from trainer import Trainer, TrainLoader, evaluate, load_config, load_weights
 from trainer.export import command_line as export
-from trainer.model.lora import adapter_part
+from trainer.model.lora import parse_adapter
 from trainer.model.parameters import local
 
 NUM_STEPS = 10
@@ -36,7 +36,7 @@ def adapt(source: Path, folder: Path, name: str, more: list[str]) -> tuple[list[
     """Train adapters on a folder to the end; return the losses, and on one rank the adapters that it began with."""
     settings = [*ADAPTED, "train.micro_batch_size=4", f"run.dir={folder}", *more]
     trainer = Trainer(load_config("llama_small", overrides(source, *settings, name=name)))
-    first = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters() if adapter_part(name)}
+    first = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters() if parse_adapter(name)}
     assert trainer.fit() == 0
     trainer.close()
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -110,7 +110,7 @@ def prefer(source: Path, folder: Path, name: str, more: list[str]) -> tuple[list
     settings = ["train.objective=dpo", f"dpo.beta={BETA}", f"data.seq_len={SEQ_LEN}", f"run.dir={folder}"]
     settings += [f"train.steps={NUM_STEPS}", "train.global_batch_size=4", "train.micro_batch_size=2", *more]
     trainer = OnPairs(load_config("llama_small", overrides(source, *settings, name=name)))
-    first = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters() if adapter_part(name)}
+    first = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters() if parse_adapter(name)}
     assert trainer.fit() == 0
     trainer.close()
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()], first

@@ -16,8 +16,8 @@ from trainer import UserError, load_config
 from trainer.config import OptimSection
 from trainer.config.rules import check_config
 from trainer.config.schema import MuonSection
+from trainer.model.mup import find_growth
 from trainer.model.network import build_network
-from trainer.model.widths import find_growth
 from trainer.optim.groups import assign, block_rows, describe, matrices_for_muon
 from trainer.optim.optimizer import build_optimizer
 

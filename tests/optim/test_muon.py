@@ -27,7 +27,7 @@ from trainer.optim.muon import (
     Matrix,
     Muon,
     assign_owners,
-    cut_into_buckets,
+    bucket_matrices,
     orthogonalize,
     split_into_matrices,
     update_scale,
@@ -222,13 +222,13 @@ def test_experts_are_not_moved() -> None:
 
 def test_buckets_are_full_and_have_matrices_of_one_shape() -> None:
     matrices = llama_matrices(64, 128, 3, 32)
-    buckets = cut_into_buckets(matrices, 3 * 64 * 128)
+    buckets = bucket_matrices(matrices, 3 * 64 * 128)
     assert sorted(i for bucket in buckets for i in bucket) == list(range(len(matrices)))
     for bucket in buckets:
         assert sum(matrices[i].numel for i in bucket) <= 3 * 64 * 128
     shapes = [(matrices[i].rows, matrices[i].columns) for bucket in buckets for i in bucket]
     assert len({a for a, b in itertools.pairwise(shapes) if a != b}) < len(set(shapes))
-    assert [len(bucket) for bucket in cut_into_buckets(matrices, 1)] == [1] * len(matrices), "too large alone, too"
+    assert [len(bucket) for bucket in bucket_matrices(matrices, 1)] == [1] * len(matrices), "too large alone, too"
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -28,9 +28,9 @@ from trainer.optim.adamw import (
     FusedAdamW,
     RoundingAdamW,
     _compiled_update,
-    _numbers,
+    _step_scalars,
     _update_by_pieces,
-    keys_of,
+    hash_keys,
     random_bits,
     round_stochastically,
 )
@@ -106,7 +106,7 @@ def test_random_bits_depend_on_the_position() -> None:
     assert (neighbours.mean(1) - 0.5).abs().max() < 5 * 0.5 / whole.numel() ** 0.5
     other = random_bits(origin(key=2), 21_000)
     assert (whole == other).sum() < 3
-    keys = keys_of(torch.arange(100, dtype=torch.int32)[:, None], torch.arange(1.0, 1001.0))
+    keys = hash_keys(torch.arange(100, dtype=torch.int32)[:, None], torch.arange(1.0, 1001.0))
     assert len(keys.unique()) > 0.999 * keys.numel()
 
 
@@ -119,7 +119,7 @@ def test_bits_of_a_shard_are_those_of_its_elements(box: Box, monkeypatch: pytest
     start = torch.tensor([int(own[0]), 0, 0, 0], dtype=torch.int32)
     whole = random_bits(start, 4 * 6 * 5).view(4, 6, 5)
     expected = whole[tuple(slice(*span) for span in box)].flatten()
-    found = torch.cat([random_bits(adamw._moved(own, first), 4) for first in range(0, len(expected), 4)])
+    found = torch.cat([random_bits(adamw._advance(own, first), 4) for first in range(0, len(expected), 4)])
     assert torch.equal(found, expected)
 
 
@@ -222,8 +222,8 @@ def update_both_ways(device: str) -> tuple[list[torch.Tensor], list[torch.Tensor
     place = torch.tensor((7, 5, 0, 0), dtype=torch.int32)
     plain, compiled = shards("cpu"), shards(device)
     steps = torch.tensor([3.0])
-    _update_by_pieces(plain, _numbers(group, steps, None)[0], place, True)
-    _compiled_update()(compiled, _numbers(group, steps.to(device), None)[0], place.to(device), True)
+    _update_by_pieces(plain, _step_scalars(group, steps, None)[0], place, True)
+    _compiled_update()(compiled, _step_scalars(group, steps.to(device), None)[0], place.to(device), True)
     return plain[:1] + plain[2:], [tensor.cpu() for tensor in compiled[:1] + compiled[2:]]
 
 

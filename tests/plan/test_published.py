@@ -90,12 +90,12 @@ def plan_of(row: Row, device: str) -> Plan:
         f"train.float8={row.float8}",
     ]
     config = without_data(load_config("llama3_8b", overrides))
-    found = trainer.plan.probe.saved_by_budget
+    found = trainer.plan.probe.operators_to_save
 
     def kept(model: object, blocks: Sequence[object], *others: object) -> list[frozenset[OperatorId]]:
         return [EVERY_SECOND] * len(blocks) if row.recompute == SELECTIVE else found(model, blocks, *others)  # type: ignore[arg-type]
 
-    with mock.patch.object(trainer.plan.probe, "saved_by_budget", kept):
+    with mock.patch.object(trainer.plan.probe, "operators_to_save", kept):
         return make_plan(config, MeshShape(1, row.num_gpus), find_machine(device))
 
 

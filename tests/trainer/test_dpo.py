@@ -28,7 +28,7 @@ from trainer import Trainer, UserError, load_weights
 from trainer.config import MeshShape
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.source import IGNORE, Fingerprint, Source
-from trainer.model.lora import adapter_part
+from trainer.model.lora import parse_adapter
 from trainer.model.parameters import local
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
@@ -122,7 +122,7 @@ def plain_loop(base: Path, kind: str) -> list[dict[str, float]]:
     def weights() -> dict[str, torch.Tensor]:
         if kind != "adapters":
             return own
-        layers = {part[0] for name in adapters if (part := adapter_part(name))}
+        layers = {part[0] for name in adapters if (part := parse_adapter(name))}
         changed = {
             f"{layer}.weight": own[f"{layer}.weight"].detach()
             + 2.0 * adapters[f"{layer}.lora_B.default.weight"] @ adapters[f"{layer}.lora_A.default.weight"]

@@ -1,11 +1,11 @@
-"""Mixtures of experts: which rank computes which expert, grouped matrix products, and load balancing.
+"""Mixture-of-experts layers: expert parallelism, grouped matrix products, and load balancing.
 
 A model computes its experts through `mix`, and its recipe names the modules that hold them (`Recipe.experts`).  Such a
 model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks: `mix`
 then sends tokens to the ranks of their experts, and the results back.
 
 To balance and measure the load of experts, a layer selects experts with a `Choice`, and returns a `Load` (`load_of`)
-for the tokens that count.  The model passes the loads of its layers to its child `Balance`, and adds the result to
+for the tokens with targets.  The model passes the loads of its layers to its child `Balance`, and adds the result to
 its loss.  This package does not depend on recipes.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs.
@@ -20,8 +20,8 @@ from trainer.experts.adapters import (
     ExpertFactor,
     adapters_of,
     add_adapter,
+    expert_matmuls,
     matrices_of,
-    products,
 )
 from trainer.experts.balance import (
     BALANCE,
@@ -35,7 +35,7 @@ from trainer.experts.balance import (
 )
 from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
 from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_bias, grouped_mm, grouped_outer
-from trainer.experts.sharing import find_experts, imagine_group, share_out, watched
+from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
 __all__ = [
     "ADAPTER",
@@ -54,6 +54,7 @@ __all__ = [
     "adapters_of",
     "add_adapter",
     "choices_of",
+    "expert_matmuls",
     "fake_tensors",
     "find_balance",
     "find_experts",
@@ -61,11 +62,12 @@ __all__ = [
     "grouped_bias",
     "grouped_mm",
     "grouped_outer",
-    "imagine_group",
     "load_of",
     "matrices_of",
     "mix",
-    "products",
-    "share_out",
-    "watched",
+    "observe_experts",
+    "shard_experts",
+    "simulate_expert_group",
 ]
+
+products = expert_matmuls  # deprecated alias; remove in the next release

@@ -1,10 +1,10 @@
-"""The matrices of experts: multiplying rows by them, and their adapters (LoRA).
+"""Matrix products of stacked experts, and adapters (LoRA) for their matrices.
 
-An expert module lists its matrices in an attribute `matrices`, and multiplies by them through `products`, which adds
-the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module, which
-are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  If transformers concatenates several of
-them along the outputs, in this order, they share an adapter, as in peft.  Each parameter is (E, out, in), or
-(E, in, out) if the module has `is_transposed`.
+An expert module lists its matrices in an attribute `matrices`, and multiplies by them through `expert_matmuls`, which
+adds the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module,
+which are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Parameters that transformers
+concatenates along the outputs, in this order, share an adapter, as in peft.  Each parameter is (E, out, in), or
+(E, in, out) if the module has a true attribute `is_transposed`.
 Frozen parameters named in the module's `packings` have packed rows (`trainer.model.packed`).
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
@@ -39,7 +39,7 @@ class ExpertFactor(nn.Module):
     def reset_parameters(self) -> None:
         if self.starts_at_zero:
             nn.init.zeros_(self.weight)
-        else:  # as for the factor of a linear layer; for three dimensions, torch's functions use the wrong fan-in
+        else:  # as in `LoraFactor`; for three dimensions, torch's functions use the wrong fan-in
             bound = 1 / math.sqrt(self.weight.shape[2])
             nn.init.uniform_(self.weight, -bound, bound)
 
@@ -54,7 +54,7 @@ class ExpertAdapter(nn.Module):
         super().__init__()
         self.scaling = scaling
         self.is_enabled = True
-        """Whether the adapters are applied."""
+        """Whether the adapters are applied (see `trainer.model.lora.without_adapters`)."""
         first = ExpertFactor(num_experts, in_features, rank, starts_at_zero=False)
         second = ExpertFactor(num_experts, rank, out_features, starts_at_zero=True)
         self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER: first}), nn.ModuleDict({ADAPTER: second})
@@ -67,28 +67,28 @@ class ExpertAdapter(nn.Module):
         return grouped_mm(low_MR, up_ENR.transpose(1, 2), ends_E)
 
 
-def products(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
-    """Multiply rows by each of the matrices that `experts.matrices` lists under `name`; return a list of (M, N).
+def expert_matmuls(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
+    """Multiply rows by each matrix that `experts.matrices` lists under `name`; return one (M, N) tensor per matrix.
 
     Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
-    Rows are converted to the dtype of the matrices; packed matrices are unpacked in the dtype of the rows instead.
+    Rows are converted to the dtype of the matrices; packed matrices are unpacked to the dtype of the rows instead.
     """
-    outputs = [_product(experts, own, x_MK, ends_E) for own in matrices_of(experts)[name]]
+    outputs = [_expert_matmul(experts, matrix, x_MK, ends_E) for matrix in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
     if adapter is None or not adapter.is_enabled:
         return outputs
-    parts = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
+    changes = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
     # Not in place: selective activation checkpointing may save the experts' own products.
     return [
-        torch.add(out_MN, part_MN, alpha=adapter.scaling).to(out_MN.dtype)
-        for out_MN, part_MN in zip(outputs, parts, strict=True)
+        torch.add(out_MN, change_MN, alpha=adapter.scaling).to(out_MN.dtype)
+        for out_MN, change_MN in zip(outputs, changes, strict=True)
     ]
 
 
-def _product(experts: nn.Module, own: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    weight: torch.Tensor = getattr(experts, own)
+def _expert_matmul(experts: nn.Module, matrix: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
+    weight: torch.Tensor = getattr(experts, matrix)
     is_transposed = bool(getattr(experts, "is_transposed", False))
-    packing = getattr(experts, "packings", {}).get(own)
+    packing = getattr(experts, "packings", {}).get(matrix)
     if packing is not None:
         return packed_grouped_mm(x_MK, weight, ends_E, packing, is_transposed)
     out_MN: torch.Tensor = grouped_mm(
@@ -111,7 +111,7 @@ def adapters_of(experts: nn.Module) -> dict[str, ExpertAdapter]:
 
 def add_adapter(experts: nn.Module, name: str, rank: int, scaling: float) -> None:
     """Add an adapter to the matrices that `experts.matrices` lists under `name`."""
-    shapes = [getattr(experts, own).shape for own in matrices_of(experts)[name]]
+    shapes = [getattr(experts, matrix).shape for matrix in matrices_of(experts)[name]]
     if getattr(experts, "is_transposed", False):
         shapes = [torch.Size((shape[0], shape[2], shape[1])) for shape in shapes]
     num_experts, in_features = shapes[0][0], shapes[0][2]

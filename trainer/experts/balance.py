@@ -1,4 +1,4 @@
-"""Balances the load of experts with router losses and with a bias on the choice of experts, and measures the load.
+"""Balances the load of experts, with router losses and with biases on the choice of experts, and measures the load.
 
 Everything that depends on how often experts are chosen uses integer counts over the global batch, so it is the same on
 any mesh, with any micro-batch size, and with or without recomputed activations.
@@ -54,7 +54,7 @@ class Choice(nn.Module):
 
 
 class Load(NamedTuple):
-    """The load of a layer's experts over the tokens that count in each sequence; see `load_of`."""
+    """The load of a layer's experts, over the tokens of each sequence that have targets; see `load_of`."""
 
     choices: torch.Tensor
     """(B, E), the number of tokens routed to the expert (int64)."""
@@ -66,26 +66,26 @@ class Load(NamedTuple):
 
 def load_of(
     chosen_SA: torch.Tensor,
-    counts_BT: torch.Tensor,
+    is_target_BT: torch.Tensor,
     num_experts: int,
     probs_SE: torch.Tensor | None = None,
     logits_SE: torch.Tensor | None = None,
 ) -> Load:
-    """Return the load of a layer's experts over the tokens that `counts_BT` marks.
+    """Return the load of a layer's experts over the tokens with targets, where `is_target_BT` is True.
 
-    A block returns the load as an output; it must not accumulate it, since recomputation may run the block twice.
+    A block returns the load as an output; it must not accumulate the load, since recomputation may run the block twice.
     probs_SE: the router's scores, normalized per token.  Needed for `Balance(loss=..., sequence_loss=...)`.
     logits_SE: the logits that the scores were computed from.  Needed for `Balance(z_loss=...)`.
     """
-    num_rows = counts_BT.shape[0]
-    ones_SA = counts_BT.flatten().unsqueeze(1).expand_as(chosen_SA).long()
+    num_rows = is_target_BT.shape[0]
+    ones_SA = is_target_BT.flatten().unsqueeze(1).expand_as(chosen_SA).long()
     zeros_BE = torch.zeros(num_rows, num_experts, dtype=torch.int64, device=chosen_SA.device)
     choices_BE = zeros_BE.scatter_add(1, chosen_SA.reshape(num_rows, -1), ones_SA.reshape(num_rows, -1))
     probs_BE = squares = None
     if probs_SE is not None:
-        probs_BE = (probs_SE.unflatten(0, counts_BT.shape) * counts_BT.unsqueeze(2)).sum(1)
+        probs_BE = (probs_SE.unflatten(0, is_target_BT.shape) * is_target_BT.unsqueeze(2)).sum(1)
     if logits_SE is not None:
-        squares = (logits_SE.float().logsumexp(1).square() * counts_BT.flatten()).sum()
+        squares = (logits_SE.float().logsumexp(1).square() * is_target_BT.flatten()).sum()
     return Load(choices_BE, probs_BE, squares)
 
 
@@ -93,7 +93,7 @@ class Balance(nn.Module):
     """Router losses of all layers, and the load of their experts in a step.
 
     A model with experts has one as a child, and calls it in training with the loads of its layers.  All losses are sums
-    over the tokens that count, like the loss of the model:
+    over the tokens with targets, like the loss of the model:
 
     - `loss`, a coefficient: each expert's share of the choices is multiplied by its mean probability; the sum over
       experts is scaled by their number (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  It is lowest if all
@@ -144,17 +144,17 @@ class Balance(nn.Module):
         """
         choices_LBE = torch.stack([load.choices for load in loads])
         choices_LE = choices_LBE.sum(1)
-        if torch.is_grad_enabled():  # the passes that only count have no gradients
+        if torch.is_grad_enabled():  # extra passes that only count choices run without gradients
             self.counted_LE = choices_LE if self.counted_LE is None else self.counted_LE + choices_LE
         total = torch.zeros((), device=choices_LE.device)
         if self.loss > 0:
-            probs_E = torch.stack([_given(load.probs).sum(0) for load in loads]).sum(0)
+            probs_E = torch.stack([_required(load.probs).sum(0) for load in loads]).sum(0)
             factor = self.loss * self.num_experts / self.num_layers
             total = total + factor * (self._shares(choices_LE) * probs_E).sum()
         if self.sequence_loss > 0:
             total = total + self.sequence_loss * self._sequence_loss(choices_LBE, loads)
         if self.z_loss > 0:
-            total = total + self.z_loss * torch.stack([_given(load.squares) for load in loads]).sum()
+            total = total + self.z_loss * torch.stack([_required(load.squares) for load in loads]).sum()
         return total
 
     def _shares(self, choices_LE: torch.Tensor) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Balance(nn.Module):
         return all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
 
     def _sequence_loss(self, choices_LBE: torch.Tensor, loads: Sequence[Load]) -> torch.Tensor:
-        probs_LBE = torch.stack([_given(load.probs) for load in loads])
+        probs_LBE = torch.stack([_required(load.probs) for load in loads])
         slices = current_slices()
         if slices is not None:
             # The loss is linear in the probabilities, so each rank can use those of its own tokens.
@@ -177,7 +177,7 @@ class Balance(nn.Module):
         return (self.num_experts * (choices_LBE / num_choices_LB1) * probs_LBE).sum()
 
 
-def _given(value: torch.Tensor | None) -> torch.Tensor:
+def _required(value: torch.Tensor | None) -> torch.Tensor:
     if value is None:
         raise ValueError("Balance: `load_of` needs probs_SE for loss and sequence_loss, and logits_SE for z_loss")
     return value
@@ -216,8 +216,8 @@ def global_balance(
     if balance.needs_totals and len(micro_batches) == 1:
         balance.reduce_choices = sum_over_ranks
     elif balance.needs_totals:
-        total_LE = sum_over_ranks(_count(balance, micro_batches, loss, world.device))
-        balance.reduce_choices = lambda own_LE: total_LE
+        total_LE = sum_over_ranks(_count_choices(balance, micro_batches, loss, world.device))
+        balance.reduce_choices = lambda local_LE: total_LE
     try:
         yield
     finally:
@@ -225,7 +225,7 @@ def global_balance(
 
 
 @torch.no_grad()
-def _count(
+def _count_choices(
     balance: Balance, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], device: torch.device
 ) -> torch.Tensor:
     """Count how often the tokens of all micro-batches of this rank choose each expert in each layer."""
@@ -241,7 +241,7 @@ class ExpertBalance:
     step, and logs the load of the experts.
 
     A bias changes by the rate: up if the expert was chosen less often than the mean, and down if more often, over the
-    tokens that count in the global batch.  A skipped step changes neither biases nor shares.
+    tokens with targets in the global batch.  A skipped step changes neither biases nor shares.
 
     Fields of the `train` record, each a mean over the steps since the previous record: `busiest_expert`, the largest
     number of tokens of an expert relative to the mean of its layer, and `dead_experts`, the number of experts in all
@@ -267,13 +267,13 @@ class ExpertBalance:
             return
         total_LE = self._world.sum_on_device(balance.counted_LE) if balance.total_LE is None else balance.total_LE
         balance.counted_LE = balance.total_LE = None
-        is_good = total_LE.new_ones((), dtype=torch.bool) if is_finite is None else is_finite.to(total_LE.device)
-        missing_LE = total_LE.sum(1, keepdim=True) - balance.num_experts * total_LE
+        is_applied = total_LE.new_ones((), dtype=torch.bool) if is_finite is None else is_finite.to(total_LE.device)
+        shortfall_LE = total_LE.sum(1, keepdim=True) - balance.num_experts * total_LE
         if balance.rate and self._biases:
-            signs_LE = missing_LE.sign() * is_good
+            signs_LE = shortfall_LE.sign() * is_applied
             torch._foreach_add_(self._biases, list((balance.rate * signs_LE.float()).unbind()))
         last_E = total_LE.new_ones(balance.num_experts) if balance.last_choices_E is None else balance.last_choices_E
-        balance.last_choices_E = torch.where(is_good, total_LE.sum(0), last_E)
+        balance.last_choices_E = torch.where(is_applied, total_LE.sum(0), last_E)
         means_L1 = total_LE.sum(1, keepdim=True).clamp(min=1) / balance.num_experts
         self._log("busiest_expert", (total_LE / means_L1).max(), 1.0)
         self._log("dead_experts", (total_LE == 0).sum(), 1.0)

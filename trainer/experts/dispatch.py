@@ -1,8 +1,8 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
-With `exchange` each token is sent to the ranks of its experts, by an all-to-all whose sizes the host must read; with
-`gather` every rank receives all of the group's tokens and processes those routed to its experts, in shapes known in
-advance.
+With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts, by an all-to-all whose sizes the
+host must read.  With `gather`, every rank receives all of the group's tokens and processes those routed to its experts,
+in shapes known in advance.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs, N ranks in
 the group, L experts per rank, T tokens in the group, P pairs in the group, R rows computed on this rank.
@@ -27,11 +27,12 @@ GROUP = "expert_group"
 
 @dataclass
 class Estimate:
-    """Assumptions of a plan, which has no real tokens.  `imbalance`: the busiest rank's rows relative to the mean."""
+    """Assumptions about the router's choices, for a plan, which has no real tokens."""
 
     imbalance: float = 1.0
+    """Rows on the busiest rank, relative to the mean."""
     fill_fraction: float = 1.0
-    """Share of the rows in gather's buffers that contain tokens; set when the model is traced."""
+    """Fraction of the rows in the buffers of `gather` that contain tokens; set when the model is traced."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class ExpertGroup:
     name: str = ""
     """Name of the process group, for `trainer.distributed.exchange`."""
     estimate: Estimate | None = None
-    """For plans: replaces what would be read from the router's choices."""
+    """For plans: used instead of the router's choices."""
     watch: Callable[..., None] | None = None
     """For checks: called with the arguments of `mix` except the module, and with the result."""
 
@@ -66,10 +67,10 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
     group: ExpertGroup | None = getattr(experts, GROUP, None)
     if group is None:
         num_experts = next(iter(experts.parameters())).shape[0]
-        order_M, ends_E = _by_expert(chosen_SA.flatten(), num_experts)
+        order_M, ends_E = _sort_by_expert(chosen_SA.flatten(), num_experts)
         out_MD = experts(x_SD[order_M // chosen_SA.shape[1]], ends_E)
-        return _summed(out_MD, order_M, weights_SA)
-    method = _exchanged if group.method == "exchange" else _gathered
+        return _sum_by_token(out_MD, order_M, weights_SA)
+    method = _run_by_exchange if group.method == "exchange" else _run_by_gather
     out_SD = method(group, experts, x_SD, chosen_SA, weights_SA)
     if group.watch is not None:
         group.watch(x_SD, chosen_SA, weights_SA, out_SD)
@@ -82,13 +83,13 @@ def choices_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
     return zeros_E.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int64))
 
 
-def _by_expert(chosen_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _sort_by_expert(chosen_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order that sorts token-expert pairs by expert, and the end of each expert's range of pairs."""
     return chosen_M.argsort(stable=True), choices_of(chosen_M, num_experts).cumsum(0).to(torch.int32)
 
 
-def _summed(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
-    """Reorder rows from experts to tokens, and sum the rows of each token."""
+def _sum_by_token(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
+    """Return each token to its original position, and sum its experts' outputs by weight."""
     # A scatter-add instead would not be deterministic on a GPU.
     out_SAD = out_MD[order_M.argsort()].unflatten(0, weights_SA.shape)
     return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
@@ -98,7 +99,7 @@ def _summed(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tenso
 # Expert parallelism
 
 
-def _exchanged(
+def _run_by_exchange(
     group: ExpertGroup, experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
 ) -> torch.Tensor:
     """Send each token to the ranks of its experts, and the results back."""
@@ -112,9 +113,9 @@ def _exchanged(
     experts_NL = torch.arange(num_local, device=x_SD.device).repeat(group.size)
     expert_R = experts_NL.repeat_interleave(received_NL.flatten(), output_size=sum(received))
     order_R = expert_R.argsort(stable=True)
-    out_RD = _compute(group, experts, rows_RD[order_R], received_NL.sum(0).cumsum(0).to(torch.int32))
+    out_RD = _run_experts(group, experts, rows_RD[order_R], received_NL.sum(0).cumsum(0).to(torch.int32))
     out_MD = exchange_rows(out_RD[order_R.argsort()], received, sent, group.name)
-    return _summed(out_MD, order_M, weights_SA)
+    return _sum_by_token(out_MD, order_M, weights_SA)
 
 
 def _splits(
@@ -124,38 +125,38 @@ def _splits(
     if group.estimate is None:
         sent, received = torch.stack((sent_NL.sum(1), received_NL.sum(1))).tolist()
         return sent, received
-    return _even(num_sent, group.size), _even(round(num_sent * group.estimate.imbalance), group.size)
+    return _split_evenly(num_sent, group.size), _split_evenly(round(num_sent * group.estimate.imbalance), group.size)
 
 
-def _even(total: int, count: int) -> list[int]:
-    return [total // count + (number < total % count) for number in range(count)]
+def _split_evenly(total: int, count: int) -> list[int]:
+    return [total // count + (index < total % count) for index in range(count)]
 
 
-def _gathered(
+def _run_by_gather(
     group: ExpertGroup, experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
 ) -> torch.Tensor:
     """Gather the tokens of the group, compute those of this rank's experts, and sum the results over all ranks.
 
     The buffers are large enough for the worst case, in which all tokens choose only experts of this rank.
     """
-    num_local, num_chosen = _num_local(experts, group), chosen_SA.shape[1]
+    num_local, experts_per_token = _num_local(experts, group), chosen_SA.shape[1]
     x_TD, chosen_TA, weights_TA = (
         gather_parts(part, group.size, group.name).flatten(0, 1)
         for part in (x_SD, chosen_SA.to(torch.int32), weights_SA)
     )
     local_TA = chosen_TA.long() - group.rank * num_local
     is_here_TA = (local_TA >= 0) & (local_TA < num_local)
-    order_P, ends_L = _by_expert(torch.where(is_here_TA, local_TA, num_local).flatten(), num_local + 1)
-    num_rows = x_TD.shape[0] * min(num_chosen, num_local)
+    order_P, ends_L = _sort_by_expert(torch.where(is_here_TA, local_TA, num_local).flatten(), num_local + 1)
+    num_rows = x_TD.shape[0] * min(experts_per_token, num_local)
     if group.estimate is not None:
         group.estimate.fill_fraction = min(
-            1.0, group.estimate.imbalance * num_chosen / group.size / min(num_chosen, num_local)
+            1.0, group.estimate.imbalance * experts_per_token / group.size / min(experts_per_token, num_local)
         )
-    out_RD = _compute(group, experts, x_TD[order_P[:num_rows] // num_chosen], ends_L.clamp(max=num_rows))
+    out_RD = _run_experts(group, experts, x_TD[order_P[:num_rows] // experts_per_token], ends_L.clamp(max=num_rows))
     # Pairs of other ranks' experts come after these rows, or are among the last of them, which are zero.
-    place_P = order_P.argsort().clamp(max=num_rows - 1)
+    position_P = order_P.argsort().clamp(max=num_rows - 1)
     weights_TA = torch.where(is_here_TA, weights_TA, 0)
-    out_TD = (out_RD[place_P].unflatten(0, weights_TA.shape) * weights_TA.unsqueeze(-1)).sum(1)
+    out_TD = (out_RD[position_P].unflatten(0, weights_TA.shape) * weights_TA.unsqueeze(-1)).sum(1)
     return sum_parts(out_TD.unflatten(0, (group.size, -1)), group.name)
 
 
@@ -165,7 +166,7 @@ def _num_local(experts: nn.Module, group: ExpertGroup) -> int:
     return first.shape[0] // group.size if isinstance(first, DTensor) else first.shape[0]
 
 
-def _compute(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
+def _run_experts(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, ends_L: torch.Tensor) -> torch.Tensor:
     """Return the outputs of this rank's experts.
 
     The gradient of their weights is a sum over the tokens of the entire group, but FSDP averages it only over the ranks

@@ -27,7 +27,7 @@ from trainer.metrics.profile import Profile
 from trainer.metrics.sinks import Metrics
 from trainer.metrics.step_metrics import SkipCounter, StepMetrics
 from trainer.metrics.stop_criterion import StopCriterion, find_horizon
-from trainer.optim.average import EMA, WeightAverage
+from trainer.optim.ema import EMA, WeightAverage
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import Forecast, describe_choice
 from trainer.weights.exporting import Origin

@@ -30,7 +30,7 @@ from trainer.config import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed
-from trainer.experts import find_experts, watched
+from trainer.experts import find_experts, observe_experts
 from trainer.loss import IGNORE, find_loss
 from trainer.model.gradients import gradient_sync, reshard
 from trainer.model.parameters import local, local_box
@@ -100,7 +100,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     devices = [world.device] if world.device.type == "cuda" else []
     # Eager, because compiling for these sizes would not help the run, which has other sizes.
     with (
-        watched(modules, observer.watch),
+        observe_experts(modules, observer.watch),
         full_sequences(),
         torch.compiler.set_stance("force_eager"),
         torch.random.fork_rng(devices=devices),

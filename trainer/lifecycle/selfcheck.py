@@ -284,11 +284,11 @@ def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequen
 
 
 def _inspect(
-    name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_of_experts: bool, world_size: int, is_reduced: bool
+    name: str, parameter: nn.Parameter, mesh: DeviceMesh, is_expert: bool, world_size: int, is_reduced: bool
 ) -> tuple[str, _Piece | None]:
     """Return the problem with a parameter (empty if none), and this rank's piece of it if there is one to compare.
 
-    is_of_experts: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.
+    is_expert: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.
     is_reduced: whether its gradient does not need FSDP, because it is averaged elsewhere or there is only one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
@@ -297,20 +297,20 @@ def _inspect(
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
         if is_trainable and not is_reduced:
-            expected = _expected_placement(mesh, is_of_experts)
+            expected = _expected_placement(mesh, is_expert)
             return f"{name} is not sharded, so that its gradient is not reduced; expected: {expected}", None
         return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
-    num_split = 2 if is_of_experts else 1
+    num_split = 2 if is_expert else 1
     outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
-    is_split = all(type(placed).__name__ in _SHARDS[is_of_experts] for placed in split)
-    is_by_expert = not is_of_experts or split[-1] == Shard(0)
+    is_split = all(type(placed).__name__ in _SHARDS[is_expert] for placed in split)
+    is_by_expert = not is_expert or split[-1] == Shard(0)
     box = local_box(parameter)
     is_as_expected = is_split and is_by_expert and all(placed == Replicate() for placed in outer)
     if parameter.device_mesh != mesh or not is_as_expected or box is None:
         if not is_trainable:
             return "", None  # a frozen parameter may have any placement
         placed = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
-        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_of_experts)}", None
+        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_expert)}", None
     local, dim = parameter.to_local(), split[0].dim  # type: ignore[attr-defined]
     copies = mesh.size() // math.prod(mesh.shape[-num_split:])
     facts = f"{facts}, sharded on dim {dim} over {_describe_axes(mesh)}"
@@ -327,8 +327,8 @@ _SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
 first; FSDP then shards the parameter again, with strides."""
 
 
-def _expected_placement(mesh: DeviceMesh, is_of_experts: bool) -> str:
-    num_split = 2 if is_of_experts else 1
+def _expected_placement(mesh: DeviceMesh, is_expert: bool) -> str:
+    num_split = 2 if is_expert else 1
     placements = (*[Replicate()] * (mesh.ndim - num_split), *[Shard(0)] * num_split)
     return f"a DTensor placed {placements} on {_describe_axes(mesh)}"
 

@@ -26,7 +26,7 @@ from trainer.errors import UserError
 from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
 from trainer.optim.adamw import convert_moments
-from trainer.optim.optimizer import AS_TORCHS, Optimizer
+from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
@@ -352,7 +352,7 @@ class OptimizerState(StatePart):
 
         Older versions also gave it output projections and routers, but no stacked experts.
         """
-        if not any("ns_steps" in group or AS_TORCHS in group for group in plain["groups"]):
+        if not any("ns_steps" in group or MATCHES_TORCH_MUON in group for group in plain["groups"]):
             return
         names = {name for name, kind in plain["classes"].items() if kind == "Muon"}
         self.optimizer.match_torch_muon([p for name, (_, _, p) in self._parameters.items() if name in names])

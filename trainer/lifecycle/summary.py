@@ -30,7 +30,7 @@ from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.sinks import Metrics
 from trainer.metrics.stop_criterion import StopCriterion
-from trainer.model.lora import adapter_part, expert_matrices
+from trainer.model.lora import expert_matrices, parse_adapter
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import Sampling, generate_batch
 from trainer.optim.groups import describe
@@ -111,15 +111,15 @@ def _adapter_facts(model: nn.Module) -> str:
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():
-        if part := adapter_part(name):
+        if part := parse_adapter(name):
             of_kind, layer = sizes[parameter.ndim == 3], part[0].rpartition(".")[2]
             of_kind[layer] = of_kind.get(layer, 0) + parameter.numel()
             left_out.pop(part[0].replace(f".{ADAPTERS}.", "."), None)
     total = sum(size for of_kind in sizes.values() for size in of_kind.values())
     facts = [
-        f"{', '.join(of_kind)}{' of the experts' * is_of_experts}: {readable_count(sum(of_kind.values()))} parameters, "
+        f"{', '.join(of_kind)}{' of the experts' * is_expert}: {readable_count(sum(of_kind.values()))} parameters, "
         f"{sum(of_kind.values()) / total:.1%} of them"
-        for is_of_experts, of_kind in sizes.items()
+        for is_expert, of_kind in sizes.items()
         if of_kind
     ]
     if left_out:

@@ -30,7 +30,7 @@ from trainer.metrics.step_metrics import Amount
 from trainer.model.parameters import local
 from trainer.model.sample import Sampling, generate_batch
 from trainer.model.units import ShardUnit, parameters_by_unit
-from trainer.optim.average import WeightAverage
+from trainer.optim.ema import WeightAverage
 
 
 class Callback:

@@ -1,8 +1,8 @@
 """Gathers the units of a sharded model, reduces gradients over the ranks, and computes their global norm.
 
 FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
-the backward pass runs.  DistributedDataParallel does the same, but wraps the model in another module.  This module
-only adds hooks to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020,
+the backward pass runs, as in DistributedDataParallel.  DistributedDataParallel wraps the model in another module; here
+only hooks are added to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020,
 "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are
 DistributedDataParallel's defaults.
 """
@@ -113,7 +113,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def forward_is_collective(model: nn.Module) -> bool:
-    """Return whether a forward pass of `model` communicates: if one rank calls it, all must."""
+    """Return whether a forward pass of `model` has collectives, so that all ranks must call it together."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     is_sharded = model not in _gathered_models and bool(_fsdp_modules(model))
@@ -173,7 +173,7 @@ _ALIGNMENT = 64
 """Alignment of each gradient in the buffer, in bytes, for vector instructions and GPU kernels."""
 
 
-def cut_into_buckets(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
+def bucket_gradients(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
     """Return the indices of the gradients in each bucket, in order.
 
     `sizes` holds each gradient's number of elements and bytes per element.  A bucket is closed once its limit is
@@ -205,8 +205,8 @@ class _Bucket:
 
     def __init__(self, parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
         self.parameters, self._group = parameters, group
-        self._share = 1 / group.size()
-        """Factor applied to gradients before they are summed."""
+        self._mean_factor = 1 / group.size()
+        """Factor applied to gradients before they are summed, which makes the sum a mean."""
         self._slots: list[tuple[int, torch.Size, tuple[int, ...]]] = []
         """Each gradient's offset in the buffer, size and strides."""
         start = 0
@@ -215,7 +215,7 @@ class _Bucket:
             start += _padded(p.numel(), p.element_size())
         self._numel = bucket_numel((p.numel() for p in parameters), parameters[0].element_size())
         self.num_awaited = 0
-        """Number of gradients that this backward pass has not produced yet."""
+        """Number of gradients that the current backward pass has not produced yet."""
         self._work: dist.Work | None = None
         self._flags: torch.Tensor | None = None
         self._absent: list[nn.Parameter] = []
@@ -239,7 +239,7 @@ class _Bucket:
         torch._foreach_copy_(views, [cast(torch.Tensor, p.grad) for p in self.parameters])
         for p, view in zip(self.parameters, views, strict=True):
             p.grad = view
-        buffer.mul_(self._share)
+        buffer.mul_(self._mean_factor)
         self._work = dist.all_reduce(buffer, group=self._group, async_op=True)
 
     @torch.no_grad()
@@ -252,9 +252,9 @@ class _Bucket:
         assert self._flags is not None
         self._work.wait()
         if self._absent:
-            exists = dict(zip(map(id, self.parameters), self._flags.tolist(), strict=True))
+            has_gradient = dict(zip(map(id, self.parameters), self._flags.tolist(), strict=True))
             for p in self._absent:
-                if not exists[id(p)]:
+                if not has_gradient[id(p)]:
                     p.grad = None
         self._work = self._flags = None
 
@@ -272,7 +272,7 @@ class Replicas:
         backward = [*reversed(parameters)]
         dtypes = [*dict.fromkeys(p.dtype for p in backward)]
         backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; a stable sort
-        indices = cut_into_buckets([(p.numel(), p.element_size()) for p in backward])
+        indices = bucket_gradients([(p.numel(), p.element_size()) for p in backward])
         self.enabled = True
         self._buckets = [_Bucket([backward[index] for index in bucket], group) for bucket in indices]
         self._num_sent = 0
@@ -325,7 +325,7 @@ class Replicas:
 
 
 def _hook(replicas: ref[Replicas], bucket_index: int) -> Callable[[torch.Tensor], None]:
-    """Return the hook for a parameter in bucket `bucket_index`.
+    """Return a hook that tells `replicas` that a gradient of bucket `bucket_index` is ready.
 
     The hook holds a weak reference: the garbage collector cannot see a tensor's hooks, so it would never free a
     reference cycle through them.

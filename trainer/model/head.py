@@ -1,4 +1,4 @@
-"""The head of a reward model or classifier, which replaces the projection onto the vocabulary."""
+"""The head of a reward model or classifier, which replaces the output projection onto the vocabulary."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from trainer.loss import linear_cross_entropy
 
-_STD = 0.02
+_INITIAL_STD = 0.02
 """Standard deviation of the initial weights: transformers' default for such heads."""
 
 SCORE = "score"
@@ -32,7 +32,7 @@ class ScoreHead(nn.Module):
         return self.score
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.score, std=_STD)
+        nn.init.normal_(self.score, std=_INITIAL_STD)
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:
         return F.linear(hidden, self.score) if targets is None else linear_cross_entropy(hidden, self.score, targets)

@@ -22,8 +22,8 @@ def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     balance = find_balance(model) if model.training else None
     if balance is not None and (balance.loss > 0 or balance.sequence_loss > 0 or balance.z_loss > 0):
         raise UserError(
-            "log-probabilities per token: the losses of the routers belong to no token\n"
-            "  to fix: set model.balance=0 model.sequence_balance=0 model.z_loss=0; model.balance_rate has no loss"
+            "log-probabilities per token: the routers' losses do not belong to single tokens\n"
+            "  to fix: set model.balance=0 model.sequence_balance=0 model.z_loss=0; model.balance_rate adds no loss"
         )
     with replace_loss(losses_of_tokens):
         losses_BT = find_loss(model)(batch)

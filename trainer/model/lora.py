@@ -33,7 +33,7 @@ ALL_LINEAR = "all-linear"
 _MIN_SIMILARITY = 0.75
 """Minimum similarity for suggesting a layer's name; for example, gate_proj is hardly a misspelling of v_proj."""
 
-_WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<part>[AB])\.{ADAPTER}\.weight")
+_WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER}\.weight")
 
 
 class LoraFactor(nn.Module):
@@ -73,7 +73,7 @@ class AdaptedLinear(nn.Module):
             self.in_features, self.out_features = int(base_layer.nx), int(base_layer.nf)  # type: ignore[arg-type]
         self.scaling = scaling
         self.is_enabled = True
-        """Whether the adapter is applied (see `without_adapters`)."""
+        """Whether the adapter is applied; see `without_adapters`."""
         self.base_layer = base_layer
         self.lora_dropout = nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()})
         self.lora_A = nn.ModuleDict({ADAPTER: LoraFactor(self.in_features, rank, starts_at_zero=False)})
@@ -132,8 +132,8 @@ class _AdaptedProduct(torch.autograd.Function):
         up: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """`dropped`: x after dropout, the input of the adapter; None if it equals x.  `packed`: the layer, if `weight`
-        is packed.
+        """dropped: x after dropout, the input of the adapter; None if it equals x.  packed: the layer, if `weight` is
+        packed.
         """
         adapter_input = x if dropped is None else dropped
         low = F.linear(adapter_input, down)
@@ -191,10 +191,10 @@ def add_adapters(
             add_adapter(model.get_submodule(module), matrix, lora.rank, lora.alpha / lora.rank)
     replaced: dict[int, nn.Module] = {}
     for name in weights_to_pack(model, blocks, names) if lora.packs else ():
-        owner_name, _, own = name.rpartition(".")
+        owner_name, _, parameter = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         if matrices_of(owner):
-            pack_experts(owner, own, name, str(lora.base_dtype))
+            pack_experts(owner, parameter, name, str(lora.base_dtype))
         else:
             replaced[id(owner)] = pack_layer(owner, owner_name, str(lora.base_dtype))
     for layer in [model.get_submodule(name) for name in chosen]:
@@ -219,7 +219,7 @@ def weights_to_pack(model: nn.Module, blocks: Sequence[nn.Module], adapted: Coll
             names.append(f"{name}.weight")
         for matrix, parameters in matrices_of(module).items():
             if id(module) in inside or f"{name}.{matrix}" in adapted:
-                names += [f"{name}.{own}" for own in parameters]
+                names += [f"{name}.{parameter}" for parameter in parameters]
     return names
 
 
@@ -244,7 +244,7 @@ def find_layers(
         return candidates
     requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}
-    names_of |= {name: _names_of_matrix(name, parameter, alias) for name, parameter in expert_matrices(model).items()}
+    names_of |= {name: _names_of_experts(name, parameter, alias) for name, parameter in expert_matrices(model).items()}
     matches = {
         target: [name for name, spellings in names_of.items() if any(_matches_target(s, target) for s in spellings)]
         for target in requested
@@ -264,7 +264,7 @@ def expert_matrices(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _names_of_matrix(name: str, parameter: str, alias: Callable[[str], str | None]) -> list[str]:
+def _names_of_experts(name: str, parameter: str, alias: Callable[[str], str | None]) -> list[str]:
     """Return the names of a matrix of experts and of its module, here and in transformers."""
     module, _, matrix = name.rpartition(".")
     other_module = huggingface_module(alias(parameter) or "")
@@ -292,11 +292,11 @@ def _no_match(
     names = [name for name, _ in model.named_modules() if name]
     modules = [name for name in names if any(_matches_target(each, target) for each in (name, alias(name) or ""))]
     all_names = [each for names in names_of.values() for each in names]
-    last_parts = [*dict.fromkeys(each.rpartition(".")[2] for each in all_names)]
+    short_names = [*dict.fromkeys(each.rpartition(".")[2] for each in all_names)]
     rule = f"{modules[0]} is not a layer that can have an adapter" if modules else f"no layer is named {target!r}"
-    best = nearest(target, last_parts, _MIN_SIMILARITY) or nearest(target, [name for name in all_names if "." in name])
+    best = nearest(target, short_names, _MIN_SIMILARITY) or nearest(target, [name for name in all_names if "." in name])
     suggestion = [best if item == target else item for item in requested] if best and best not in requested else None
-    rule += f"; layers that can have an adapter: {', '.join(last_parts)}"
+    rule += f"; layers that can have an adapter: {', '.join(short_names)}"
     return setting_error("lora.targets", list(requested), rule, meant=suggestion)
 
 
@@ -314,27 +314,27 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 def transposed_layers(model: nn.Module) -> set[str]:
     """Return the names, without adapters, of the layers whose weight has shape (in, out)."""
-    return {plain_name(name) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
+    return {name_without_adapters(name) for name, module in model.named_modules() if type(module).__name__ == "Conv1D"}
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Names
 
 
-def adapter_part(name: str) -> tuple[str, str] | None:
-    """Return the layer and the letter (A or B) of an adapter parameter; None for any other parameter."""
+def parse_adapter(name: str) -> tuple[str, str] | None:
+    """Return the layer's name and the letter (A or B) of an adapter parameter; None for any other parameter."""
     match = _WEIGHT.fullmatch(name)
-    return (match["layer"], match["part"]) if match else None
+    return (match["layer"], match["letter"]) if match else None
 
 
-def plain_name(name: str) -> str:
+def name_without_adapters(name: str) -> str:
     """Return the name of a parameter or module in the model without adapters."""
     return name.replace(".base_layer.", ".").removesuffix(".base_layer")
 
 
 def is_base_weight(name: str) -> bool:
     """Return whether a parameter belongs to the base model, not to an adapter or a new head."""
-    return adapter_part(name) is None and not is_score(name)
+    return parse_adapter(name) is None and not is_score(name)
 
 
 @contextmanager

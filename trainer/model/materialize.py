@@ -4,7 +4,7 @@ A sharded model is filled module by module.  Each module's own tensors are tempo
 CPU, initialized by the recipe's ordinary code with the generator seeded from (seed, module name); each rank keeps its
 shard.  For a large tensor only the shard's rows are drawn, by advancing the generator past the others, so that several
 threads can share the work.  No rank holds more than its shards plus one module, there is no communication, and the
-weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give different values.) This
+weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give different values.)  This
 module does not depend on particular recipes.
 """
 
@@ -30,7 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import UserError
-from trainer.model.lora import FACTORS, plain_name
+from trainer.model.lora import FACTORS, name_without_adapters
 from trainer.model.parameters import local, local_box, num_writes, seed_of, tied_names
 
 
@@ -92,7 +92,7 @@ def materialize(
         if to_fill:
             fill_module = _default_init if isinstance(module, FACTORS) else fill
             unfilled += _fill(
-                module, module_name, to_fill, seed_of(seed, plain_name(module_name)), scratch, fill_module
+                module, module_name, to_fill, seed_of(seed, name_without_adapters(module_name)), scratch, fill_module
             )
             for name, buffer in [*module.named_buffers(recurse=False, remove_duplicate=False)]:
                 if name in own_names:
@@ -106,12 +106,12 @@ def materialize(
 
 @torch.no_grad()
 def _skip_loaded_later(
-    module: nn.Module, module_name: str, fresh: set[str], is_loaded_later: Callable[[str], bool]
+    module: nn.Module, module_name: str, to_fill: set[str], is_loaded_later: Callable[[str], bool]
 ) -> set[str]:
-    """Fill with NaN the parameters in `fresh` that will be loaded later, and return their names."""
+    """Fill the parameters in `to_fill` that will be loaded later with NaN, and return their names."""
     prefix = f"{module_name}." if module_name else ""
     own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    skipped = {name for name in own_parameters if prefix + name in fresh and is_loaded_later(prefix + name)}
+    skipped = {name for name in own_parameters if prefix + name in to_fill and is_loaded_later(prefix + name)}
     for name in skipped:
         _poison(local(own_parameters[name].detach()))
     return {prefix + name for name in skipped}
@@ -128,18 +128,18 @@ def _default_init(module: nn.Module, name: str) -> None:
 def _fill(
     module: nn.Module,
     module_name: str,
-    fresh: set[str],
+    to_fill: set[str],
     seed: int,
     scratch: _ScratchMemory,
     init: Callable[[nn.Module, str], None],
 ) -> list[str]:
-    """Fill the tensors in `fresh`, which `module` owns directly.  Returns the names of those that were not written.
+    """Fill the tensors in `to_fill`, which `module` owns directly.  Returns the names of those that were not written.
 
     Other parameters are replaced by meta tensors, so that writing to them has no effect and no cost.
     """
     prefix = f"{module_name}." if module_name else ""
     sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    full_of = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in fresh})
+    full_of = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in to_fill})
     partial = {name: full for name, full in full_of.items() if _is_filled_partially(sharded[name], full)}
     deferred_fills = DeferredFills(partial)
     for name, parameter in sharded.items():
@@ -147,7 +147,7 @@ def _fill(
         full = _poison(full_of[name]) if name in full_of.keys() - partial.keys() else partial.get(name, unused)
         module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-        if prefix + name in fresh:
+        if prefix + name in to_fill:
             _poison(buffer)
     versions = {name: num_writes(tensor) for name, tensor in _direct_tensors(module)}
     ids_before = {name: id(tensor) for name, tensor in _direct_tensors(module)}
@@ -159,14 +159,14 @@ def _fill(
     unfilled = []
     for name, tensor in _direct_tensors(module):
         was_written = num_writes(tensor) != versions[name] or id(tensor) != ids_before[name]
-        if prefix + name not in fresh or deferred_fills.get(name, tensor):
+        if prefix + name not in to_fill or deferred_fills.get(name, tensor):
             continue
         # The sum is NaN if any element is, and needs no temporary.
         has_nan = (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.sum().isnan())
         if has_nan or not (was_written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
     for name, parameter in sharded.items():
-        if prefix + name in fresh:
+        if prefix + name in to_fill:
             full = module.get_parameter(name).detach()
             _copy_shard(parameter, full, deferred_fills.get(name, full))
         module.register_parameter(name, parameter)
@@ -178,10 +178,10 @@ def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
     share the work.
     """
     box = local_box(parameter)
-    helps = box is not None and (2 * (box[0][1] - box[0][0]) <= full.shape[0] or torch.get_num_threads() > 1)
-    # Large enough to pay off, and consisting of complete groups.
+    pays_off = box is not None and (2 * (box[0][1] - box[0][0]) <= full.shape[0] or torch.get_num_threads() > 1)
+    # Large enough to save time, and consisting of complete groups.
     is_large = full.numel() >= MIN_ELEMENTS and full.numel() % _GROUP_SIZE == 0
-    return helps and is_large and full.dtype == torch.float32 and full.is_contiguous()
+    return pays_off and is_large and full.dtype == torch.float32 and full.is_contiguous()
 
 
 class _ScratchMemory:
@@ -268,9 +268,9 @@ class DeferredFill:
     """A deferred random initialization of a tensor."""
 
     fill: Callable[..., torch.Tensor]
-    numbers: tuple[float, ...]
+    arguments: tuple[float, ...]
     """Mean and standard deviation, or the bounds."""
-    state: torch.Tensor
+    generator_state: torch.Tensor
     """The generator's state before the draw."""
 
     def draw(self, start: int, stop: int) -> torch.Tensor:
@@ -283,11 +283,11 @@ class DeferredFill:
         return drawn[start - first : stop - first]
 
     def _fill(self, piece: torch.Tensor, generator: torch.Generator) -> None:
-        self.fill(piece, *self.numbers, generator=generator)
+        self.fill(piece, *self.arguments, generator=generator)
 
     def _generators(self, first: int) -> Iterator[torch.Generator]:
         """Yield a generator for each successive piece, starting at element `first`."""
-        state, distance = self.state, first
+        state, distance = self.generator_state, first
         while True:
             generator = torch.Generator()
             generator.set_state(state)
@@ -410,9 +410,15 @@ class _MemoryAccessMode(TorchFunctionMode):
 
 # ---------------------------------------------------------------------------------------------------------------
 # Skipping ahead in the generator
+#
+# The state after n words is a polynomial in the recurrence's shift operator, t^n modulo its characteristic polynomial
+# over GF(2), applied to the initial state: Haramoto et al. 2008, "Efficient Jump Ahead for F2-Linear Random Number
+# Generators".
 
 _WORDS, _MIDDLE, _LOW_BITS, _TWIST = 624, 397, 31, 0x9908B0DF
+"""Parameters of the Mersenne Twister MT19937, torch's generator on a CPU (Matsumoto and Nishimura 1998)."""
 _DEGREE = 32 * _WORDS - _LOW_BITS
+"""Degree of the characteristic polynomial of the generator's recurrence."""
 _LEFT, _NEXT, _STATE = slice(8, 12), slice(16, 24), slice(24, 24 + 8 * _WORDS)
 """Slices of torch's `Generator.get_state()`: number of words left plus one, index of the next word, the words."""
 
@@ -490,19 +496,20 @@ def _reduce(polynomial: int) -> int:
 @cache
 def _lower_terms() -> tuple[int, ...]:
     """Return the exponents of the characteristic polynomial below its degree."""
-    one, other = (1 << _WORDS) | (1 << _MIDDLE), (1 << (_WORDS - 1)) | (1 << (_MIDDLE - 1))
+    first, second = (1 << _WORDS) | (1 << _MIDDLE), (1 << (_WORDS - 1)) | (1 << (_MIDDLE - 1))
     powers = [1]
     for _ in range(_LOW_BITS):
-        powers.append(_product(powers[-1], other))
-    total = _product(one, powers[_LOW_BITS])
+        powers.append(_product(powers[-1], second))
+    total = _product(first, powers[_LOW_BITS])
     for bit in range(_LOW_BITS):
         if _TWIST >> bit & 1:
-            total ^= _product(one, powers[_LOW_BITS - 1 - bit])
+            total ^= _product(first, powers[_LOW_BITS - 1 - bit])
     total ^= _TWIST >> _LOW_BITS & 1
     return tuple(exponent for exponent in range(_DEGREE) if total >> exponent & 1)
 
 
 def _product(polynomial: int, sparse: int) -> int:
+    """Return the product of two polynomials over GF(2); `sparse` should have few terms."""
     product = 0
     while sparse:
         lowest = sparse & -sparse

@@ -20,7 +20,7 @@ from trainer.config.pretrained import find_huggingface
 from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
 from trainer.model.head import SCORE, ScoreHead, is_score, replaced_output
-from trainer.model.lora import adapter_part, add_adapters, plain_name
+from trainer.model.lora import add_adapters, name_without_adapters, parse_adapter
 from trainer.model.packed import num_weights
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe, Stacked, Transposed
@@ -106,17 +106,17 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
     """
     names_of: list[tuple[nn.Parameter, list[str]]] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        plain = plain_name(name)
-        names_of.append((parameter, list(dict.fromkeys(filter(None, [plain, name, alias(plain)])))))
+        base_name = name_without_adapters(name)
+        names_of.append((parameter, list(dict.fromkeys(filter(None, [base_name, name, alias(base_name)])))))
     for pattern in patterns:
-        forms = (pattern, f"{pattern}.*")
-        matches = [p for p, names in names_of if any(fnmatchcase(name, form) for name in names for form in forms)]
+        globs = (pattern, f"{pattern}.*")
+        matches = [p for p, names in names_of if any(fnmatchcase(name, glob) for name in names for glob in globs)]
         if not matches:
             # The modules that contain a parameter, outermost first, and its own name.
-            known_names = dict.fromkeys(
+            all_names = dict.fromkeys(
                 part for _, names in names_of for name in names for part in accumulate(name.split("."), "{}.{}".format)
             )
-            nearest_name = nearest(pattern, known_names)
+            nearest_name = nearest(pattern, all_names)
             meant = [nearest_name if item == pattern else item for item in patterns] if nearest_name else None
             raise setting_error("train.freeze", list(patterns), f"no parameter matches {pattern!r}", meant=meant)
         for parameter in matches:
@@ -184,7 +184,7 @@ class HuggingFaceNames:
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
     def left_out(self, name: str) -> str | None:
-        """Return the part of a published model that our model lacks and tensor `name` belongs to, or None."""
+        """Return the part of the published model that tensor `name` belongs to, if our model lacks this part."""
         full_names = (name, self._hf.prefix + name)
         return next(
             (part for prefix, part in self._left_out.items() if any(n.startswith(prefix) for n in full_names)), None
@@ -207,22 +207,22 @@ def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | 
 # Model FLOPs per token, without recomputation
 
 
-def flops_of(config: RunConfig, model: nn.Module, seq_len: float) -> float:
-    """Return the model FLOPs per token of a training step, including the forward passes that the objective needs."""
+def training_flops_per_token(config: RunConfig, model: nn.Module, seq_len: float) -> float:
+    """Return the model FLOPs per token of a training step, including the objective's extra forward passes."""
     total = flops_per_token(config.recipe, config.model, model, seq_len)
-    total += forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
+    total += num_extra_forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
     if (teacher := teacher_config(config)) is not None:
-        total += flops_of(teacher, build_network(teacher), seq_len) / 3
+        total += training_flops_per_token(teacher, build_network(teacher), seq_len) / 3
     if replaced_output(model) is not None and config.recipe.flops:  # `flops` counts the projection that was replaced
         width = next(p.shape[1] for name, p in model.named_parameters() if is_score(name))
         total -= 6.0 * width * (config.vocab_size or 0)
     return total
 
 
-def forward_passes(config: RunConfig) -> int:
-    """Return the number of forward passes without gradients per micro-batch, by models of the same size.
+def num_extra_forward_passes(config: RunConfig) -> int:
+    """Return the number of forward passes without gradients per micro-batch, through models of the same size.
 
-    A reference model takes one; a statistic over the global batch takes one more per model.
+    A reference model adds one; a statistic over the global batch adds one more per model.
     """
     reference = "reference" in config.objective.needs
     return reference + (1 + reference) * config.objective.has_statistic
@@ -240,7 +240,7 @@ def _flops_if_all_trained(recipe: Recipe, model_config: Any, model: nn.Module, s
 
 
 def _adapter_parameters(model: nn.Module) -> list[nn.Parameter]:
-    return [parameter for name, parameter in model.named_parameters() if adapter_part(name)]
+    return [parameter for name, parameter in model.named_parameters() if parse_adapter(name)]
 
 
 def _flops_of_adapters(model: nn.Module, model_config: Any) -> float:
@@ -263,25 +263,27 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
     Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
-    of_base = _flops_if_all_trained(recipe, model_config, model, seq_len)
-    total = of_base + _flops_of_adapters(model, model_config)
+    base_flops = _flops_if_all_trained(recipe, model_config, model, seq_len)
+    total = base_flops + _flops_of_adapters(model, model_config)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
-    of_adapters, numel = {id(parameter) for parameter in _adapter_parameters(model)}, num_weights(model)
-    matrices = [p for p in _matrices(model, with_tied_tables=recipe.flops is not None) if id(p) not in of_adapters]
+    adapter_ids, numel = {id(parameter) for parameter in _adapter_parameters(model)}, num_weights(model)
+    matrices = [
+        p for p in _matmul_weights(model, with_tied_tables=recipe.flops is not None) if id(p) not in adapter_ids
+    ]
     # In a mixture of experts, a token uses only a share of the weights.
-    share = min(1.0, of_base / (6.0 * sum(numel[id(p)] for p in matrices)))
+    share = min(1.0, base_flops / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(numel[id(p)] for p in matrices if not p.requires_grad)
     without_backward = sum(numel[id(p)] for p in matrices if id(p) in before_first_trained)
-    attention = max(0.0, of_base - 6.0 * sum(numel[id(p)] for p in matrices))
+    attention = max(0.0, base_flops - 6.0 * sum(numel[id(p)] for p in matrices))
     blocks = find_blocks(model, recipe)
     blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
     attention_before = attention * len(blocks_before) / max(1, len(blocks))
     return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_before
 
 
-def _matrices(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
+def _matmul_weights(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
     """Return the matrices that tokens are multiplied by; an embedding table counts only if a head shares it."""
     tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
     others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}

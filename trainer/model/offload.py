@@ -35,7 +35,7 @@ MIN_BYTES = 4096
 
 
 def offloaded_blocks(num_blocks: int, share: float, with_last: bool = False) -> list[bool]:
-    """Return which of `num_blocks` blocks are offloaded for `train.offload_activations=share`.
+    """Return, for each of `num_blocks` blocks, whether `train.offload_activations=share` offloads it.
 
     They are spaced evenly, so that the blocks in between hide the copies.  The last block is never offloaded (unless
     `with_last`), since its backward pass immediately follows its forward pass.
@@ -97,8 +97,8 @@ class _Call:
     offload: ActivationOffload
     storages: dict[int, _Storage] = field(default_factory=dict)
     """By the storage's address on the device."""
-    stays_on_device: set[int] = field(default_factory=set)
-    """Addresses of storages that stay on the device."""
+    skipped_storages: set[int] = field(default_factory=set)
+    """Addresses of storages that are not offloaded, because they stay on the device anyway."""
     previous: weakref.ref[_Call] | None = None
     """The call before this one in the forward pass, whose backward pass comes next."""
     event: Any = None
@@ -110,7 +110,7 @@ class _Call:
         """Return the object to keep for a saved tensor: a view, or the tensor itself if it stays on the device."""
         storage = tensor.untyped_storage()
         address = storage_id(storage)
-        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.stays_on_device:
+        if not self.offload.is_movable(tensor) or storage.nbytes() < MIN_BYTES or address in self.skipped_storages:
             return tensor
         saved = self.storages.get(address)
         if saved is None:
@@ -176,6 +176,7 @@ class _Call:
 
 
 _DONE = object()
+"""Stands for the event of a finished copy on a CPU, where copies are synchronous."""
 
 _COMPILED_CALL = "_compiled_call_impl"
 """Attribute for the compiled call of a module after `Module.compile`; hooks inside it would be compiled too."""
@@ -184,13 +185,13 @@ _COMPILED_CALL = "_compiled_call_impl"
 class ActivationOffload:
     """Offloads the activations of one model's blocks, once `attach` has been called.
 
-    `num_copied` and `num_fetched` count bytes since the start; `host_bytes` is the current number of bytes on the host,
-    and `peak_host_bytes` its maximum.
+    `copied_bytes` (to the host) and `fetched_bytes` (back to the device) are totals since the start.  `host_bytes` is
+    the number of bytes on the host now, and `peak_host_bytes` its maximum.
     """
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, device: torch.device) -> None:
         self.device = device
-        self.num_copied = self.num_fetched = self.host_bytes = self.peak_host_bytes = 0
+        self.copied_bytes = self.fetched_bytes = self.host_bytes = self.peak_host_bytes = 0
         self._model, self._blocks = model, blocks
         self._is_offloaded = offloaded_blocks(len(blocks), share)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -198,7 +199,7 @@ class ActivationOffload:
         """The forward pass in progress, if its block is offloaded."""
         self._copying: _Call | None = None
         """The last call whose copies to the host may still be running."""
-        self._last: weakref.ref[_Call] | None = None
+        self._last_call: weakref.ref[_Call] | None = None
 
     @property
     def is_any_offloaded(self) -> bool:
@@ -209,25 +210,25 @@ class ActivationOffload:
 
         Call this after checkpointing and compilation, since the wrapper must be outside both.
         """
-        watched = {id(block) for block in (self._blocks if blocks is None else blocks)}
+        wrapped = {id(block) for block in (self._blocks if blocks is None else blocks)}
         for block, is_offloaded in zip(self._blocks, self._is_offloaded, strict=True):
-            if id(block) not in watched:
+            if id(block) not in wrapped:
                 continue
             compiled = getattr(block, _COMPILED_CALL)
             if compiled is not None:
-                setattr(block, _COMPILED_CALL, self._watched(block, compiled, is_offloaded))
+                setattr(block, _COMPILED_CALL, self._wrap(block, compiled, is_offloaded))
             else:
-                block.forward = self._watched(block, block.forward, is_offloaded)  # type: ignore[method-assign]
+                block.forward = self._wrap(block, block.forward, is_offloaded)  # type: ignore[method-assign]
 
-    def _watched(self, block: nn.Module, forward: Callable[..., Any], is_offloaded: bool) -> Callable[..., Any]:
-        def watched(*args: Any, **kwargs: Any) -> Any:
+    def _wrap(self, block: nn.Module, forward: Callable[..., Any], is_offloaded: bool) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return forward(*args, **kwargs)
-            call = _Call(self, previous=self._last)
+            call = _Call(self, previous=self._last_call)
             if is_offloaded:
                 # Buffers, and the block's arguments after the first, stay on the device.
                 leaves = [leaf for leaf in tree_leaves((args[1:], kwargs)) if isinstance(leaf, torch.Tensor)]
-                call.stays_on_device = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
+                call.skipped_storages = {storage_id(t.untyped_storage()) for t in (*leaves, *self._model.buffers())}
                 with self._in_call(call), torch.autograd.graph.saved_tensors_hooks(self._packer(block, call), _unpack):
                     output = forward(*args, **kwargs)
             else:
@@ -236,27 +237,27 @@ class ActivationOffload:
             self.prefetch_before(block, call, output)
             return output
 
-        return watched
+        return run
 
     def _packer(self, block: nn.Module, call: _Call) -> Callable[[torch.Tensor], Any]:
-        knows_parameters = False
+        has_noted_parameters = False
 
         def pack(tensor: torch.Tensor) -> Any:
-            nonlocal knows_parameters
-            if not knows_parameters:  # not earlier: FSDP gathers them after the call of a compiled block has started
-                call.stays_on_device |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
-                knows_parameters = True
+            nonlocal has_noted_parameters
+            if not has_noted_parameters:  # not earlier: FSDP gathers them after a compiled block has been called
+                call.skipped_storages |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
+                has_noted_parameters = True
             return call.pack(tensor)
 
         return pack
 
     @contextmanager
     def _in_call(self, call: _Call) -> Iterator[None]:
-        before, self._call = self._call, call
+        previous, self._call = self._call, call
         try:
             yield
         finally:
-            self._call = before
+            self._call = previous
 
     def end_forward(self, call: _Call) -> None:
         """Free the previous block's tensors on the device, and start copying this block's tensors to the host."""
@@ -266,7 +267,7 @@ class ActivationOffload:
         if call.storages:
             call.copy_to_host()
             self._copying = call
-        self._last = weakref.ref(call)
+        self._last_call = weakref.ref(call)
 
     def prefetch_before(self, block: nn.Module, call: _Call, output: Any) -> None:
         """When the backward pass of the block starts, prefetch the tensors of the block whose backward pass is next."""
@@ -295,10 +296,10 @@ class ActivationOffload:
         self.host_bytes -= num_bytes
 
     def note_copied(self, storages: Sequence[_Storage]) -> None:
-        self.num_copied += sum(storage.num_bytes for storage in storages)
+        self.copied_bytes += sum(storage.num_bytes for storage in storages)
 
     def note_fetched(self, storages: Sequence[_Storage]) -> None:
-        self.num_fetched += sum(storage.num_bytes for storage in storages)
+        self.fetched_bytes += sum(storage.num_bytes for storage in storages)
 
     @contextmanager
     def copying(self) -> Iterator[None]:
@@ -311,7 +312,7 @@ class ActivationOffload:
             yield
 
     def record(self) -> Any:
-        """Return an event that marks the end of the copies so far; on a CPU a placeholder, since copies are done."""
+        """Return an event that marks the end of the copies so far; on a CPU `_DONE`."""
         return _DONE if self._stream is None else self._stream.record_event()
 
     def wait_for(self, event: Any) -> None:
@@ -376,6 +377,8 @@ class _Storing(TorchDispatchMode):
 
 
 class _Forward:
+    """Context argument of a checkpointing policy, for an operator of the forward pass."""
+
     is_recompute = False
 
 

@@ -36,7 +36,7 @@ CODE_BITS = {"nf4": 4, "fp8": 8}
 """Bits per code, by the value of `lora.base_dtype`."""
 
 _SCALE_BYTES = 4
-_CHUNK = 2**20
+_CHUNK_WEIGHTS = 2**20
 """Number of weights to pack or unpack at a time on a CPU, which limits temporaries to a few megabytes."""
 
 _NF4 = (
@@ -83,27 +83,27 @@ class Packing:
         """
         rows = weight.reshape(-1, self.width)
         packed = torch.empty(rows.shape[0], self.row_bytes, dtype=torch.uint8, device=weight.device)
-        step = max(1, _CHUNK // self.width)
+        step = max(1, _CHUNK_WEIGHTS // self.width)
         for start in range(0, rows.shape[0], step):
             self._pack_into(packed[start : start + step], rows[start : start + step].float())
         return packed.view(*weight.shape[:-1], self.row_bytes)
 
     def _pack_into(self, packed: torch.Tensor, rows: torch.Tensor) -> None:
         blocks = rows.view(rows.shape[0], -1, BLOCK)
-        largest = blocks.abs().amax(dim=-1)
+        max_abs = blocks.abs().amax(dim=-1)
         # The scaled weights and the ties between two codes are rounded exactly as in bitsandbytes.
         if self.dtype == "nf4":
-            scaled = (blocks * (1.0 / largest.clamp(min=1e-38))[..., None]).clamp_(-1, 1)
+            scaled = (blocks * (1.0 / max_abs.clamp(min=1e-38))[..., None]).clamp_(-1, 1)
             values = _values("nf4", rows.device)
             codes = torch.bucketize(scaled, (values[:-1] + values[1:]) / 2, out_int32=True).to(torch.uint8)
             codes = codes.view(rows.shape[0], -1, 2)
             packed[:, : self.code_bytes] = codes[..., 0] << 4 | codes[..., 1]
-            self.scales(packed).copy_(largest)
+            self.scales(packed).copy_(max_abs)
             return
         max_code = torch.finfo(torch.float8_e4m3fn).max
-        scaled = (blocks * (max_code / largest.clamp(min=1e-35))[..., None]).clamp_(-max_code, max_code)
+        scaled = (blocks * (max_code / max_abs.clamp(min=1e-35))[..., None]).clamp_(-max_code, max_code)
         packed[:, : self.code_bytes] = scaled.to(torch.float8_e4m3fn).view(torch.uint8).view(rows.shape)
-        self.scales(packed).copy_(largest / max_code)
+        self.scales(packed).copy_(max_abs / max_code)
 
     def unpack(self, packed: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Unpack rows (..., bytes) to weights (..., width).
@@ -152,7 +152,7 @@ def _unpack_on_cpu(weights: torch.Tensor, packed: torch.Tensor, packing: Packing
     table = _values(packing.dtype, packed.device)
     if packing.dtype == "nf4":  # look up both values of a byte at once, as one 64-bit number
         table = torch.stack([table.repeat_interleave(16), table.repeat(16)], dim=1).view(torch.float64).flatten()
-    step = max(1, _CHUNK // packing.width)
+    step = max(1, _CHUNK_WEIGHTS // packing.width)
     for start in range(0, packed.shape[0], step):
         rows = packed[start : start + step]
         codes = rows[:, : packing.code_bytes].flatten().to(torch.int32)
@@ -217,17 +217,17 @@ def pack_layer(layer: nn.Module, name: str, dtype: str) -> PackedLinear:
     return PackedLinear(layer, dtype)
 
 
-def pack_experts(experts: nn.Module, own: str, name: str, dtype: str) -> None:
-    """Replace the parameter `own` of stacked experts with an uninitialized packed one.
+def pack_experts(experts: nn.Module, matrix: str, name: str, dtype: str) -> None:
+    """Replace the parameter `matrix` of stacked experts with an uninitialized packed one.
 
-    name: the parameter's name in the model.  Raises UserError if its row length is not a multiple of `BLOCK`.
+    name: the parameter's full name in the model.  Raises UserError if its row length is not a multiple of `BLOCK`.
     """
-    weight = experts.get_parameter(own)
+    weight = experts.get_parameter(matrix)
     _check_width(weight, name, dtype)
     packing = Packing(dtype, weight.shape[-1])
     packed = torch.empty(*weight.shape[:-1], packing.row_bytes, dtype=torch.uint8, device=weight.device)
-    experts.register_parameter(own, nn.Parameter(packed, requires_grad=False))
-    experts.packings = {**getattr(experts, "packings", {}), own: packing}  # type: ignore[assignment]
+    experts.register_parameter(matrix, nn.Parameter(packed, requires_grad=False))
+    experts.packings = {**getattr(experts, "packings", {}), matrix: packing}  # type: ignore[assignment]
 
 
 def _check_width(weight: torch.Tensor, name: str, dtype: str) -> None:
@@ -243,8 +243,8 @@ def _check_width(weight: torch.Tensor, name: str, dtype: str) -> None:
 
 def _packed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Packing]]:
     for module_name, module in model.named_modules():
-        for own, packing in getattr(module, "packings", {}).items():
-            yield f"{module_name}.{own}" if module_name else own, module.get_parameter(own), packing
+        for name, packing in getattr(module, "packings", {}).items():
+            yield f"{module_name}.{name}" if module_name else name, module.get_parameter(name), packing
 
 
 def find_packings(model: nn.Module) -> dict[str, Packing]:

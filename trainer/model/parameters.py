@@ -1,4 +1,4 @@
-"""Helpers for parameters: ties, counts, seeds, and this rank's part of a sharded tensor."""
+"""Helpers for parameters: ties, counts, seeds, meshes, and this rank's shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Chooses the dimension along which a parameter is sharded, and computes each rank's part.
+"""Chooses the dimension along which a parameter is sharded, and computes each rank's shard.
 
 Pure arithmetic on shapes, used both to shard a model and by the planner.
 """
@@ -31,10 +31,10 @@ class Division:
     expert: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the part held by the `rank`-th rank on the shard axis.  Dimensions are divided as by `torch.chunk`."""
-        group, own = divmod(rank, self.expert)
+        """Return the shard of rank `rank` on the shard axis.  Dimensions are divided as by `torch.chunk`."""
+        group, expert_rank = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
-        box[0] = cut(box[0], own, self.expert)
+        box[0] = cut(box[0], expert_rank, self.expert)
         box[self.dim] = cut(box[self.dim], group, self.parts)
         return tuple(box)
 
@@ -47,7 +47,7 @@ class Division:
 
 
 def cut(span: tuple[int, int], number: int, count: int) -> tuple[int, int]:
-    """Return part `number` of the range [start, stop), divided into `count` parts as by `torch.chunk`."""
+    """Return part `number` of the range `span`, [start, stop), divided into `count` parts as by `torch.chunk`."""
     start, stop = span
     size = -(-(stop - start) // count)
     return min(stop, start + number * size), min(stop, start + (number + 1) * size)
@@ -83,8 +83,8 @@ def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Divi
 def num_dims_to_divide(shape: Sequence[int], config: RunConfig, reshard: bool | int) -> int:
     """Return the number of leading dimensions of a parameter that may be divided.
 
-    With an integer `reshard`, FSDP can only divide the first one.  The last one is not divided if the optimizer keeps
-    state per row or per block of a row.
+    With an integer `reshard`, FSDP can only divide the first dimension.  The last dimension is not divided if the
+    optimizer keeps state per row or per block of a row.
     """
     if not isinstance(reshard, bool):
         return 1

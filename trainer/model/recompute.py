@@ -5,7 +5,7 @@ are saved until the budget is used up.  Costs and memory are measured in a forwa
 rank, the planner and a compiled block make the same choice.  This module does not depend on recipes, meshes or the
 configuration.
 
-Sources: Korthikanti et al. 2022, arXiv:2205.05198 (by kind); for a budget, the knapsack of
+Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack of
 torch._functorch.config.activation_memory_budget, which only works in compiled code.
 """
 
@@ -32,7 +32,7 @@ from trainer.sequence.chunk_states import CHUNK_STATES
 
 _aten = torch.ops.aten
 
-_KINDS = {
+_KIND_OF = {
     _aten.mm.default: "matmul",
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
@@ -46,21 +46,20 @@ _KINDS = {
 OperatorId = tuple[str, int]
 """An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
 
-
 Contexts = Callable[[Callable[..., CheckpointPolicy]], Any]
 """Creates the pair of contexts for `torch.utils.checkpoint` from a policy."""
 
 
-def save_all_costly(contexts: Contexts = create_selective_checkpoint_contexts) -> Any:
+def save_all_expensive(contexts: Contexts = create_selective_checkpoint_contexts) -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators.
 
     `contexts` creates them from the policy; offloading has its own (`trainer.model.offload`).
     """
 
-    costly = {*_KINDS, _aten._scaled_mm.default}  # float8 matrix product
+    expensive = {*_KIND_OF, _aten._scaled_mm.default}  # float8 matrix product
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in costly else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if operator in expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
     return contexts(policy)
 
@@ -78,7 +77,7 @@ def save_only(
         counts: Counter[tuple[str, bool]] = Counter()
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-            kind = _KINDS.get(operator)
+            kind = _KIND_OF.get(operator)
             if kind is None:
                 return CheckpointPolicy.PREFER_RECOMPUTE
             # Before torch 2.13 the policy is called again during recomputation.
@@ -105,7 +104,7 @@ class _Operator:
 
 @dataclass
 class _Block:
-    """The operators executed in one forward pass of a block, and the tensors it saved."""
+    """The expensive operators run in one forward pass of a block, and the tensors that autograd saved."""
 
     operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -186,7 +185,7 @@ class _OperatorRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        kind = _KINDS.get(func)
+        kind = _KIND_OF.get(func)
         if kind is not None:
             outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs)

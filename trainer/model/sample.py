@@ -101,7 +101,7 @@ class Decoder(ABC):
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        """Feed the prompts, none longer than `length`.  max_tokens: of the longest text with its prompt."""
+        """Feed the prompts, of at most `length` tokens each.  max_tokens: of the longest prompt with its text."""
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -122,8 +122,8 @@ class CachedDecoder(Decoder):
         tokens_BT, padding = _padded_left(prompts, length)
         self._cache = Cache(padding, max_tokens)
         logits_BTV = torch.empty(0)
-        for part_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(prompts)), 1):
-            logits_BTV = self._call(part_BT)
+        for chunk_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(prompts)), 1):
+            logits_BTV = self._call(chunk_BT)
         return logits_BTV[:, -1]
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
@@ -274,9 +274,9 @@ class Token(NamedTuple):
 class Generated:
     """The text that continues one prompt.
 
-    tokens: the generated tokens, including the end token if there is one. logprobs: their log-probabilities under the
-    model, independent of temperature, top-k and top-p. finish: why the text ended: an end token, its maximum length, or
-    logits that are not finite, from which no token was drawn.
+    tokens: the generated tokens, including the end token if there is one.  logprobs: their log-probabilities under the
+    model, independent of temperature, top-k and top-p.  finish: why the text ended: an end token, its maximum
+    length, or logits that are not finite, from which no token was drawn.
     """
 
     tokens: list[int]
@@ -336,13 +336,13 @@ def longest_text(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], in
 
 
 class InStep:
-    """Lets ranks that call the same sharded model agree on sizes.  Every method is an all-reduce."""
+    """Lets ranks that call the same sharded model agree on sizes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def max(self, number: int) -> int:
-        """Return the maximum of `number` over all ranks."""
+        """Return the maximum of `number` over all ranks.  One all-reduce, and a host sync."""
         numbers = torch.tensor(number, device=self._device)
         dist.all_reduce(numbers, dist.ReduceOp.MAX)
         return int(numbers)

@@ -1,6 +1,6 @@
 """Prepares a model for training: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
 
-Only this module calls `fully_shard`; the training step does not depend on any of it.
+Only this module calls `fully_shard`, and the training step depends on none of these choices.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from trainer.config.mesh import nearest_divisor
 from trainer.config.rules import compiles_blocks, offloaded_share
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE
 from trainer.errors import UserError, setting_error
-from trainer.experts import find_experts, share_out
+from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
 from trainer.model.parameters import note_expert_mesh
 from trainer.model.placement import divide, divides_evenly, num_dims_to_divide
-from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_costly, save_only
+from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_expensive, save_only
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
 from trainer.sequence import use_slices
@@ -56,13 +56,13 @@ def apply_sharding(
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
     share = offloaded_share(train.offload_activations)
-    works_on_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or share > 0
-    blocks = find_blocks(model, recipe) if works_on_blocks else []
-    saved_operators = saved_by_budget(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
+    changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or share > 0
+    blocks = find_blocks(model, recipe) if changes_blocks else []
+    saved_operators = operators_to_save(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
     units = find_units(model, recipe, config.fsdp.wrap)
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
-    if works_on_blocks:
+    if changes_blocks:
         _check_blocks(blocks, units, config)
         offload = ActivationOffload(model, blocks, share, torch.device(mesh.device_type)) if share else None
         apply_activation_checkpointing(
@@ -81,7 +81,7 @@ def apply_sharding(
         if expert_mesh is not None:
             # Makes the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further.
             check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
-            share_out([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
+            shard_experts([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
             note_expert_mesh(expert_mesh, mesh)
         _shard(model, units, reshard, config, mesh, expert_mesh)
     return units
@@ -116,14 +116,17 @@ def check_experts(
             rule = f"makes experts a separate unit ({unit}); with mesh.expert={size} they must be inside a larger unit"
             raise setting_error("fsdp.wrap", config.fsdp.wrap, rule, "block")
     for name, module in modules.items():
-        for own, parameter in module.named_parameters():
-            num_experts, parts = parameter.shape[0], num_shards // size
+        for parameter_name, parameter in module.named_parameters():
+            num_experts, num_groups = parameter.shape[0], num_shards // size
             if num_experts % size:
                 rule = f"must divide the {num_experts} experts of {name}"
                 raise setting_error("mesh.expert", size, rule, nearest_divisor(size, math.gcd(num_experts, num_shards)))
             if not divides_evenly(parameter.shape, num_shards, size, num_dims_to_divide(parameter.shape, config, True)):
                 sizes = (num_experts // size, *parameter.shape[1:])
-                rule = f"leaves {name}.{own} of shape {sizes} to {parts} ranks, which divide none of its dimensions"
+                rule = (
+                    f"leaves {name}.{parameter_name} of shape {sizes} to {num_groups} ranks, "
+                    "which divide none of its dimensions"
+                )
                 raise setting_error("mesh.expert", size, rule, 1)
 
 
@@ -132,7 +135,9 @@ def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh 
     if expert_mesh is None:
         return {}
     modules = find_experts(model, recipe).items()
-    return {f"{name}.{own}": expert_mesh for name, module in modules for own, _ in module.named_parameters()}
+    return {
+        f"{name}.{parameter}": expert_mesh for name, module in modules for parameter, _ in module.named_parameters()
+    }
 
 
 def _shard(
@@ -147,7 +152,7 @@ def _shard(
     if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
         rule = f"needs torch 2.13, since FSDP converted bytes to fsdp.param_dtype before; this is {torch.__version__}"
         raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
-    policy = _precision(config)
+    policy = _precision_policies(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     num_shards = mesh.size(mesh.ndim - 1)
@@ -161,10 +166,10 @@ def _shard(
         expert_mesh_info = fsdp_common.HSDPMeshInfo(replicated, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
-        is_of_experts = isinstance(parameter, DTensor)
+        is_expert = isinstance(parameter, DTensor)
         num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
-        placed = Shard(divide(parameter.shape, num_shards, config.expert if is_of_experts else 1, num_dims).dim)
-        if not is_of_experts:
+        placed = Shard(divide(parameter.shape, num_shards, config.expert if is_expert else 1, num_dims).dim)
+        if not is_expert:
             return placed
         assert expert_mesh_info is not None
         return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
@@ -191,7 +196,7 @@ def _shard(
 
 def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
     """Cast the inputs of units and the output of an unsharded model, as FSDP would."""
-    policy = _precision(config)(is_root=True)
+    policy = _precision_policies(config)(is_root=True)
 
     def cast(tensors: Any, dtype: torch.dtype | None) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
@@ -283,7 +288,7 @@ def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit
             raise setting_error("train.activation_checkpoint", setting, rule, "full")
 
 
-def saved_by_budget(
+def operators_to_save(
     model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int | str
 ) -> list[frozenset[OperatorId]]:
     """Return the operators whose outputs each block saves with `budget:<share>`; an empty list for other settings.
@@ -315,7 +320,7 @@ def apply_activation_checkpointing(
     """Wrap `blocks` so that the backward pass recomputes what they would otherwise save.
 
     `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
-    recomputes the cheap operators; `budget:<share>` saves the operators that `saved_by_budget` chose for each block.
+    recomputes the cheap operators; `budget:<share>` saves the operators that `operators_to_save` chose for each block.
     The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
     recomputation finds the parameters gathered.  With `offload`, the operators' outputs go to host memory; compiled
     blocks do not need it, since what they save is visible from outside.  Sources: Chen et al. 2016, arXiv:1604.06174;
@@ -324,14 +329,13 @@ def apply_activation_checkpointing(
     if setting == "none":
         return
     every = setting if isinstance(setting, int) else 1
-    make = create_selective_checkpoint_contexts if offload is None else offload.storing_contexts
+    make_contexts = create_selective_checkpoint_contexts if offload is None else offload.storing_contexts
     contexts: list[dict[str, Any]] = [{}] * len(blocks)
     if setting == "selective":
-        contexts = [{"context_fn": save_all_costly if offload is None else partial(save_all_costly, make)}] * len(
-            blocks
-        )
+        context_fn = save_all_expensive if offload is None else partial(save_all_expensive, make_contexts)
+        contexts = [{"context_fn": context_fn}] * len(blocks)
     elif saved_operators:
-        contexts = [{"context_fn": save_only(operators, make)} if operators else {} for operators in saved_operators]
+        contexts = [{"context_fn": save_only(saved, make_contexts)} if saved else {} for saved in saved_operators]
     for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
         block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
 
@@ -373,7 +377,7 @@ def _replace_views(module: nn.Module, inputs: Any, output: Any) -> Any:
     return tree_map_only(torch.Tensor, replace, output)
 
 
-def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
+def _precision_policies(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
     """Return a function that creates the precision policy of a unit or of the root; only the root casts its output."""
     fsdp = config.fsdp
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
@@ -389,7 +393,8 @@ def _precision(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
     return policy
 
 
-_MAKES_RESHARD_MESH = "_get_post_forward_mesh_info"
+_RESHARD_MESH_FUNCTION = "_get_post_forward_mesh_info"
+"""FSDP's function that creates the mesh on which a unit reshards after its forward pass."""
 
 
 @contextmanager
@@ -397,10 +402,10 @@ def _shared_reshard_meshes() -> Iterator[None]:
     """Make all units that reshard to n ranks share one mesh.
 
     `fully_shard` creates a mesh in every call: 80 blocks on 512 ranks created 5,760 process groups; with this it is 72
-    (pytorch issue 153302).  Caches the results of FSDP's own function, by n.
+    (pytorch issue 153302).  Caches the results of FSDP's own function by number of ranks.
     """
     meshes: dict[bool | int, Any] = {}
-    make = getattr(fully_shard_module, _MAKES_RESHARD_MESH)
+    make = getattr(fully_shard_module, _RESHARD_MESH_FUNCTION)
 
     def make_once(reshard_after_forward: bool | int, mesh_info: Any) -> Any:
         if isinstance(reshard_after_forward, bool):
@@ -409,24 +414,24 @@ def _shared_reshard_meshes() -> Iterator[None]:
             meshes[reshard_after_forward] = make(reshard_after_forward, mesh_info)
         return meshes[reshard_after_forward]
 
-    setattr(fully_shard_module, _MAKES_RESHARD_MESH, make_once)
+    setattr(fully_shard_module, _RESHARD_MESH_FUNCTION, make_once)
     try:
         yield
     finally:
-        setattr(fully_shard_module, _MAKES_RESHARD_MESH, make)
+        setattr(fully_shard_module, _RESHARD_MESH_FUNCTION, make)
 
 
 def _set_communication(model: nn.Module, units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
     """Skip all-gathers that the backward pass does not need, and give reductions a separate communicator."""
-    if fsdp.reshard_after_backward:  # otherwise this all-gather saves the next micro-batch's
+    if fsdp.reshard_after_backward:  # otherwise this all-gather serves the next micro-batch too
         for unit in units:
             if is_embedding_unit(unit.modules, model):
                 unit.fsdp_module.set_unshard_in_backward(False)
     if fsdp.separate_reduce:
-        separate = getattr(model, "set_separate_reduce_scatter_group", None)
-        if separate is None:
+        set_separate_group = getattr(model, "set_separate_reduce_scatter_group", None)
+        if set_separate_group is None:
             raise setting_error("fsdp.separate_reduce", True, f"needs torch 2.13, this is {torch.__version__}", False)
-        separate()
+        set_separate_group()
 
 
 def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:

@@ -107,10 +107,10 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
     names = {id(module): name for name, module in model.named_modules()}
     by_name = dict(model.named_modules())
     if isinstance(entry, (tuple, list)):
-        parts = [part for item in entry for part in _resolve_unit(model, item, source)]
+        members = [member for item in entry for member in _resolve_unit(model, item, source)]
         yield ShardUnit(
-            tuple(name for part in parts for name in part.names),
-            tuple(module for part in parts for module in part.modules),
+            tuple(name for member in members for name in member.names),
+            tuple(module for member in members for module in member.modules),
         )
     elif isinstance(entry, nn.Module):
         if id(entry) not in names:
@@ -130,9 +130,9 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
 
 
 def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
-    """Return the units that a user-defined function lists; if it returns booleans, the modules for which it is True.
+    """Return the units that a user-defined function lists, or the modules for which it returns True.
 
-    The second form is FSDP1's `lambda_auto_wrap_policy`.
+    A function that returns booleans is one for FSDP1's `lambda_auto_wrap_policy`.
     """
     try:
         result = function(model)
@@ -149,7 +149,7 @@ def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -
 def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
     """Return the smallest subtrees with at least `min_parameters` parameters that are not in a smaller unit.
 
-    FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with modules outside it becomes
+    This is FSDP1's `size_based_auto_wrap_policy`.  A module that shares a parameter with modules outside it becomes
     part of a larger unit.
     """
     ties = tied_names(model)
@@ -163,8 +163,8 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
             for child_name, child in module.named_children()
         ]
         count = sum(child_counts) + sum(numel[id(p)] for p in module.parameters(recurse=False))
-        within = [[n.startswith(f"{name}.") for n in group] for group in ties]
-        splits_a_tie = any(any(group) and not all(group) for group in within)
+        is_inside = [[n.startswith(f"{name}.") for n in group] for group in ties]
+        splits_a_tie = any(any(group) and not all(group) for group in is_inside)
         is_container = isinstance(module, (nn.ModuleList, nn.ModuleDict))
         if name and count >= min_parameters and not splits_a_tie and not is_container:
             chosen.append(ShardUnit((name,), (module,)))
@@ -177,19 +177,19 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
 
 
 def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
-    owner: dict[str, ShardUnit] = {}
+    unit_of: dict[str, ShardUnit] = {}
     for unit in units:
         for name in unit.names:
             if not name:
                 raise UserError(f"{source}: the whole model cannot be a unit; the root is always sharded")
-            if name in owner:
+            if name in unit_of:
                 raise UserError(f"{source}: {name!r} is in two units")
-            owner[name] = unit
+            unit_of[name] = unit
     for group in tied_names(model):
-        homes = {id(_owner_of(name, owner)): _owner_of(name, owner) for name in group}
-        if len(homes) > 1:
+        innermost = {id(_innermost_unit(name, unit_of)): _innermost_unit(name, unit_of) for name in group}
+        if len(innermost) > 1:
             where = ", ".join(
-                f"{name!r} in {home or 'the root'}" for name, home in zip(group, homes.values(), strict=False)
+                f"{name!r} in {unit or 'the root'}" for name, unit in zip(group, innermost.values(), strict=False)
             )
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
@@ -198,11 +198,11 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
             )
 
 
-def _owner_of(parameter_name: str, owner: dict[str, ShardUnit]) -> ShardUnit | None:
+def _innermost_unit(parameter_name: str, unit_of: dict[str, ShardUnit]) -> ShardUnit | None:
     """Return the innermost unit that contains the parameter, or None for the root."""
     name = parameter_name
     while name:
         name = name.rpartition(".")[0]
-        if name in owner:
-            return owner[name]
+        if name in unit_of:
+            return unit_of[name]
     return None

@@ -22,7 +22,9 @@ from trainer.model.parameters import local, local_box, seed_of
 from trainer.optim.blockwise import MEAN, SQUARE, block_length
 
 _MAX_GRAPHS = 64
+"""Limit on recompilations; see `_compiled_update`."""
 _NUM_COLUMNS = 12
+"""Columns of the scalars for each parameter's step; see `_step_scalars`."""
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
 """Number of elements to update at a time.  On a CPU, temporaries then fit in the cache; on a GPU, where the update is
@@ -41,21 +43,21 @@ def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
     return torch.zeros_like(parameter.detach()[..., : parameter.shape[-1] // length], dtype=torch.float32)
 
 
-def convert_moments(part: torch.optim.Optimizer) -> None:
+def convert_moments(optimizer: torch.optim.Optimizer) -> None:
     """Convert moments read from a checkpoint to the dtype set for each parameter's group."""
-    for group in part.param_groups:
+    for group in optimizer.param_groups:
         dtype_name = group.get("state_dtype", "float32")
-        wants_bytes = dtype_name == "int8"
+        is_int8 = dtype_name == "int8"
         for parameter in group["params"]:
-            state = part.state.get(parameter, {})
-            length = block_length(parameter.shape) if wants_bytes else None
+            state = optimizer.state.get(parameter, {})
+            length = block_length(parameter.shape) if is_int8 else None
             for name, code in CODES.items():
                 if name not in state or (f"{name}{SCALE}" in state) == (length is not None):
                     continue
                 if length is None:
                     scales = _flat(state.pop(f"{name}{SCALE}"))
                     values = code.decode(_flat(state[name]).view(len(scales), -1), scales)
-                    dtype = torch.float32 if wants_bytes else getattr(torch, dtype_name)
+                    dtype = torch.float32 if is_int8 else getattr(torch, dtype_name)
                     state[name] = torch.zeros_like(parameter.detach(), dtype=dtype)
                     _flat(state[name]).copy_(values.view(-1))
                 else:
@@ -127,9 +129,9 @@ class RoundingAdamW(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            updated = [p for p in group["params"] if p.grad is not None]
-            if updated:
-                self._step_group(group, updated)
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            if with_gradient:
+                self._step_group(group, with_gradient)
         return loss
 
     def _step_group(self, group: Mapping[str, Any], parameters: list[torch.Tensor]) -> None:
@@ -140,10 +142,10 @@ class RoundingAdamW(torch.optim.Optimizer):
         if found_inf is not None:  # as a list, because a tensor as the scalar argument would cause a host sync
             torch._foreach_sub_(step_counts, [found_inf] * len(step_counts))
         steps = torch.stack(step_counts)
-        numbers = _numbers(group, steps, found_inf, grad_scale)
+        scalars = _step_scalars(group, steps, found_inf, grad_scale)
         positions = self._shard_positions(parameters, steps.device)
-        origins = torch.cat([keys_of(positions[:, 0], steps)[:, None], positions[:, 1:]], dim=1)
-        for p, state, row, origin in zip(parameters, states, numbers.unbind(), origins.unbind(), strict=True):
+        origins = torch.cat([hash_keys(positions[:, 0], steps)[:, None], positions[:, 1:]], dim=1)
+        for p, state, row, origin in zip(parameters, states, scalars.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
                 continue  # but it has a state, since checkpoints compare states across ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
@@ -177,6 +179,7 @@ class RoundingAdamW(torch.optim.Optimizer):
 
 
 _CONTIGUOUS_WIDTH = 4
+"""Width of the rows of `_shard_positions` if all shards are contiguous."""
 _CONTIGUOUS = (0, 0, 1, 0, 0, 0)
 """Entries after the seed and the first position for a contiguous shard; see `random_bits`."""
 
@@ -193,20 +196,20 @@ def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int,
         raise setting_error("optim.rounding", "stochastic", rule, "nearest")
     strides = [math.prod(shape[dim + 1 :]) for dim in range(max(1, len(shape)))]
     first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
-    position = seed_of(seed, name) % 2**32 - 2**31, _wrapped(first)
+    position = seed_of(seed, name) % 2**32 - 2**31, _wrap_int32(first)
     divided = [dim for dim, span in enumerate(box) if dim and span != (0, shape[dim])]
     if not divided:
         return position
     (dim,) = divided
     run, full = ((stop - start) * strides[dim] for start, stop in (box[dim], (0, shape[dim])))
-    return (*position, 0, 0, max(1, run), _wrapped(full - run))
+    return (*position, 0, 0, max(1, run), _wrap_int32(full - run))
 
 
-def _wrapped(number: int) -> int:
+def _wrap_int32(number: int) -> int:
     return (number + 2**31) % 2**32 - 2**31
 
 
-def _numbers(
+def _step_scalars(
     group: Mapping[str, Any],
     steps: torch.Tensor,
     found_inf: torch.Tensor | None,
@@ -238,14 +241,14 @@ def moment_names(state: Mapping[str, Any]) -> list[str]:
     return [*CODES, *(f"{name}{SCALE}" for name in CODES if f"{name}{SCALE}" in state)]
 
 
-def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
+def _update(tensors: list[torch.Tensor], scalars: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
     """Update N elements of a parameter and its two moments in place.
 
     tensors: parameter, gradient, and the averages of the gradient and of its square; if these are codes of one byte,
-    also the scales of their blocks.  numbers: (12,), see `_numbers`.  origin: (4,), see `random_bits`.
+    also the scales of their blocks.  scalars: (12,), see `_step_scalars`.  origin: (4,), see `random_bits`.
     """
     parameter, _, mean, square, *scales = tensors
-    step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update, scale, *_ = numbers.unbind()
+    step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update, scale, *_ = scalars.unbind()
     p, g = parameter.float(), tensors[1].float()
     m, v = (
         (
@@ -261,7 +264,7 @@ def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Te
     new_p = decay * p - step_size * new_m / (new_v.sqrt() * inverse_root + eps)
     bits = random_bits(origin, parameter.shape[0])
     # Each needs 16 random bits, so 32 are enough for two tensors.
-    updates = [(parameter, p, new_p, bits), (mean, m, new_m, bits >> 16), (square, v, new_v, mix(bits))]
+    updates = [(parameter, p, new_p, bits), (mean, m, new_m, bits >> 16), (square, v, new_v, hash_int32(bits))]
     for scale, code in zip(scales, CODES.values(), strict=False):
         moment, _, after, own_bits = updates.pop(1)
         own_bits = own_bits if stochastic else torch.full_like(own_bits, 0x8000)
@@ -276,25 +279,25 @@ def _update(tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Te
 
 
 def _update_by_pieces(
-    tensors: list[torch.Tensor], numbers: torch.Tensor, origin: torch.Tensor, stochastic: bool
+    tensors: list[torch.Tensor], scalars: torch.Tensor, origin: torch.Tensor, stochastic: bool
 ) -> None:
     """Update full shards of shape (N,), on a GPU with a compiled kernel.  See `_update`."""
     device, count = origin.device.type, tensors[0].numel()
     update: Callable[..., None] = _update
     if device == "cuda":
         # Clone: views at different offsets of one tensor would cause recompilation.
-        update, numbers, origin = _compiled_update(), numbers.clone(), origin.clone()
+        update, scalars, origin = _compiled_update(), scalars.clone(), origin.clone()
     length = count // tensors[4].numel() if len(tensors) > 4 else 1  # of a block, which is never divided
     step = _PIECE_ELEMENTS[device] // length * length
     for start in range(0, count, step):
         piece = slice(start, min(count, start + step))
-        piece_origin = _moved(origin, start) if start else origin
+        piece_origin = _advance(origin, start) if start else origin
         blocks = slice(piece.start // length, piece.stop // length)
         pieces = [tensor[piece] for tensor in tensors[:4]] + [scales[blocks] for scales in tensors[4:]]
-        update(pieces, numbers, piece_origin, stochastic)
+        update(pieces, scalars, piece_origin, stochastic)
 
 
-def _moved(origin: torch.Tensor, start: int) -> torch.Tensor:
+def _advance(origin: torch.Tensor, start: int) -> torch.Tensor:
     """Return the origin of a shard's elements from index `start` on; see `random_bits`."""
     if len(origin) <= _CONTIGUOUS_WIDTH:
         return torch.stack((origin[0], origin[1] + start))
@@ -332,9 +335,10 @@ def _compiled_update() -> Callable[..., None]:
 # "Parallel Random Numbers: As Easy as 1, 2, 3".
 
 _GOLDEN = 0x9E3779B9 - 2**32
+"""2**32 divided by the golden ratio, as an int32: spreads consecutive numbers evenly."""
 
 
-def mix(words: torch.Tensor) -> torch.Tensor:
+def hash_int32(words: torch.Tensor) -> torch.Tensor:
     """Return a hash of each int32: a bijection in which each input bit flips each output bit with probability one half.
 
     Products wrap around.  The constants are `lowbias32` of C.  Wellons' hash prospector,
@@ -350,9 +354,9 @@ def _shift_right(words: torch.Tensor, by: int) -> torch.Tensor:
     return (words >> by) & ((1 << (32 - by)) - 1)
 
 
-def keys_of(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
+def hash_keys(seeds: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
     """Return the key of each parameter's bits (int32) from its seed (int32) and the step number."""
-    return mix(mix(seeds) + steps.to(torch.int32) * _GOLDEN)
+    return hash_int32(hash_int32(seeds) + steps.to(torch.int32) * _GOLDEN)
 
 
 def random_bits(origin: torch.Tensor, count: int) -> torch.Tensor:
@@ -367,7 +371,7 @@ def random_bits(origin: torch.Tensor, count: int) -> torch.Tensor:
     if len(origin) > _CONTIGUOUS_WIDTH:
         numbers = origin[2] + numbers
         numbers = numbers + torch.div(numbers, origin[4], rounding_mode="floor") * origin[5]
-    return mix(((origin[1] + numbers) * _GOLDEN) ^ origin[0])
+    return hash_int32(((origin[1] + numbers) * _GOLDEN) ^ origin[0])
 
 
 def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 A block is a part of one row of a parameter.  Rows are never divided between ranks, so neither codes nor scales depend
 on the mesh.  The value of a code is a power of its number, so that small values next to large ones keep a precision
 of a few percent: a step of Adam divides one moment by the root of the other, so relative errors matter.  Values are
-rounded stochastically to one of the two neighboring codes, so that they are exact on average.
+rounded stochastically to one of the two nearest codes, so that they are exact on average.
 
 Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with a different code
 and with blocks that do not cross rows.
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 
 MAX_BLOCK, _MIN_BLOCK = 256, 16
+"""Largest and smallest number of elements that share a scale."""
 
 
 def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
@@ -47,9 +48,9 @@ class Code:
         """Return float32 values of shape (blocks, length) for codes of the same shape and scales (blocks,)."""
         return self._value(codes.float()) * scales[:, None]
 
-    def _value(self, numbers: torch.Tensor) -> torch.Tensor:
-        share = numbers / self.largest
-        return share.abs() ** self.power * share.sign()
+    def _value(self, codes: torch.Tensor) -> torch.Tensor:
+        fraction = codes / self.largest
+        return fraction.abs() ** self.power * fraction.sign()
 
     def encode(self, values: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and scales of float32 values of shape (blocks, length).
@@ -57,14 +58,14 @@ class Code:
         bits: int32 of that shape, of which the lower 16 are used.
         """
         scales = values.abs().amax(dim=1)
-        share = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
-        low = (share ** (1 / self.power) * self.largest).floor().clamp(max=self.largest - 1)
+        magnitude = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
+        low = (magnitude ** (1 / self.power) * self.largest).floor().clamp(max=self.largest - 1)
         below, above = self._value(low), self._value(low + 1)
         # The root is inexact, so the value may be slightly outside its two codes; the nearer one is then used.
-        is_up = (bits & 0xFFFF).float() / 0x10000 < (share - below) / (above - below)
-        number = (low + is_up).clamp(min=self.smallest)
-        number = torch.where(values == 0, 0, number)
-        return (number * values.sign()).to(self.dtype), scales
+        is_up = (bits & 0xFFFF).float() / 0x10000 < (magnitude - below) / (above - below)
+        code = (low + is_up).clamp(min=self.smallest)
+        code = torch.where(values == 0, 0, code)
+        return (code * values.sign()).to(self.dtype), scales
 
 
 MEAN = Code(torch.int8, power=3, smallest=0)

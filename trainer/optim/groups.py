@@ -20,8 +20,8 @@ from torch import nn
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
 from trainer.model.head import is_score
+from trainer.model.mup import Growth
 from trainer.model.parameters import is_vector, tied_names
-from trainer.model.widths import Growth
 from trainer.optim.muon import relative_update
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
@@ -39,8 +39,8 @@ class Assignment:
     optimizer: str
     weight_decay: float
     lr_scale: float = 1.0
-    rules: tuple[int, ...] = ()
-    """Indices of the entries of `optim.groups` that match."""
+    matching_groups: tuple[int, ...] = ()
+    """Indices of the entries of `optim.groups` that match the parameter."""
 
 
 def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] | None = None) -> list[Assignment]:
@@ -156,7 +156,7 @@ def block_rows(model: nn.Module, blocks: Mapping[str, int | Sequence[int]]) -> d
 # ---------------------------------------------------------------------------------------------------------------
 # optim.groups
 
-_FIELDS = ("match", "lr", "lr_decay", "weight_decay", "optimizer")
+_KEYS = ("match", "lr", "lr_decay", "weight_decay", "optimizer")
 
 
 def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
@@ -164,15 +164,15 @@ def check_groups(groups: Sequence[Mapping[str, Any]]) -> None:
     for number, group in enumerate(groups):
         key = f"optim.groups[{number}]"
         for field in group:
-            if field not in _FIELDS:
-                rule = f"has no key {field!r}; the keys are {', '.join(_FIELDS)}"
-                best = nearest(field, _FIELDS)
+            if field not in _KEYS:
+                rule = f"has no key {field!r}; the keys are {', '.join(_KEYS)}"
+                best = nearest(field, _KEYS)
                 raise setting_error(key, dict(group), rule, fix=f"write {best} for {field}" if best else "")
         if not isinstance(group.get("match"), str) or not group["match"]:
             example = '{match: "*embed*", lr: 0.3}'
             raise setting_error(key, dict(group), "needs `match`, a pattern of parameter names", example=example)
         if len(group) == 1:
-            raise setting_error(key, dict(group), f"sets nothing; besides match it may have {', '.join(_FIELDS[1:])}")
+            raise setting_error(key, dict(group), f"sets nothing; besides match it may have {', '.join(_KEYS[1:])}")
         for field in ("lr", "lr_decay", "weight_decay"):
             value = group.get(field)
             if value is None:
@@ -217,7 +217,11 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
                 scale *= float(group["lr_decay"]) ** (max(layers) - layer)
             decay = each.weight_decay if group.get("weight_decay") is None else float(group["weight_decay"])
             assignments[i] = dataclasses.replace(
-                each, optimizer=optimizer, lr_scale=scale, weight_decay=decay, rules=(*each.rules, number)
+                each,
+                optimizer=optimizer,
+                lr_scale=scale,
+                weight_decay=decay,
+                matching_groups=(*each.matching_groups, number),
             )
     return assignments
 
@@ -226,11 +230,11 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
 # Descriptions for the start block
 
 
-def notes_on(assignments: Sequence[Assignment]) -> list[str]:
+def describe_overlaps(assignments: Sequence[Assignment]) -> list[str]:
     """Return a line about the parameters that match several entries of `optim.groups`, if any."""
-    several = [each.name for each in assignments if len(each.rules) > 1]
-    which = several[0] if len(several) == 1 else f"{len(several)} parameters"
-    return [f"matched by several groups (the last one takes effect): {which}"] if several else []
+    overlapping = [each.name for each in assignments if len(each.matching_groups) > 1]
+    which = overlapping[0] if len(overlapping) == 1 else f"{len(overlapping)} parameters"
+    return [f"matched by several groups (the last one takes effect): {which}"] if overlapping else []
 
 
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
@@ -244,13 +248,13 @@ def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -
         return []
     lines = []
     for part, group in groups:
-        kind = getattr(part, "algorithm", type(part).__name__).lower()
-        names_here = [re.sub(r"\.\d+(?=\.)", ".*", names[id(p)]).removesuffix(".weight") for p in group["params"]]
-        patterns = list(dict.fromkeys(names_here))
+        algorithm = getattr(part, "algorithm", type(part).__name__).lower()
+        group_names = [re.sub(r"\.\d+(?=\.)", ".*", names[id(p)]).removesuffix(".weight") for p in group["params"]]
+        patterns = list(dict.fromkeys(group_names))
         shown = patterns[0] + (f" and {len(patterns) - 1} more" if len(patterns) > 1 else "")
         numel = sum(p.numel() for p in group["params"])
         scale = f", lr x {group['lr_scale']:.4g}" if group.get("lr_scale", 1.0) != 1 else ""
         settings = f"decay {group.get('weight_decay', 0.0):.4g}{scale}"
         tensors = f"{len(group['params'])} tensor{'s' * (len(group['params']) > 1)}"
-        lines.append(f"{kind}, {settings}: {numel:,} in {tensors}, {shown}")
+        lines.append(f"{algorithm}, {settings}: {numel:,} in {tensors}, {shown}")
     return lines

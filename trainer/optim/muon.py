@@ -30,7 +30,7 @@ from trainer.model.parameters import division_of, local, mesh_of
 from trainer.model.placement import Box, Division
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
-"""The same polynomial five times; maps singular values to between 0.7 and 1.2."""
+"""Jordan's polynomial, applied five times; it maps singular values to between 0.7 and 1.2."""
 POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -38,7 +38,7 @@ POLAR = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
     (2.300652019954817, -1.6689039845749518, 0.4188073119525673),
 )
-"""A sequence of polynomials that is optimal for singular values between 1e-3 and 1."""
+"""The polynomials of Polar Express, optimal for singular values between 1e-3 and 1."""
 _POLAR_MARGIN = 1.01
 """The polar polynomials expect singular values of at most 1; rounding in bfloat16 may exceed that slightly."""
 COEFFICIENTS = {
@@ -47,6 +47,7 @@ COEFFICIENTS = {
 }
 
 _EPS = 1e-7
+"""Smallest norm that a matrix is divided by."""
 _ROW_BETA, _ROW_EPS = 0.95, 1e-8
 """NorMuon's decay rate for the rows' mean squares, and the epsilon added to their root."""
 
@@ -152,17 +153,17 @@ class Piece:
     def numel(self) -> int:
         return self.rows * self.columns
 
-    def of(self, matrix: torch.Tensor) -> torch.Tensor:
-        """Return these elements of the full matrix: (rows, columns)."""
+    def select(self, matrix: torch.Tensor) -> torch.Tensor:
+        """Return the elements of this piece from the full matrix: (rows, columns)."""
         return matrix[self.start : self.start + self.rows, self.first_column : self.first_column + self.columns]
 
 
 def assign_owners(
-    matrices: Sequence[Matrix], num_held: Callable[[Matrix, int], int], replicate: int, shard: int
+    matrices: Sequence[Matrix], num_local: Callable[[Matrix, int], int], replicate: int, shard: int
 ) -> list[int]:
     """Return the owner of each matrix, a rank of a mesh of `replicate` x `shard` ranks, balanced by FLOPs.
 
-    num_held: `num_held(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A rank with an
+    num_local: `num_local(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A rank with an
     entire matrix, such as an expert, owns it unless that unbalances the work, since nothing then needs to be sent.  The
     others are assigned, costliest first, to the rank with the least work.  The result depends only on the arguments, so
     all ranks compute the same one.
@@ -172,12 +173,12 @@ def assign_owners(
     owners = [-1] * len(matrices)
     costliest_first = sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, i))
     if shard > 1:
-        fair = sum(matrix.flops for matrix in matrices) / num_ranks
+        fair_share = sum(matrix.flops for matrix in matrices) / num_ranks
         for i in costliest_first:
-            holder = next((s for s in range(shard) if num_held(matrices[i], s) == matrices[i].numel), None)
+            holder = next((s for s in range(shard) if num_local(matrices[i], s) == matrices[i].numel), None)
             if holder is not None:
                 rank = min((r * shard + holder for r in range(replicate)), key=lambda rank: (load[rank], rank))
-                if load[rank] + matrices[i].flops <= fair:
+                if load[rank] + matrices[i].flops <= fair_share:
                     owners[i] = rank
                     load[rank] += matrices[i].flops
     for i in costliest_first:
@@ -187,19 +188,19 @@ def assign_owners(
     return owners
 
 
-def cut_into_buckets(matrices: Sequence[Matrix], capacity: float) -> list[list[int]]:
+def bucket_matrices(matrices: Sequence[Matrix], capacity: float) -> list[list[int]]:
     """Return the indices of the matrices in each bucket of at most `capacity` elements, or a single matrix.
 
     The costliest matrices come first.  Matrices of the same shape are adjacent, since they are computed as one batch.
     """
     buckets: list[list[int]] = []
-    free = 0.0
+    numel_left = 0.0
     for i in sorted(range(len(matrices)), key=lambda i: (-matrices[i].flops, matrices[i].rows, i)):
-        if not buckets or matrices[i].numel > free:
+        if not buckets or matrices[i].numel > numel_left:
             buckets.append([])
-            free = capacity
+            numel_left = capacity
         buckets[-1].append(i)
-        free -= matrices[i].numel
+        numel_left -= matrices[i].numel
     return buckets
 
 
@@ -224,13 +225,13 @@ class Ownership:
             [_as_stack(division.box(shape, s)) for s in range(shard)]
             for shape, division in zip(shapes, divisions, strict=True)
         ]
-        owners = assign_owners(matrices, self._held_numel, replicate, shard)
+        owners = assign_owners(matrices, self._local_numel, replicate, shard)
         # A rank receives a share of the rows to own, 1 / (replicate * shard), and its own rows, 1 / shard.
         capacity = bucket_numel * shard / (1 + 1 / replicate)
-        self.owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in cut_into_buckets(matrices, capacity)]
+        self.owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in bucket_matrices(matrices, capacity)]
         """The matrices of each bucket with their owners."""
 
-    def _held_numel(self, matrix: Matrix, s: int) -> int:
+    def _local_numel(self, matrix: Matrix, s: int) -> int:
         (first, last), (top, bottom), (left, right) = self._boxes[matrix.parameter][s]
         if not first <= matrix.expert < last:
             return 0
@@ -257,23 +258,23 @@ class Ownership:
 
     def _costs(self, bucket: Sequence[tuple[Matrix, int]], rank: int) -> BucketCosts:
         r, s = divmod(rank, self.shard)
-        held = {id(matrix): self._held_numel(matrix, s) for matrix, _ in bucket}
+        local_numel = {id(matrix): self._local_numel(matrix, s) for matrix, _ in bucket}
         flops: Counter[int] = Counter()
         for matrix, owner in bucket:
             flops[owner] += matrix.flops
-        own = [matrix for matrix, owner in bucket if owner == rank]
-        largest: Counter[tuple[int, int]] = Counter()
-        for matrix in own:
-            largest[matrix.rows, matrix.columns] += 1
+        owned = [matrix for matrix, owner in bucket if owner == rank]
+        num_by_shape: Counter[tuple[int, int]] = Counter()
+        for matrix in owned:
+            num_by_shape[matrix.rows, matrix.columns] += 1
         return BucketCosts(
-            sent_to_owners=sum(held[id(matrix)] for matrix, owner in bucket if owner // self.shard == r),
-            owned=sum(matrix.numel for matrix in own),
-            sent_to_holders=self.replicate * sum(matrix.numel for matrix in own),
-            held=sum(held.values()),
-            iterating=max((n * (r * c + min(r, c) ** 2) for (r, c), n in largest.items()), default=0),
-            piece=max(held.values(), default=0),
+            sent_to_owners=sum(local_numel[id(matrix)] for matrix, owner in bucket if owner // self.shard == r),
+            owned=sum(matrix.numel for matrix in owned),
+            sent_to_holders=self.replicate * sum(matrix.numel for matrix in owned),
+            held=sum(local_numel.values()),
+            iterating=max((n * (r * c + min(r, c) ** 2) for (r, c), n in num_by_shape.items()), default=0),
+            piece=max(local_numel.values(), default=0),
             num_matrices=len(bucket),
-            num_shapes=len(largest),
+            num_shapes=len(num_by_shape),
             flops=max(flops.values()),
         )
 
@@ -377,7 +378,7 @@ class _Bucket:
     def __init__(self, matrices: list[Matrix], owners: list[int], layout: _Layout) -> None:
         self.matrices, self.owners, self._mesh = matrices, owners, layout.mesh
         mesh = layout.mesh
-        self.mine = [i for i, owner in enumerate(owners) if owner == mesh.rank]
+        self.owned = [i for i, owner in enumerate(owners) if owner == mesh.rank]
         """The matrices that this rank owns."""
 
         def pieces(indices: Iterable[int], s: int) -> list[Piece]:
@@ -392,7 +393,7 @@ class _Bucket:
         """The pieces that this rank holds, in the order of the matrices."""
         self.to_owners = [pieces(owned_by(first + s), mesh.shard_rank) for s in range(mesh.shard)]
         """The local pieces that each rank of this replica needs as an owner."""
-        self.from_holders = [pieces(self.mine, s) for s in range(mesh.shard)]
+        self.from_holders = [pieces(self.owned, s) for s in range(mesh.shard)]
         all_ranks = range(mesh.size)
         self.to_holders = [self.from_holders[rank % mesh.shard] for rank in all_ranks]
         self.from_owners = [pieces(owned_by(rank), mesh.shard_rank) for rank in all_ranks]
@@ -405,10 +406,10 @@ class _Bucket:
             yield piece, slice(start, stop)
             start = stop
 
-    def mine_by_shape(self) -> dict[tuple[int, int], list[int]]:
+    def owned_by_shape(self) -> dict[tuple[int, int], list[int]]:
         """Return the matrices that this rank owns by shape; all of one shape are computed as one batch."""
         by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in self.mine:
+        for i in self.owned:
             by_shape[self.matrices[i].rows, self.matrices[i].columns].append(i)
         return by_shape
 
@@ -471,7 +472,7 @@ class Muon(torch.optim.Optimizer):
         self._blocks = dict(blocks or {})
         self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
 
-    def forget_blocks(self) -> None:
+    def ignore_blocks(self) -> None:
         """Treat fused parameters as one matrix each."""
         self._blocks.clear()
         self._layouts.clear()
@@ -604,14 +605,14 @@ class _Step:
         spans: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.to_holders):
             spans[piece.matrix].append((piece, span))
-        for (rows, columns), indices in bucket.mine_by_shape().items():
+        for (rows, columns), indices in bucket.owned_by_shape().items():
             # No variable refers to the batch, so that its memory is freed when the iterations start.
             results = orthogonalize(
-                _assembled([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients
+                _assemble([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients
             )
             for i, matrix in zip(indices, results.unbind(), strict=True):
                 for piece, span in spans[i]:
-                    sent[span].view(piece.rows, piece.columns).copy_(piece.of(matrix))
+                    sent[span].view(piece.rows, piece.columns).copy_(piece.select(matrix))
             del results, matrix  # before the next batch is allocated
 
     def _update_rows(self, bucket: _Bucket, received: torch.Tensor) -> None:
@@ -706,11 +707,11 @@ class _Message:
         return torch.cat([split[i] for i in self._parts])
 
 
-def _assembled(parts: Sequence[Sequence[torch.Tensor]], rows: int, columns: int) -> torch.Tensor:
+def _assemble(parts: Sequence[Sequence[torch.Tensor]], rows: int, columns: int) -> torch.Tensor:
     """Return matrices (B, R, N) from the parts of each, which divide either its rows or its columns, in order."""
-    if all(part.shape[1] == columns for of_one in parts for part in of_one):
-        return torch.cat([part for of_one in parts for part in of_one]).view(-1, rows, columns)
-    return torch.stack([torch.cat(tuple(of_one), dim=int(of_one[0].shape[0] == rows)) for of_one in parts])
+    if all(part.shape[1] == columns for part in itertools.chain.from_iterable(parts)):
+        return torch.cat([*itertools.chain.from_iterable(parts)]).view(-1, rows, columns)
+    return torch.stack([torch.cat(tuple(each), dim=int(each[0].shape[0] == rows)) for each in parts])
 
 
 def _as_rows(tensor: torch.Tensor | None) -> torch.Tensor:

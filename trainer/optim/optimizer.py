@@ -17,15 +17,15 @@ from torch import nn
 
 from trainer.config import OptimSection, RunConfig, ScheduleSection
 from trainer.errors import setting_error
+from trainer.model.mup import Growth
 from trainer.model.parameters import local
-from trainer.model.widths import Growth
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 from trainer.optim.blockwise import block_length
-from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_muon, notes_on
+from trainer.optim.groups import Assignment, assign, block_rows, describe_overlaps, matrices_for_muon
 from trainer.optim.muon import Muon
 
-AS_TORCHS = "as_torchs"
-"""Key that marks Muon's parameter groups if they come from a checkpoint of torch.optim.Muon."""
+MATCHES_TORCH_MUON = "as_torchs"
+"""Key in Muon's parameter groups, set if the run continues a checkpoint of torch.optim.Muon."""
 
 
 class StepListener(Protocol):
@@ -74,40 +74,40 @@ class Optimizer:
     def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
         """Update the parameters with their gradients times the scalar `scale`, which is the same on all ranks.
 
-        The gradients themselves may or may not be scaled in the process.  Nothing changes if the scalar
-        `is_finite`, the same on all ranks, is false.  AdamW checks it on the device, and on a GPU its kernel also
-        applies `scale`, since it reads the gradients anyway; elsewhere they are multiplied first.  Any other optimizer
-        needs a host sync to know whether gradients are finite, and so do offloaded parameters.
+        This may scale the gradients in place.  Nothing changes if the scalar `is_finite`, the same on all ranks, is
+        false.  AdamW and Muon check it on the device, and on a GPU they also apply `scale`, since they read the
+        gradients anyway; elsewhere gradients are multiplied first.  Any other optimizer needs a host sync to check
+        `is_finite`, and so do offloaded parameters.
         """
         for part in self.parts:
-            is_fused = getattr(part, "supports_found_inf", False)
-            if not is_fused and is_finite is not None and not is_finite:
+            checks_on_device = getattr(part, "supports_found_inf", False)
+            if not checks_on_device and is_finite is not None and not is_finite:
                 continue
             # Not on the CPU: the kernel divides by the inverse of `scale`, which is not bit-identical, and resumed runs
             # must continue bit-identically.
-            kernel_scales = is_fused and _device_of(part).type != "cpu"
-            if scale is not None and not kernel_scales:
+            scales_on_device = checks_on_device and _device_of(part).type != "cpu"
+            if scale is not None and not scales_on_device:
                 gradients = [
                     local(p.grad) for group in part.param_groups for p in group["params"] if p.grad is not None
                 ]
                 if gradients:
                     torch._foreach_mul_(gradients, scale.to(_device_of(part)))
-            if is_fused:
-                step_on_device(part, is_finite, scale if kernel_scales else None)
+            if checks_on_device:
+                step_on_device(part, is_finite, scale if scales_on_device else None)
             else:
                 part.step()
         for listener in self.step_listeners:
             listener.after_step(is_finite)
 
     def match_torch_muon(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make Muon update exactly `parameters`, and treat fused ones as one matrix each, as torch.optim.Muon did."""
+        """Make Muon update exactly `parameters`, each fused one as a single matrix, like torch.optim.Muon."""
         muon = next((part for part in self.parts if isinstance(part, Muon)), None)
         rest = next((part for part in self.parts if part is not muon), None)
         if muon is None:
             return
-        muon.forget_blocks()
+        muon.ignore_blocks()
         for group in muon.param_groups:
-            group[AS_TORCHS] = True  # for the checkpoints of this run
+            group[MATCHES_TORCH_MUON] = True  # for the checkpoints of this run
         muon_ids = {id(parameter) for parameter in parameters}
         num_moved = 0
         if rest is not None:
@@ -195,11 +195,12 @@ def build_optimizer(
         members = [each for each in assignments if each.optimizer == name]
         parts.append(_build(name, members, config, seed, block_rows(model, blocks or {})))
     optimizer = Optimizer(*parts)
-    optimizer.notes += notes_on(assignments)
+    optimizer.notes += describe_overlaps(assignments)
     return optimizer
 
 
 _ORDER = ("muon", "sgd", "adamw")
+"""Order of the torch optimizers in an `Optimizer`, and so in checkpoints."""
 
 
 def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, float]]:
@@ -210,7 +211,7 @@ def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, t
     """
     assignments = assign(model, config)
     needs_rounding = _needs_rounding([each.parameter for each in assignments if each.optimizer == "adamw"], config)
-    number = {"adamw": 2, "muon": 1, "sgd": int(config.momentum > 0)}
+    num_tensors = {"adamw": 2, "muon": 1, "sgd": int(config.momentum > 0)}
     sizes: dict[int, tuple[int, float]] = {}
     for each in assignments:
         size: float = each.parameter.element_size()
@@ -219,7 +220,7 @@ def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, t
             size = 4 if length is None else 1 + 4 / length
         elif each.optimizer == "adamw" and needs_rounding:
             size = getattr(torch, config.state_dtype).itemsize
-        sizes[id(each.parameter)] = number[each.optimizer], size
+        sizes[id(each.parameter)] = num_tensors[each.optimizer], size
     return sizes
 
 
@@ -227,16 +228,16 @@ AVERAGE_SIZE = 4
 """Bytes per element of the weight average."""
 
 
-def training_bytes(model: nn.Module, config: OptimSection, averages: bool = False) -> tuple[int, int, int]:
+def training_bytes(model: nn.Module, config: OptimSection, has_average: bool = False) -> tuple[int, int, int]:
     """Return this rank's bytes of weights, gradients, and persistent state (optimizer state and weight average)."""
     moments = optimizer_state_sizes(model, config)
     weights = gradients = persistent = 0
     for parameter in model.parameters():
         numel, size = local(parameter).numel(), parameter.element_size()
-        number, size_of_each = moments.get(id(parameter), (0, 0))
+        num_moments, moment_size = moments.get(id(parameter), (0, 0))
         weights += numel * size
         gradients += numel * size * parameter.requires_grad
-        persistent += int(numel * (number * size_of_each + AVERAGE_SIZE * parameter.requires_grad * averages))
+        persistent += int(numel * (num_moments * moment_size + AVERAGE_SIZE * parameter.requires_grad * has_average))
     return weights, gradients, persistent
 
 
@@ -305,20 +306,20 @@ class Schedule:
     def __init__(self, config: RunConfig) -> None:
         self.peak = config.optim.lr
         self.num_steps = config.train.steps
-        self.shape: ScheduleSection = config.schedule
+        self.section: ScheduleSection = config.schedule
         self.zero_after_end = True
         """Whether a decay to zero reaches zero one step after the last.  A resumed run keeps the value it started with.
         """
 
     def lr(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 1."""
-        shape, warmup = self.shape, self.shape.warmup(self.num_steps)
-        if shape.name == "range":
-            first, last = shape.lr_range
+        section, warmup = self.section, self.section.warmup(self.num_steps)
+        if section.name == "range":
+            first, last = section.lr_range
             return float(first * (last / first) ** ((step - 1) / max(1, self.num_steps - 1)))
         if step <= warmup:
             return self.peak * step / warmup
-        return self.peak * (shape.min_lr_ratio + (1 - shape.min_lr_ratio) * self._relative_height(step))
+        return self.peak * (section.min_lr_ratio + (1 - section.min_lr_ratio) * self._relative_height(step))
 
     def _relative_height(self, step: int) -> float:
         """Return the height between floor (0) and peak (1) after the warmup.
@@ -328,14 +329,14 @@ class Schedule:
 
         wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
         """
-        name, warmup = self.shape.name, self.shape.warmup(self.num_steps)
-        extra = int(self.shape.min_lr_ratio == 0 and self.zero_after_end)
-        left = max(0, self.num_steps + extra - step)
-        share_left = left / max(1, self.num_steps + extra - warmup)
+        name, warmup = self.section.name, self.section.warmup(self.num_steps)
+        extra = int(self.section.min_lr_ratio == 0 and self.zero_after_end)
+        steps_left = max(0, self.num_steps + extra - step)
+        share_left = steps_left / max(1, self.num_steps + extra - warmup)
         if name == "cosine":
             return 0.5 * (1 - math.cos(math.pi * share_left))
         if name == "linear":
             return share_left
-        if name == "wsd" and self.shape.decay_ratio > 0:
-            return min(1.0, left / (self.shape.decay_ratio * self.num_steps + extra))
+        if name == "wsd" and self.section.decay_ratio > 0:
+            return min(1.0, steps_left / (self.section.decay_ratio * self.num_steps + extra))
         return 1.0

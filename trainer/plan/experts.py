@@ -70,7 +70,7 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
 def tokens_at_break_even(plan: Plan) -> float | None:
     """Return F E / 4 A, or None if the model's configuration does not say how many experts a token has."""
     num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
-    layers = [sum(p.numel for p in unit.parameters if p.is_of_experts) for unit in plan.trace.units]
+    layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
     if not num_chosen or not dim or not any(layers):
         return None
     return max(layers) / (12 * dim * num_chosen)
@@ -101,7 +101,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
 def _replicated(plan: Plan) -> Plan | None:
     """Return the plan on the largest number of shards that divides the experts, if it fits and its step is shorter."""
     config, mesh = plan.config, plan.mesh
-    experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_of_experts]
+    experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     if not any(plan.layout.division(parameter).dim for parameter in experts):
         return None
     shard = math.gcd(mesh.shard, *(parameter.shape[0] for parameter in experts))
@@ -116,7 +116,7 @@ def _replicated(plan: Plan) -> Plan | None:
 
 def _padding(plan: Plan) -> str | None:
     """Return a warning if padding makes experts more than half as large again."""
-    experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_of_experts]
+    experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     gathered = sum(plan.layout.division(p).gathered_numel(p.shape) for p in experts)
     share = gathered / max(1, sum(p.numel for p in experts))
     if share <= 1.5:

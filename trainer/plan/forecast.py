@@ -113,14 +113,14 @@ class Forecast:
 
     @cached_property
     def plan(self) -> Plan | None:
-        """The plan, or None if the model cannot be traced on fake tensors; `why_not` then gives the reason."""
+        """The plan, or None if the model cannot be traced on fake tensors; `failure_reason` then gives the reason."""
         try:
             return make_plan(self._config, self._mesh, machine_of(self._config, self._world))
         except UserError as error:
-            self.why_not = str(error).splitlines()[0]
+            self.failure_reason = str(error).splitlines()[0]
             return None
 
-    why_not = ""
+    failure_reason = ""
 
     def begin(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Measure the memory that this process uses besides its tensors (CPU only); called just before training."""
@@ -173,7 +173,7 @@ class Forecast:
     def sentence(self) -> str:
         """Return the plan as text for the start block; on a CPU, with the memory used besides tensors."""
         if self.plan is None:
-            return f"none: {self.why_not}"
+            return f"none: {self.failure_reason}"
         plan = self.plan
         time = "" if self.step_s is None else f", {self.step_s:.3g} s per step"
         peak = readable_bytes(plan.peak_gib * GIB)
@@ -253,7 +253,7 @@ class Forecast:
         rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
         lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {traceback_place})"]
         if self.plan is None:
-            return "\n".join([*lines, f"no plan to compare with: {self.why_not}"])
+            return "\n".join([*lines, f"no plan to compare with: {self.failure_reason}"])
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             lines.append(

@@ -21,7 +21,7 @@ from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.plan import Generation, Plan
 from trainer.plan.probe import make_fake
 from trainer.plan.step import Layout
-from trainer.plan.trace import MemoryMeter, UnitFacts
+from trainer.plan.trace import MemoryMeter, UnitInfo
 from trainer.sequence import Cache, full_sequences
 
 BYTES_OF_CHOICE = 36
@@ -84,7 +84,7 @@ def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
     return []
 
 
-def _gathered_bytes(layout: Layout, units: Sequence[UnitFacts]) -> int:
+def _gathered_bytes(layout: Layout, units: Sequence[UnitInfo]) -> int:
     """Return the bytes of the gathered weights, which are in memory in addition to the shards."""
     if layout.is_unsharded:
         return 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from trainer.config.schema import MuonSection
 from trainer.model.placement import Division
 from trainer.optim.muon import JORDAN, BucketCosts, Ownership, split_into_matrices
-from trainer.plan.trace import ParameterFacts
+from trainer.plan.trace import ParameterInfo
 
 if TYPE_CHECKING:
     from trainer.plan.estimates import Collective, Rates
@@ -27,7 +27,7 @@ class MuonUpdate:
 
     def __init__(
         self,
-        parameters: Sequence[ParameterFacts],
+        parameters: Sequence[ParameterInfo],
         divisions: Mapping[str, Division],
         replicate: int,
         shard: int,

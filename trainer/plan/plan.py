@@ -16,7 +16,7 @@ from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
 from trainer.config.rules import offloaded_share
 from trainer.config.teacher import teacher_config
-from trainer.model.network import build_network, flops_of
+from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
@@ -181,7 +181,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         parameter.name: divide(
             parameter.shape,
             mesh.shard,
-            config.expert if parameter.is_of_experts else 1,
+            config.expert if parameter.is_expert else 1,
             num_dims_to_divide(parameter.shape, config, after_forward),
         )
         for unit, after_forward in zip(trace.units, (*reshard, True), strict=True)
@@ -221,7 +221,7 @@ def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
     shards = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
     output = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
     tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
-    flops = flops_of(teacher, model, config.data.seq_len) / 3 * tokens
+    flops = training_flops_per_token(teacher, model, config.data.seq_len) / 3 * tokens
     return Teacher(shards + output * _SIZES[config.fsdp.param_dtype], flops)
 
 

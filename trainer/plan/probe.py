@@ -28,19 +28,19 @@ from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
 from trainer.errors import UserError, setting_error
-from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, imagine_group
+from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, simulate_expert_group
 from trainer.loss import find_loss, loss_mode
-from trainer.model.network import build_network, flops_of, forward_passes
+from trainer.model.network import build_network, num_extra_forward_passes, training_flops_per_token
 from trainer.model.offload import ActivationOffload, offloaded_blocks
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
-from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, saved_by_budget
+from trainer.model.shard import apply_activation_checkpointing, forbid_view_outputs, operators_to_save
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.optim.groups import assign, block_rows
 from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
-from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterFacts, Recorder, Segment, Trace, UnitFacts
+from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterInfo, Recorder, Segment, Trace, UnitInfo
 from trainer.sequence import use_slices
 
 
@@ -65,7 +65,7 @@ class Probe:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, excluding recomputation."""
-        return flops_of(self.config, self._model, self._attended_length)
+        return training_flops_per_token(self.config, self._model, self._attended_length)
 
     @cached_property
     def _attended_length(self) -> float:
@@ -130,14 +130,14 @@ def _trace(
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
-    saved_operators = saved_by_budget(model, blocks, config, checkpointing, micro_batch_size)
+    saved_operators = operators_to_save(model, blocks, config, checkpointing, micro_batch_size)
     experts = find_experts(model, config.recipe).values()
     shared_out = {id(parameter) for module in experts for parameter in module.parameters()}
     moments = optimizer_state_sizes(model, config.optim)
     facts = _unit_facts(model, units, moments, _muon_blocks(model, config), shared_out)
     estimate = Estimate()
     if config.expert > 1:
-        estimate = imagine_group([*experts], config.expert, config.mesh.expert_method, imbalance)
+        estimate = simulate_expert_group([*experts], config.expert, config.mesh.expert_method, imbalance)
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
@@ -166,7 +166,7 @@ def _trace(
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
         with meter, use_slices(slices), loss_mode(config):
-            for _ in range(forward_passes(config)):
+            for _ in range(num_extra_forward_passes(config)):
                 with torch.no_grad():  # also of the reference model, which has the same architecture
                     loss_of(batch)
             loss = loss_of(batch)
@@ -294,12 +294,12 @@ def _unit_facts(
     moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
     of_experts: Collection[int],
-) -> tuple[UnitFacts, ...]:
+) -> tuple[UnitInfo, ...]:
     """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = num_weights(model)
     assigned: set[int] = set()
-    facts: dict[int, UnitFacts] = {}
+    facts: dict[int, UnitInfo] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
     for number, modules, name in [
         *((number, unit.modules, str(unit)) for number, unit in innermost_first),
@@ -310,7 +310,7 @@ def _unit_facts(
             if id(parameter) not in assigned:
                 assigned.add(id(parameter))
                 parameters.append(
-                    ParameterFacts(
+                    ParameterInfo(
                         names[id(parameter)],
                         tuple(parameter.shape),
                         parameter.requires_grad,
@@ -321,11 +321,11 @@ def _unit_facts(
                         0 if parameter.is_floating_point() else weights[id(parameter)],
                     )
                 )
-        facts[number] = UnitFacts(name, tuple(parameters), is_embedding_unit(modules, model))
+        facts[number] = UnitInfo(name, tuple(parameters), is_embedding_unit(modules, model))
     return tuple(facts[number] for number in range(len(units) + 1))
 
 
-def _without_unused(units: tuple[UnitFacts, ...], unused: set[str]) -> tuple[UnitFacts, ...]:
+def _without_unused(units: tuple[UnitInfo, ...], unused: set[str]) -> tuple[UnitInfo, ...]:
     """Mark parameters that get no gradient as untrained: they are not reduced and have no optimizer state."""
     return tuple(
         replace(

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from trainer.model.gradients import bucket_numel, cut_into_buckets
+from trainer.model.gradients import bucket_gradients, bucket_numel
 from trainer.model.placement import Division
-from trainer.plan.trace import ParameterFacts, Segment, Trace, UnitFacts
+from trainer.plan.trace import ParameterInfo, Segment, Trace, UnitInfo
 
 if TYPE_CHECKING:
     from trainer.plan.muon import MuonUpdate
@@ -94,11 +94,11 @@ class Layout:
     def size_of(self, axis: Literal["context", "expert"]) -> int:
         return self.context if axis == "context" else self.expert
 
-    def division(self, parameter: ParameterFacts) -> Division:
+    def division(self, parameter: ParameterInfo) -> Division:
         """Return how a parameter is divided among the ranks of the shard axis."""
         return self.divisions.get(parameter.name) or Division(0, self.shard)
 
-    def shard_numel(self, parameter: ParameterFacts) -> int:
+    def shard_numel(self, parameter: ParameterInfo) -> int:
         """Return the number of elements that a rank holds of a parameter, with padding."""
         division = self.division(parameter)
         return division.gathered_numel(parameter.shape) // division.parts
@@ -150,7 +150,7 @@ class _Sizes:
     largest_rearranged_gradient: int
 
 
-def _sizes_of(parameters: Sequence[ParameterFacts], layout: Layout, parts: int) -> _Sizes:
+def _sizes_of(parameters: Sequence[ParameterInfo], layout: Layout, parts: int) -> _Sizes:
     trained = [parameter for parameter in parameters if parameter.is_trained]
     padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
     stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
@@ -189,12 +189,12 @@ class _Group:
     """
 
     def __init__(
-        self, number: int, unit: int, facts: UnitFacts, parameters: Sequence[ParameterFacts], layout: Layout
+        self, number: int, unit: int, facts: UnitInfo, parameters: Sequence[ParameterInfo], layout: Layout
     ) -> None:
         self.number, self.unit = number, unit
-        self.is_shared_out = layout.expert > 1 and any(parameter.is_of_experts for parameter in parameters)
-        self.axis: Axis = "outer" if self.is_shared_out else "shard"
-        self.num_ranks = layout.shard // layout.expert if self.is_shared_out else layout.shard
+        self.has_divided_experts = layout.expert > 1 and any(parameter.is_expert for parameter in parameters)
+        self.axis: Axis = "outer" if self.has_divided_experts else "shard"
+        self.num_ranks = layout.shard // layout.expert if self.has_divided_experts else layout.shard
         self.sizes = _sizes_of(parameters, layout, self.num_ranks)
         self.reshard = layout.reshard[unit]
         self.is_gathered_back = not (facts.is_embedding_unit and layout.reshard_after_backward)
@@ -217,14 +217,14 @@ class _Group:
         return not self.sizes.stored
 
 
-def _groups_of(units: Sequence[UnitFacts], layout: Layout) -> list[list[_Group]]:
+def _groups_of(units: Sequence[UnitInfo], layout: Layout) -> list[list[_Group]]:
     """Return the groups of each unit: one, or two if it has experts that are divided among ranks, in FSDP's order."""
     groups: list[list[_Group]] = []
     number = 0
     for unit, facts in enumerate(units):
-        by_mesh: dict[bool, list[ParameterFacts]] = {}
+        by_mesh: dict[bool, list[ParameterInfo]] = {}
         for parameter in facts.parameters:
-            by_mesh.setdefault(layout.expert > 1 and parameter.is_of_experts, []).append(parameter)
+            by_mesh.setdefault(layout.expert > 1 and parameter.is_expert, []).append(parameter)
         groups.append([])
         for parameters in by_mesh.values() or ([],):
             groups[-1].append(_Group(number, unit, facts, parameters, layout))
@@ -545,7 +545,7 @@ class Step:
                 sum(backward[i][1].numel for i in bucket) * element_size,
                 bucket_numel((backward[i][1].numel for i in bucket), element_size) * element_size,
             )
-            for bucket in cut_into_buckets([(p.numel, element_size) for _, p in backward])
+            for bucket in bucket_gradients([(p.numel, element_size) for _, p in backward])
         )
 
     def _send_buckets(self, group: _Group) -> None:

@@ -35,7 +35,7 @@ the backward pass waits for them."""
 
 
 @dataclass(frozen=True)
-class ParameterFacts:
+class ParameterInfo:
     """A parameter; tied parameters appear once.  `element_size` is in bytes, in the stored dtype."""
 
     name: str
@@ -48,7 +48,7 @@ class ParameterFacts:
     """Bytes per element of these tensors."""
     muon_blocks: tuple[int, ...] | None = None
     """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
-    is_of_experts: bool = False
+    is_expert: bool = False
     """Whether its rows may be divided among ranks (`Recipe.experts`)."""
     packed_weights: int = 0
     """Number of packed weights, if the elements are bytes (gathered as stored); otherwise 0."""
@@ -63,11 +63,11 @@ class ParameterFacts:
 
 
 @dataclass(frozen=True)
-class UnitFacts:
+class UnitInfo:
     """A unit that FSDP gathers at once: its name, and the parameters that no unit inside it holds."""
 
     name: str
-    parameters: tuple[ParameterFacts, ...]
+    parameters: tuple[ParameterInfo, ...]
     is_embedding_unit: bool = False
     """Whether it holds only embedding tables, which the backward pass does not read."""
 
@@ -129,7 +129,7 @@ class Trace:
     """One micro-batch: the events in order, and the units in forward order with the root last."""
 
     events: tuple[Event, ...]
-    units: tuple[UnitFacts, ...]
+    units: tuple[UnitInfo, ...]
     buffer_bytes: int
     """Bytes of the model's buffers, which are always in memory."""
     input_bytes: int

@@ -22,7 +22,7 @@ from trainer.errors import UserError
 from trainer.experts import ADAPTER
 from trainer.files import crc32
 from trainer.model.head import is_score
-from trainer.model.lora import adapter_part, plain_name, transposed_layers
+from trainer.model.lora import name_without_adapters, parse_adapter, transposed_layers
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.recipe import Recipe, Transposed
@@ -136,7 +136,7 @@ def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSou
 
 def without_adapters(source: WeightSource) -> WeightSource:
     """Return the base weights of a source with adapters, under the names of the model without adapters."""
-    return RenamedSource(source, lambda name: None if adapter_part(name) else plain_name(name))
+    return RenamedSource(source, lambda name: None if parse_adapter(name) else name_without_adapters(name))
 
 
 class JoinedSource:
@@ -209,7 +209,7 @@ class MergedSource:
 
 def adapted_layers(names: Iterable[str]) -> set[str]:
     """Return the names of the layers whose adapter parameters are among `names`."""
-    return {part[0] for name in names if (part := adapter_part(name))}
+    return {part[0] for name in names if (part := parse_adapter(name))}
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -248,7 +248,7 @@ def export_adapter(
     prefixes |= expert_prefixes
     source, tensors = PeftFactors(source, expert_prefixes), []
     for name, shape in source.shapes.items():
-        if part := adapter_part(name):
+        if part := parse_adapter(name):
             layer, letter = part
             exported_name = f"base_model.model.{prefixes[layer]}.lora_{letter}.weight"
             tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))

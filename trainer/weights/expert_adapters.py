@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from trainer.experts import ADAPTER, ADAPTERS, matrices_of
-from trainer.model.lora import adapter_part, expert_matrices, huggingface_module
+from trainer.model.lora import expert_matrices, huggingface_module, parse_adapter
 from trainer.weights.sources import WeightSource
 
 
@@ -99,7 +99,9 @@ class PeftFactors:
     def __init__(self, source: WeightSource, experts: Collection[str]) -> None:
         """`experts`: the names of the adapters that belong to experts."""
         self.description, self.dtypes, self._source = source.description, source.dtypes, source
-        self._letters = {name: part[1] for name in source.shapes if (part := adapter_part(name)) and part[0] in experts}
+        self._letters = {
+            name: part[1] for name in source.shapes if (part := parse_adapter(name)) and part[0] in experts
+        }
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: self._shape(name, shape) for name, shape in source.shapes.items()
         }

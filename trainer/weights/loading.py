@@ -32,12 +32,12 @@ from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
 from trainer.experts import ADAPTERS
 from trainer.model.head import is_score
-from trainer.model.lora import is_base_weight, plain_name, transposed_layers, weights_to_pack
+from trainer.model.lora import is_base_weight, name_without_adapters, transposed_layers, weights_to_pack
 from trainer.model.materialize import materialize
+from trainer.model.mup import scale_initial_weights
 from trainer.model.network import build_network, replace_head
 from trainer.model.packed import CODE_BITS, Packing
 from trainer.model.units import find_blocks
-from trainer.model.widths import scale_initial_weights
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights.adapters import (
     BASE,
@@ -136,7 +136,7 @@ def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str
     renamed = rename_for_adapters(source, (name for name, _ in model.named_parameters()))
     fill(model, renamed, setting, only=is_base_weight)
     names = find_weights(model, renamed, setting, only=is_base_weight)
-    return {name: plain_name(stored) for name, stored in names.items()}
+    return {name: name_without_adapters(stored) for name, stored in names.items()}
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ EMA = "ema"
 
 
 class WeightAverage:
-    """The average of some parameters.  With a decay of 0 every method is a no-op."""
+    """The exponential moving average of some parameters.  With a decay of 0 every method is a no-op."""
 
     may_be_absent = True
     """Older checkpoints do not have it."""
@@ -48,9 +48,9 @@ class WeightAverage:
             self._has_started = True
             self._copy_weights()
             return
-        share = 1.0 - self._decay
+        step_weight = 1.0 - self._decay
         for parameter, average in self._pairs():
-            weight = torch.full((), share, device=average.device)
+            weight = torch.full((), step_weight, device=average.device)
             if is_finite is not None:
                 weight = weight * is_finite.to(average.device)
             average.lerp_(parameter.to(average.dtype), weight)
@@ -80,8 +80,8 @@ class WeightAverage:
         try:
             yield
         finally:
-            for (parameter, _), before in zip(self._pairs(), saved, strict=True):
-                parameter.copy_(before)
+            for (parameter, _), original in zip(self._pairs(), saved, strict=True):
+                parameter.copy_(original)
 
     # -- as a part of the state ----------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from torch import nn
 from tests.helpers.ranks import Ran, run_command, run_python_module, run_ranks, tiny_overrides
 from tests.helpers.tiny import tiny_config
 from trainer import Recipe, RunConfig, Trainer, load_config, register
+from trainer.model.mup import find_growth, scale_initial_weights
 from trainer.model.network import build_network
-from trainer.model.widths import find_growth, scale_initial_weights
 from trainer.optim.groups import assign
 from trainer.optim.optimizer import build_optimizer
 

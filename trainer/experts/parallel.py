@@ -1,4 +1,4 @@
-"""Divides the experts of a model among the ranks of an expert group, before the model is sharded."""
+"""Expert parallelism: divides a model's experts among the ranks of an expert group, before FSDP shards the model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the modules that `recipe.experts` names, by name.
+    """Return the expert modules of `model` by name, as listed in `recipe.experts`.
 
     Raises UserError if a pattern matches no module, or for a module whose parameters are not all stacked by expert.
     """
@@ -29,25 +29,27 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
     if callable(recipe.experts):
         modules = {name: model.get_submodule(name) for name in recipe.experts(model)}
     else:
-        modules = {name: module for name, module in model.named_modules() if matches(name, recipe.experts)}
+        modules = {name: module for name, module in model.named_modules() if _matches_pattern(name, recipe.experts)}
     if not modules and not callable(recipe.experts):
         raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
     for name, module in modules.items():
         first_dims = {parameter.shape[:1] for parameter in module.parameters()}
         if len(first_dims) != 1 or first_dims == {torch.Size()}:
-            shapes = ", ".join(f"{own} {tuple(p.shape)}" for own, p in module.named_parameters())
+            shapes = ", ".join(f"{parameter} {tuple(p.shape)}" for parameter, p in module.named_parameters())
             raise UserError(f"recipe {recipe.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
     return modules
 
 
-def matches(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern; `*` matches one part."""
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
+def _matches_pattern(name: str, pattern: str) -> bool:
+    """Return whether a dotted name matches a pattern, in which `*` stands for one component."""
+    components, expected = name.split("."), pattern.split(".")
+    return len(components) == len(expected) and all(
+        each in ("*", component) for component, each in zip(components, expected, strict=True)
+    )
 
 
-def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
-    """Divide the experts among the ranks of `mesh`, which has one axis.
+def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
+    """Divide the experts in `modules` among the ranks of `mesh`, which has one axis.
 
     Parameters become DTensors with consecutive experts on each rank.  They must be on the meta device, and the number
     of experts must be a multiple of the mesh's size.
@@ -57,17 +59,17 @@ def share_out(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> No
     for module in modules:
         for owner in module.modules():
             for name, parameter in [*owner.named_parameters(recurse=False)]:
-                rows = torch.empty_like(parameter[: parameter.shape[0] // size], device="meta")
-                shared = DTensor.from_local(
-                    rows, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
+                local = torch.empty_like(parameter[: parameter.shape[0] // size], device="meta")
+                sharded = DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
                 )
-                owner.register_parameter(name, nn.Parameter(shared, requires_grad=parameter.requires_grad))
+                owner.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
         setattr(module, GROUP, group)
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
-    """Call `watch(name, x, chosen, weights, out)` after each call of one of these modules inside the block."""
+def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
+    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has computed one of `modules`."""
     groups = {name: getattr(module, GROUP) for name, module in modules.items()}
     for name, module in modules.items():
         setattr(module, GROUP, replace(groups[name], watch=partial(watch, name)))
@@ -78,18 +80,18 @@ def watched(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Ite
             setattr(module, GROUP, groups[name])
 
 
-def imagine_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
-    """Reduce `modules`, which are on the meta device, to the experts of one of `size` ranks, for a plan.
+def simulate_expert_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
+    """Keep only the experts of one of `size` ranks in `modules`, which are on the meta device, for a plan.
 
-    Their collectives use a group called `expert`, and must run on fake tensors.  Returns the estimate that replaces the
-    router's choices; running the model completes it.
+    Their collectives use a group called `expert`, and must run on fake tensors.  Returns the estimate that is used
+    instead of the router's choices; running the model sets its `fill_fraction`.
     """
     estimate = Estimate(imbalance)
     group = ExpertGroup(size, 0, method, EXPERT, estimate)
     for module in modules:
         for owner in module.modules():
             for name, parameter in [*owner.named_parameters(recurse=False)]:
-                rows = parameter.detach()[: parameter.shape[0] // size].contiguous()
-                owner.register_parameter(name, nn.Parameter(rows, requires_grad=parameter.requires_grad))
+                local = parameter.detach()[: parameter.shape[0] // size].contiguous()
+                owner.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
         setattr(module, GROUP, group)
     return estimate

@@ -50,17 +50,17 @@ class Growth:
             return 1 / self.input_ratio
         return self.output_ratio / self.input_ratio
 
-    def init_scale(self, suits_width: bool) -> float:
+    def init_scale(self, is_fan_in: bool) -> float:
         """Return the factor for the initial values.
 
-        suits_width: True if they are already drawn with variance 1 / inputs, as in torch's own layers.
+        is_fan_in: True if they are already drawn with variance ~ 1 / inputs, as in torch's own layers.
         """
-        hidden = 1.0 if suits_width else 1 / math.sqrt(self.input_ratio)
+        hidden = 1.0 if is_fan_in else 1 / math.sqrt(self.input_ratio)
         return hidden if self.output_ratio != 1 else hidden / math.sqrt(self.input_ratio)
 
 
 def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
-    """Return the growth of each parameter of `model` from `optim.base_model`, by name; empty if that is not set.
+    """Compare each parameter of `model` with the one in `optim.base_model`, by name; empty if that is not set.
 
     Raises UserError if the base model has different parameters, or if a trained parameter is both an embedding table
     and an output projection, which need different factors.
@@ -74,8 +74,8 @@ def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
     if different := sorted(shapes.keys() ^ named.keys()):
         rule = f"has different parameters than this model: {different[0]} and {len(different) - 1} more"
         raise setting_error("optim.base_model", config.optim.base_model, rule, fix="name only fields that are widths")
-    homes = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
-    growth = {n: _growth_of(homes[id(p)], tuple(p.shape), shapes[n], is_vector(n, p)) for n, p in named.items()}
+    owners = {id(p): module for module in model.modules() for p in module.parameters(recurse=False)}
+    growth = {n: _growth_of(owners[id(p)], tuple(p.shape), shapes[n], is_vector(n, p)) for n, p in named.items()}
     for first, *_ in tied_names(model):
         if named[first].requires_grad and tuple(named[first].shape) != shapes[first]:
             rule = f"{first} is both an embedding table and an output projection, which need different scales"
@@ -84,9 +84,9 @@ def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
     return growth
 
 
-def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...], are_vectors: bool) -> Growth:
+def _growth_of(module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...], is_vector_like: bool) -> Growth:
     """Compare two shapes: (..., outputs, inputs) for matrices, (inputs, outputs) for tables, (outputs,) for vectors."""
-    if are_vectors:
+    if is_vector_like:
         return Growth(math.prod(shape[-1:]), 1, math.prod(base[-1:]), 1)
     outputs, inputs = -2, -1
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or hasattr(module, "nf"):  # also transformers' Conv1D
@@ -107,11 +107,13 @@ def scale_initial_weights(model: nn.Module, config: RunConfig) -> None:
     for module_name, module in modules:
         if isinstance(module, FACTORS):
             continue
-        suits_width = config.recipe.init is None and getattr(type(module), "reset_parameters", None) in _BY_INPUTS
+        is_fan_in = (
+            config.recipe.init is None and getattr(type(module), "reset_parameters", None) in _FAN_IN_INITIALIZERS
+        )
         for name, parameter in module.named_parameters(prefix=module_name, recurse=False):
-            if parameter.ndim >= 2 and (scale := growth[name].init_scale(suits_width)) != 1:
+            if parameter.ndim >= 2 and (scale := growth[name].init_scale(is_fan_in)) != 1:
                 local(parameter).mul_(scale)
 
 
-_BY_INPUTS = (nn.Linear.reset_parameters, nn.modules.conv._ConvNd.reset_parameters)
-"""Initializers that draw values with a variance proportional to 1 / inputs."""
+_FAN_IN_INITIALIZERS = (nn.Linear.reset_parameters, nn.modules.conv._ConvNd.reset_parameters)
+"""Initializers that draw values with a variance proportional to 1 / inputs (the fan-in)."""
