@@ -249,8 +249,8 @@ DEFECTS: list[Defect] = [
         "pruned-in-a-streak",
         "streaks",
         "Checkpoints._save",
-        "not failed and snapshot.num_skipped == 0 and state.num_skipped == 0",
-        "not failed and snapshot.num_skipped == 0",
+        "not failure and snapshot.num_skipped == 0 and state.num_skipped == 0",
+        "not failure and snapshot.num_skipped == 0",
     ),
     # -- old names -----------------------------------------------------------------------------------------------
     Defect(
@@ -724,7 +724,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "bfloat16-weights-for-muon",
         "groups",
-        "trainer.config.rules:_check_forms",
+        "trainer.config.rules:_check_settings",
         'dtype != "float32" and optimizer in ("sgd", "muon")',
         'dtype != "float32" and optimizer == "sgd"',
     ),
@@ -1043,7 +1043,7 @@ DEFECTS: list[Defect] = [
         "teacher-taken-for-the-first-weights",
         "distillation",
         "DistillationTrainer.__init__",
-        "self.world, KEY",
+        "self.world, TEACHER_KEY",
         "self.world",
     ),
     Defect(
@@ -1177,7 +1177,7 @@ DEFECTS: list[Defect] = [
         "orphans-at-the-start",
         "signals-while-connecting",
         "die_with_parent",
-        "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if follows else 0)",
+        "prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if enabled else 0)",
         "prctl(_PR_SET_PDEATHSIG, 0)",
         by_campaign=True,
     ),
@@ -1602,7 +1602,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "muon-with-rounded-moments",
         "compatibility",
-        "trainer.config.rules:_check_forms",
+        "trainer.config.rules:_check_settings",
         'dtype != "float32" and config.optim.name != "adamw"',
         'dtype != "float32" and config.optim.name == "sgd"',
     ),

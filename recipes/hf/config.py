@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.pretrained import CONFIG, check_headers, check_readable, has_config_only, read_config
+from trainer.config.pretrained import CONFIG_JSON, check_headers, check_readable, has_config_only, read_config
 from trainer.errors import setting_error
 from trainer.recipe import declare
 
@@ -81,7 +81,7 @@ def resolve(config: HfConfig) -> HfConfig:
     configuration.
     """
     folder = Path(config.path).expanduser().absolute()
-    if not config.path or not (folder / CONFIG).is_file():
+    if not config.path or not (folder / CONFIG_JSON).is_file():
         if config.config:
             return config
         if not config.path:
@@ -92,7 +92,7 @@ def resolve(config: HfConfig) -> HfConfig:
     check_readable({key: value for key, value in content.items() if key != "auto_map"})
     if config.config and config.config != content:
         changed_keys = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
-        rule = f"{folder / CONFIG} differs from model.config: {', '.join(changed_keys)}"
+        rule = f"{folder / CONFIG_JSON} differs from model.config: {', '.join(changed_keys)}"
         raise setting_error("model.path", config.path, rule, fix="set model.config={} to use the entries of the folder")
     fresh = config.fresh or has_config_only(folder)
     if not fresh:

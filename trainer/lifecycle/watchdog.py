@@ -133,7 +133,11 @@ class Watchdog(Callback):
     @contextmanager
     def running(self) -> Iterator[None]:
         """Watch during the block.  After it no limit is active, even if it raises."""
-        self._start()
+        self._main_thread = threading.get_ident()
+        if self._thread is None or self._stop_event.is_set():
+            self._stop_event = threading.Event()
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
         try:
             yield
         finally:
@@ -160,13 +164,6 @@ class Watchdog(Callback):
         self._limit = _Limit(time.monotonic() + seconds, key, seconds)
 
     # -- the watching thread ---------------------------------------------------------------------------------------
-
-    def _start(self) -> None:
-        self._main_thread = threading.get_ident()
-        if self._thread is None or self._stop_event.is_set():
-            self._stop_event = threading.Event()
-            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-            self._thread.start()
 
     def stop(self) -> None:
         """Stop watching."""
