@@ -210,7 +210,7 @@ class Forecast:
         }
 
     def mismatches(self) -> list[str]:
-        """Return a line for each value that was more than a tenth off the plan or, for memory on a CPU, out of range."""
+        """Return a line for each value that was over a tenth off the plan or, for memory on a CPU, out of its range."""
         result = self.result()
         lines = []
         peak = result["peak_memory_gib"]
