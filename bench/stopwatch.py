@@ -51,7 +51,7 @@ METHODS = {
     "trainer.data.opening": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},
     "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
-    "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.sentence": "planner's forecast"},
+    "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.summary": "planner's forecast"},
     "trainer.trainer": {
         "Trainer.build_model": "model",
         "Trainer.build_optimizer": "optimizer",

@@ -15,7 +15,7 @@ from trainer.config import MeshShape
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
 from trainer.plan.__main__ import command_line as plan_command
-from trainer.plan.generation import BYTES_OF_CHOICE, Texts, with_generation
+from trainer.plan.generation import SAMPLING_BYTES, Texts, with_generation
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import Generation, make_plan
 from trainer.plan.trace import MemoryMeter
@@ -82,7 +82,7 @@ def test_choosing_a_token_needs_the_bytes_that_are_planned() -> None:
     meter.cut()
     found = meter.segments()[0].peak / logits.numel()
     print(f"{found:.1f} bytes for each entry of the vocabulary")
-    assert 0.7 * BYTES_OF_CHOICE <= found <= BYTES_OF_CHOICE
+    assert 0.7 * SAMPLING_BYTES <= found <= SAMPLING_BYTES
 
 
 def test_a_generation_that_does_not_fit_is_reported(capsys: pytest.CaptureFixture[str]) -> None:

@@ -247,7 +247,7 @@ class Lifecycle:
         facts: dict[str, Any] = {"step": self._state.step, "reason": state, "goodput": goodput}
         if self._world.is_main:
             facts |= self._forecast.result()
-            for deviation in self._forecast.misses():
+            for deviation in self._forecast.mismatches():
                 self._metrics.say(f"not as planned: {deviation}")
         self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
         self._folder.write_status(state, exit_code, self._state.step, reason)

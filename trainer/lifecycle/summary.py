@@ -98,7 +98,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         + f"{context_facts} on {device_name(world.device)}{interface}",
         "memory": f"{readable_bytes(state_bytes)} per rank for weights{reference}, gradients and optimizer",
         **({"optimizer": "\n".join(optimizer_facts)} if optimizer_facts else {}),
-        "plan": trainer.forecast.sentence() if world.is_main else "",
+        "plan": trainer.forecast.summary() if world.is_main else "",
         "step": f"{readable_count(config.step_tokens)} token positions: {num_sequences} x {config.data.seq_len}, "
         f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
         + (f" on each of {world.size} ranks" if world.size > 1 else ""),

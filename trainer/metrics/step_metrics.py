@@ -194,7 +194,7 @@ class StepMetrics:
             queued.means = self._timer.read()
             self.step_s = queued.seconds if self._num_steps else 0.0
             self._num_steps += 1
-            self._forecast.count(queued.seconds, queued.is_profiled)
+            self._forecast.record_step(queued.seconds, queued.is_profiled)
         return queued.means
 
     def settle(self) -> None:

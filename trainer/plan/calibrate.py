@@ -1,4 +1,4 @@
-"""Measures the rates of this machine and stores them in the user's cache, for all later plans.
+"""Measures the rates of this machine and writes them to the user's cache, for all later plans.
 
 A single process measures one device.  Under torchrun or srun, the ranks also measure the links between them.
 """
@@ -25,7 +25,7 @@ from trainer.optim.muon import JORDAN, orthogonalization_flops, orthogonalize
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
-"""Approximate time spent on each measurement."""
+"""Approximate seconds spent on each measurement."""
 
 
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
@@ -36,8 +36,8 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     no such `device`.
     """
     world = World(config) if find_environment().is_distributed else None
-    here = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    name = torch.cuda.get_device_name() if here.type == "cuda" else "cpu"
+    local_device = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    name = torch.cuda.get_device_name() if local_device.type == "cuda" else "cpu"
     if device is not None and device.lower() not in name.lower():
         raise setting_error("device", device, f"is not here; --calibrate measures this machine, {name}", "auto")
     dtypes = (torch.bfloat16, torch.float32)
@@ -45,21 +45,21 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
         "measured": date.today().isoformat(),
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "matmul": {dtype.itemsize: _matmul(config, here, dtype) for dtype in dtypes},
-        "attention": {dtype.itemsize: _attention(config, here, dtype) for dtype in dtypes},
-        "orthogonalize": {dtype.itemsize: _orthogonalize(config, here, dtype) for dtype in dtypes},
-        "memory": _memory(here),
-        "optimizer": _optimizer(here),
-        "kernel_s": _kernel(here),
-        "host_s": _host(here),
-        "host": _host_copies(here),
-        **(_links(world) if world else {}),
+        "matmul": {dtype.itemsize: _matmul_rate(config, local_device, dtype) for dtype in dtypes},
+        "attention": {dtype.itemsize: _attention_rate(config, local_device, dtype) for dtype in dtypes},
+        "orthogonalize": {dtype.itemsize: _orthogonalize_rate(config, local_device, dtype) for dtype in dtypes},
+        "memory": _memory_rate(local_device),
+        "optimizer": _optimizer_rate(local_device),
+        "kernel_s": _kernel_s(local_device),
+        "host_s": _host_s(local_device),
+        "host": _host_copy_rate(local_device),
+        **(_link_rates(world) if world else {}),
     }
     if world is None or world.is_main:
         path = write_calibration(name, rates)
         for key, value in rates.items():
             print(f"{key:>17}  {value}")
-        print(f"{'kept in':>17}  {path}")
+        print(f"{'saved to':>17}  {path}")
     if world is not None:
         world.close()
     return rates
@@ -92,7 +92,7 @@ def _width(config: RunConfig, device: torch.device) -> int:
     return width if device.type == "cuda" else min(width, 1024)
 
 
-def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+def _matmul_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of a matrix product at the model's width (smaller on a CPU, to stay within the time budget)."""
     width = _width(config, device)
     rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
@@ -101,7 +101,7 @@ def _matmul(config: RunConfig, device: torch.device, dtype: torch.dtype) -> floa
     return 2.0 * rows * width * 4 * width / _seconds(lambda: a @ b, device)
 
 
-def _orthogonalize(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+def _orthogonalize_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of Muon's iterations on matrices of two shapes that are typical of the model."""
     width, flops = _width(config, device), 0
     batches = [torch.randn(2, rows, width, device=device).to(dtype) for rows in (width, 3 * width)]
@@ -110,7 +110,7 @@ def _orthogonalize(config: RunConfig, device: torch.device, dtype: torch.dtype) 
     return flops / _seconds(lambda: [orthogonalize(batch, JORDAN) for batch in batches], device)
 
 
-def _attention(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
+def _attention_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
     """Return the FLOP/s of causal attention, forward and backward, counting half of the scores."""
     length = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
     heads, size = (16, 128) if device.type == "cuda" else (4, 64)
@@ -122,14 +122,14 @@ def _attention(config: RunConfig, device: torch.device, dtype: torch.dtype) -> f
     return (4 + 10) * heads * length * length * size / 2 / _seconds(work, device)
 
 
-def _memory(device: torch.device) -> float:
+def _memory_rate(device: torch.device) -> float:
     """Return the bytes read and written per second by an elementwise addition."""
     numel = (256 if device.type == "cuda" else 16) * 2**20
     a, b = (torch.ones(numel, device=device) for _ in range(2))
     return 3 * 4 * numel / _seconds(lambda: torch.add(a, b, out=b), device)
 
 
-def _optimizer(device: torch.device) -> float:
+def _optimizer_rate(device: torch.device) -> float:
     """Return the bytes read and written per second by fused AdamW, which reads four tensors and writes three."""
     numel = (128 if device.type == "cuda" else 8) * 2**20
     weight = torch.nn.Parameter(torch.ones(numel, device=device))
@@ -138,7 +138,7 @@ def _optimizer(device: torch.device) -> float:
     return 7 * 4 * numel / _seconds(optimizer.step, device)
 
 
-def _host_copies(device: torch.device) -> float:
+def _host_copy_rate(device: torch.device) -> float:
     """Return the bytes per second of a copy to pinned host memory or back, whichever is slower."""
     num_bytes = (256 if device.type == "cuda" else 16) * 2**20
     on_device = torch.ones(num_bytes, dtype=torch.uint8, device=device)
@@ -148,7 +148,7 @@ def _host_copies(device: torch.device) -> float:
     return num_bytes / max(out_s, back_s)
 
 
-def _links(world: World) -> dict[str, float]:
+def _link_rates(world: World) -> dict[str, float]:
     """Measure the bandwidth into a rank and the latency of a collective, within a node and between nodes.
 
     Times all-gathers of two sizes along both axes of a mesh with one row per node.  Collective.
@@ -181,13 +181,13 @@ def _all_gather_s(group: dist.ProcessGroup, num_ranks: int, num_bytes: int, worl
     return world.max([statistics.median(times)])[0]
 
 
-def _kernel(device: torch.device) -> float:
+def _kernel_s(device: torch.device) -> float:
     """Return the shortest time from one kernel to the next, using kernels with almost no work."""
     small = torch.ones(64, device=device)
     return _seconds(lambda: [small.add_(1.0) for _ in range(200)], device) / 200
 
 
-def _host(device: torch.device) -> float:
+def _host_s(device: torch.device) -> float:
     """Return the host time to issue one operator, or 0 on a CPU, where the host is the device."""
     if device.type == "cpu":
         return 0.0

@@ -1,4 +1,4 @@
-"""Estimates the memory, the collectives and the time of one step, each by a `Watcher` of the simulated step.
+"""Estimates the memory, the collectives and the time of one step, each with its own `Watcher` of the simulated step.
 
 Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
@@ -26,9 +26,10 @@ from trainer.plan.trace import Segment, Trace
 
 @dataclass(frozen=True)
 class Moment:
-    """Memory at one moment of a step: the bytes of each kind, and the position in the step."""
+    """Memory at one moment of a step: the bytes of each kind."""
 
     place: str
+    """Where in the step, in words, such as `backward of layers.3`."""
     by_kind: dict[Kind, int]
 
     @property
@@ -47,14 +48,15 @@ class Memory:
     """Host memory of the rank for activations (`train.offload_activations`), in bytes."""
 
 
-_UPDATE = (-1, False)
+_OPTIMIZER_UPDATE = (-1, False)
+"""Stands for the optimizer's update, where otherwise a unit and a direction are expected."""
 
 
 class _MemoryWatcher(Watcher):
     """Adds up allocations and frees, and keeps the peak."""
 
-    def __init__(self, trace: Trace, at_rest: dict[Kind, int], draws: bool) -> None:
-        self._trace, self._draws = trace, draws
+    def __init__(self, trace: Trace, at_rest: dict[Kind, int], with_curve: bool) -> None:
+        self._trace, self._with_curve = trace, with_curve
         self._live: dict[Kind, int] = dict.fromkeys(get_args(Kind), 0) | at_rest
         self._total = sum(at_rest.values())
         self._where: tuple[int, bool] | None = None
@@ -84,28 +86,28 @@ class _MemoryWatcher(Watcher):
         self._where = unit, is_backward
         if self._total + temporaries > self._peak_total:
             self._note_peak(temporaries)
-        if self._draws:
-            self.curve.append(Moment(self._name(self._where), self._with("temporaries", temporaries)))
+        if self._with_curve:
+            self.curve.append(Moment(self._name(self._where), self._live_with("temporaries", temporaries)))
         self._live["activations"] += segment.net
         self._total += segment.net
 
     def update(self, num_bytes: int) -> None:
         """Account for the temporaries of the optimizer."""
-        self._where = _UPDATE
+        self._where = _OPTIMIZER_UPDATE
         if self._total + num_bytes > self._peak_total:
             self._note_peak(num_bytes)
 
-    def _with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
+    def _live_with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
         return {**self._live, kind: self._live[kind] + num_bytes}
 
     def _note_peak(self, temporaries: int) -> None:
         self._peak_total = self._total + temporaries
-        self._peak = self._where, self._with("temporaries", temporaries)
+        self._peak = self._where, self._live_with("temporaries", temporaries)
 
     def _name(self, where: tuple[int, bool] | None) -> str:
         if where is None:
             return "time before the first step"
-        if where == _UPDATE:
+        if where == _OPTIMIZER_UPDATE:
             return "update by the optimizer"
         unit, is_backward = where
         return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
@@ -116,9 +118,9 @@ class _MemoryWatcher(Watcher):
         return Moment(self._name(where), by_kind)
 
 
-def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, draws: bool = False) -> Memory:
-    """Return the memory of a rank over one step on `layout`, with the full curve if `draws`."""
-    watcher = _MemoryWatcher(trace, at_rest(trace, layout), draws)
+def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, with_curve: bool = False) -> Memory:
+    """Return the memory of a rank over one step on `layout`, with the full curve if `with_curve`."""
+    watcher = _MemoryWatcher(trace, at_rest(trace, layout), with_curve)
     Step(trace, layout, num_micro_batches, watcher).run()
     watcher.update(layout.muon.peak_bytes if layout.muon is not None else 0)
     return Memory(watcher.peak, tuple(watcher.curve), watcher.offloaded)
@@ -133,8 +135,10 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
-    average = AVERAGE_SIZE * layout.averages
-    kinds["optimizer"] = sum(int(numel * (p.moments * p.moment_size + average * p.is_trained)) for p, numel in shards)
+    average_size = AVERAGE_SIZE * layout.has_average
+    kinds["optimizer"] = sum(
+        int(numel * (p.moments * p.moment_size + average_size * p.is_trained)) for p, numel in shards
+    )
     return kinds
 
 
@@ -174,11 +178,12 @@ class _CollectiveCounter(Watcher):
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
         for work, count in segment.work:
             if work.operation is not None:
-                num_ranks = self._layout.size_of(work.axis)
+                num_ranks = self._layout.group_size(work.axis)
                 self.counts[Collective(work.operation, work.axis, num_ranks, work.num_bytes)] += count * self._repeats
 
 
 _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
+"""Sizes of the all-reduces of the gradient norm, the loss, and the votes (`StepSync.all_reduce`)."""
 
 
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
@@ -253,7 +258,8 @@ class Rates:
         per_node = max(1, min(num_ranks, self.ranks_per_node // stride))
         num_nodes = -(-num_ranks // per_node)
         rounds = 2 if operation == "all_reduce" else 1
-        num_cards = 1 if operation == "all_to_all" else per_node  # ranks send different data: each uses its own card
+        # In an all-to-all, ranks send different data, each through its own card.
+        num_cards = 1 if operation == "all_to_all" else per_node
         link_s = num_bytes * (per_node - 1) / per_node / self.link if per_node > 1 else 0.0
         network_s = num_bytes * (num_nodes - 1) / num_nodes / (num_cards * self.network) if num_nodes > 1 else 0.0
         latency_s = self.link_latency_s * math.log2(max(2, per_node)) + self.network_latency_s * math.log2(num_nodes)
@@ -288,14 +294,14 @@ class _Clock(Watcher):
     def __init__(self, layout: Layout, rates: Rates) -> None:
         self._layout, self._rates = layout, rates
         self._kernels: dict[tuple[tuple[Work, int], ...], tuple[float, float, int]] = {}
-        self._now = self._gathers_free = self._gathers_may = self._scatters_free = self._sums_free = 0.0
+        self._now = self._gathers_end = self._gathers_may_start = self._scatters_end = self._all_reduces_end = 0.0
         self._gathered_at: dict[int, float] = {}
-        self._last_copy: float | None = None
-        self._last_scatter: float | None = None
+        self._last_copy_end: float | None = None
+        self._last_scatter_end: float | None = None
         self._repeats = 1
         self._started = 0.0
-        self._copies_free = 0.0
-        self._fetched: deque[float] = deque()
+        self._host_copies_end = 0.0
+        self._fetch_ends: deque[float] = deque()
         self.offload_s = self.exposed_offload_s = 0.0
         self.total_s = self.compute_s = self.copy_s = self.communication_s = self.exposed_s = self.host_s = 0.0
 
@@ -305,72 +311,72 @@ class _Clock(Watcher):
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
         if segment.work not in self._kernels:
             self._kernels[segment.work] = self._times_of(segment)
-        seconds, sent_s, num_kernels = self._kernels[segment.work]
-        self._now += seconds + sent_s
+        seconds, collectives_s, num_kernels = self._kernels[segment.work]
+        self._now += seconds + collectives_s
         self.compute_s += self._repeats * seconds
-        self.exposed_s += self._repeats * sent_s  # kernels wait for the collectives between them
-        self._add_communication(sent_s)
+        self.exposed_s += self._repeats * collectives_s  # kernels wait for the collectives between them
+        self._add_communication(collectives_s)
         self.host_s += self._repeats * num_kernels * self._rates.host_s
 
     def _times_of(self, segment: Segment) -> tuple[float, float, int]:
         """Return the seconds of a segment's kernels, the seconds of its collectives, and their total number."""
-        kernels_s = sent_s = 0.0
+        kernels_s = collectives_s = 0.0
         layout = self._layout
         for work, count in segment.work:
             if work.operation is None:
                 kernels_s += count * self._rates.kernel(work)
             else:
-                num_ranks, num_bytes = layout.size_of(work.axis), work.num_bytes
-                sent_s += count * self._rates.collective(work.operation, layout, work.axis, num_ranks, num_bytes)
-        return kernels_s, sent_s, sum(count for _, count in segment.work)
+                num_ranks, num_bytes = layout.group_size(work.axis), work.num_bytes
+                collectives_s += count * self._rates.collective(work.operation, layout, work.axis, num_ranks, num_bytes)
+        return kernels_s, collectives_s, sum(count for _, count in segment.work)
 
     def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         seconds = self._rates.collective("all_gather", self._layout, axis, num_ranks, num_bytes)
-        start = max(self._gathers_free, self._gathers_may)
-        copied_s = num_bytes // num_ranks * 2 / self._rates.memory
-        self._gathered_at[group] = self._gathers_free = start + copied_s + seconds
+        start = max(self._gathers_end, self._gathers_may_start)
+        copy_in_s = num_bytes // num_ranks * 2 / self._rates.memory
+        self._gathered_at[group] = self._gathers_end = start + copy_in_s + seconds
         self._add_communication(seconds)
 
     def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None:
         self._wait_until(self._gathered_at.pop(group, 0.0))
-        if is_forward and self._last_copy is not None:
-            self._gathers_may = max(self._gathers_may, self._last_copy)
+        if is_forward and self._last_copy_end is not None:
+            self._gathers_may_start = max(self._gathers_may_start, self._last_copy_end)
         self.copy(num_bytes)
         if is_forward:
-            self._last_copy = self._now
+            self._last_copy_end = self._now
         else:
-            self._gathers_may = max(self._gathers_may, self._now)
+            self._gathers_may_start = max(self._gathers_may_start, self._now)
 
     def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
         layout, rates = self._layout, self._rates
-        if self._last_scatter is not None:  # wait until its buffer is released
-            self._wait_until(self._last_scatter)
+        if self._last_scatter_end is not None:  # wait until its buffer is released
+            self._wait_until(self._last_scatter_end)
         self.copy(scattered)
-        self._scatters_free = max(self._scatters_free, self._now)
+        self._scatters_end = max(self._scatters_end, self._now)
         if num_ranks > 1:
             seconds = rates.collective("reduce_scatter", layout, axis, num_ranks, scattered)
-            self._scatters_free += seconds
+            self._scatters_end += seconds
             self._add_communication(seconds)
-        self._last_scatter = self._scatters_free
+        self._last_scatter_end = self._scatters_end
         if layout.replicate > 1 and reduced:
             seconds = rates.collective("all_reduce", layout, "replicate", layout.replicate, reduced)
-            self._sums_free = max(self._sums_free, self._scatters_free) + seconds
+            self._all_reduces_end = max(self._all_reduces_end, self._scatters_end) + seconds
             self._add_communication(seconds)
 
     def offload(self, num_bytes: int) -> None:
-        self._wait_for_copy(self._copies_free)
+        self._wait_for_copy(self._host_copies_end)
         self._copy_on_host_link(num_bytes)
 
     def prefetch(self, num_bytes: int) -> None:
         self._copy_on_host_link(num_bytes)
-        self._fetched.append(self._copies_free)
+        self._fetch_ends.append(self._host_copies_end)
 
     def wait_for_prefetch(self) -> None:
-        self._wait_for_copy(self._fetched.popleft())
+        self._wait_for_copy(self._fetch_ends.popleft())
 
     def _copy_on_host_link(self, num_bytes: int) -> None:
         seconds = num_bytes / self._rates.host
-        self._copies_free = max(self._copies_free, self._now) + seconds
+        self._host_copies_end = max(self._host_copies_end, self._now) + seconds
         self.offload_s += self._repeats * seconds
 
     def _wait_for_copy(self, moment: float) -> None:
@@ -378,8 +384,8 @@ class _Clock(Watcher):
         self._now = max(self._now, moment)
 
     def finish(self) -> None:
-        self._wait_until(max(self._scatters_free, self._sums_free))
-        self._last_scatter = self._last_copy = None
+        self._wait_until(max(self._scatters_end, self._all_reduces_end))
+        self._last_scatter_end = self._last_copy_end = None
         self.total_s += self._repeats * (self._now - self._started)
 
     def _wait_until(self, moment: float) -> None:
@@ -404,10 +410,10 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     # Per trained element: the gradient norm reads the gradient.  The optimizer reads the weight and the gradient,
     # writes both (torch's fused step writes the clipped gradient), and reads and writes each moment.  A weight average
     # reads the weight, and reads and writes the average.
-    average = layout.averages / rates.memory
+    average_s_per_byte = layout.has_average / rates.memory
     optimizer_s = sum(
         2 * numel * p.element_size / rates.memory
-        + numel * (p.element_size + 2 * AVERAGE_SIZE) * average
+        + numel * (p.element_size + 2 * AVERAGE_SIZE) * average_s_per_byte
         + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
         for p, numel in shards
     )

@@ -21,24 +21,24 @@ _MIN_GAIN = 0.02
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
-    """Yield lines on what `mesh.expert` would change, for a model with experts on several ranks if it is not set.
+    """Yield lines on what `mesh.expert` would change, if the model has experts and runs on several ranks without it.
 
-    FSDP moves the weights of all experts, regardless of the number of tokens; an expert axis moves tokens instead.
-    Between nodes it moves fewer bytes below F E / 4 A tokens per micro-batch (F hidden width of an expert, E experts, A
-    of them per token): two gathers in 2 bytes and a reduction in 4 of the 3 D F E weights of a layer, D its width,
-    against six exchanges of D numbers of 2 bytes for each of a token's A rows, with full recomputation.
+    FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
+    Between nodes that is less below F E / 4 A tokens per micro-batch, for E experts of hidden width F, A per token, and
+    model width D, with full recomputation: FSDP gathers the 3 D F E weights of a layer twice in 2 bytes and reduces
+    their gradients in 4, whereas each of a token's A rows of D numbers is exchanged six times in 2 bytes.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
         return
-    if (line := _padding(plan)) is not None:
+    if (line := _padding_warning(plan)) is not None:
         yield line
-    if (replicated := _replicated(plan)) is not None:
+    if (replicated := _more_replicas(plan)) is not None:
         yield (
             f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
             f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
             f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: there are fewer experts than "
-            f"{shard} ranks, so that FSDP divides other dimensions, and copies weights and gradients one more time"
+            f"{shard} ranks, so FSDP divides other dimensions, and copies weights and gradients one more time"
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
@@ -46,7 +46,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     better = [other for other in _alternatives(plan) if other.fits or not plan.fits]
     best = min(better, key=lambda other: other.time.total_s, default=None)
     if best is None or (plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s):
-        yield f"experts: sharing them out (mesh.expert) would not make the step shorter{rule}"
+        yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{rule}"
         return
     yield (
         f"experts: mesh.expert={best.config.expert} mesh.expert_method={best.config.mesh.expert_method} would take "
@@ -62,13 +62,13 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
     trace = replace(plan.trace, counting=())
     without = time_of(trace, plan.layout, plan.num_micro_batches, plan.machine.rates)
     yield (
-        f"experts: model.balance takes a forward pass more for each of {plan.num_micro_batches} micro-batches: "
+        f"experts: model.balance takes an extra forward pass for each of {plan.num_micro_batches} micro-batches: "
         f"{plan.time.total_s:.3g} s per step instead of {without.total_s:.3g} with model.balance_shares=last"
     )
 
 
 def tokens_at_break_even(plan: Plan) -> float | None:
-    """Return F E / 4 A, or None if the model's configuration does not say how many experts a token has."""
+    """Return F E / 4 A (see `advice_on_experts`), or None if the configuration does not give A."""
     num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
     layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
     if not num_chosen or not dim or not any(layers):
@@ -98,8 +98,8 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
         yield make_plan(config, plan.mesh, plan.machine, plan.probe.on_other_mesh(config))
 
 
-def _replicated(plan: Plan) -> Plan | None:
-    """Return the plan on the largest number of shards that divides the experts, if it fits and its step is shorter."""
+def _more_replicas(plan: Plan) -> Plan | None:
+    """Return the plan with more replicas, and as many shards as divide the experts, if it fits and is faster."""
     config, mesh = plan.config, plan.mesh
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     if not any(plan.layout.division(parameter).dim for parameter in experts):
@@ -114,8 +114,8 @@ def _replicated(plan: Plan) -> Plan | None:
     return candidate if candidate.fits and is_shorter else None
 
 
-def _padding(plan: Plan) -> str | None:
-    """Return a warning if padding makes experts more than half as large again."""
+def _padding_warning(plan: Plan) -> str | None:
+    """Return a warning if padding adds more than half of the experts' size."""
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     gathered = sum(plan.layout.division(p).gathered_numel(p.shape) for p in experts)
     share = gathered / max(1, sum(p.numel for p in experts))

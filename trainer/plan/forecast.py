@@ -1,4 +1,4 @@
-"""Uses the planner within a run: resolves `auto` settings and compares predictions with measurements."""
+"""Uses the planner within a run: resolves `auto` settings, and compares the plan with measurements."""
 
 from __future__ import annotations
 
@@ -126,12 +126,12 @@ class Forecast:
         """Measure the memory that this process uses besides its tensors (CPU only); called just before training."""
         if self._world.device.type != "cpu":
             return
-        weights, _, kept = training_bytes(model, self._config.optim, self._config.train.ema > 0)
+        weights, _, optimizer_bytes = training_bytes(model, self._config.optim, self._config.train.ema > 0)
         tensor_bytes = weights * (1 + self._config.has_reference_model) + sum(b.nbytes for b in model.buffers())
         tensor_bytes += teacher.num_bytes if (teacher := teacher_of(self._config, self._mesh.shard)) is not None else 0
         states = [state for part in optimizer.parts for state in part.state.values()]
         if any(states):  # a resumed run has loaded them
-            tensor_bytes += kept
+            tensor_bytes += optimizer_bytes
         elif self._config.train.ema > 0:
             tensor_bytes += AVERAGE_SIZE * sum(local(p).numel() for p in model.parameters() if p.requires_grad)
         self._process_gib = max(0.0, resident_gib() - tensor_bytes / GIB)
@@ -170,7 +170,7 @@ class Forecast:
         machine = self.plan.machine
         return self.plan.time.total_s if machine.is_measured or machine.peak_flops is not None else None
 
-    def sentence(self) -> str:
+    def summary(self) -> str:
         """Return the plan as text for the start block; on a CPU, with the memory used besides tensors."""
         if self.plan is None:
             return f"none: {self.failure_reason}"
@@ -194,7 +194,7 @@ class Forecast:
             ]
         )
 
-    def count(self, seconds: float, is_profiled: bool) -> None:
+    def record_step(self, seconds: float, is_profiled: bool) -> None:
         """Record a step's duration, except for profiled steps and the first one, which compiles and allocates."""
         self._num_steps += not is_profiled
         if self._num_steps > 1 and not is_profiled:
@@ -209,8 +209,8 @@ class Forecast:
             "step_s": statistics.median(self._steps_s) if self._steps_s else None,
         }
 
-    def misses(self) -> list[str]:
-        """Describe where the plan was off by more than a tenth or, for memory on a CPU, outside its range."""
+    def mismatches(self) -> list[str]:
+        """Return a line for each value that was over a tenth off the plan or, for memory on a CPU, out of its range."""
         result = self.result()
         lines = []
         peak = result["peak_memory_gib"]

@@ -1,6 +1,6 @@
 """Plans the memory for generating texts inside a training step, as in reinforcement learning.
 
-Meanwhile the training state stays in memory, and so do the gathered weights (`trainer.gathered`).  In addition, the
+During generation, the training state and the gathered weights (`trainer.gathered`) stay in memory.  In addition, the
 texts need a cache, and calls of the model and the sampling of tokens allocate temporaries.
 """
 
@@ -24,7 +24,7 @@ from trainer.plan.step import Layout
 from trainer.plan.trace import MemoryMeter, UnitInfo
 from trainer.sequence import Cache, full_sequences
 
-BYTES_OF_CHOICE = 36
+SAMPLING_BYTES = 36
 """Bytes per text and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
 
 
@@ -53,19 +53,19 @@ def with_generation(plan: Plan, texts: Texts) -> Plan:
     """
     config = plan.config
     try:
-        cache, temporaries = _traced(config, plan.machine.device_type, texts)
+        cache, temporaries = _trace_generation(config, plan.machine.device_type, texts)
     except Exception as error:  # from the model's own code
         text = str(error).splitlines()[0] if str(error) else ""
         rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
         raise setting_error("model.name", config.model.name, rule) from error
-    temporaries += BYTES_OF_CHOICE * texts.number * (config.vocab_size or 0)  # the call's logits are still in memory
+    temporaries += SAMPLING_BYTES * texts.number * (config.vocab_size or 0)  # the call's logits are still in memory
     weights = _gathered_bytes(plan.layout, plan.trace.units)
     description = f"{texts.number} texts of {texts.prompt} + {texts.answer} tokens"
     return replace(plan, generation=Generation(description, weights, cache, temporaries))
 
 
 def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
-    """If `plan` does not fit because of the generation, return a line that says how many texts at once would fit."""
+    """Return a line with the number of texts at once that would fit, if `plan` does not fit because of generation."""
     budget = plan.machine.budget_bytes
     while (
         texts is not None
@@ -96,7 +96,7 @@ def _gathered_bytes(layout: Layout, units: Sequence[UnitInfo]) -> int:
     return total
 
 
-def _traced(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int]:
+def _trace_generation(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int]:
     """Return the bytes of the cache at the texts' full length, and of what a call of the model allocates in addition.
 
     The call gets the maximum number of tokens that a decoder feeds at once, and runs on fake tensors.
@@ -133,7 +133,7 @@ def _traced(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int
 
 
 def _capacity(texts: Texts, num_fed: int) -> int:
-    """Return how many tokens per text a cache finally has room for, measured by filling a cache of single numbers."""
+    """Return the final capacity of a cache in tokens per text, found by filling a cache with heads of size 1."""
     cache, keys = Cache([texts.prompt - 1], texts.prompt + texts.answer), torch.empty(0)
     sizes = [num_fed] * (texts.prompt // num_fed) + [texts.prompt % num_fed] * (texts.prompt % num_fed > 0)
     for size in (*sizes, *[1] * texts.answer):

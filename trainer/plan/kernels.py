@@ -1,7 +1,7 @@
-"""Kernels: the cost of operators, and an imitation of a GPU's kernels, fusion and float8 casts for tracing.
+"""The work of operators, and models of a GPU's kernels, of fusion by torch.compile and of float8 casts, for tracing.
 
-A GPU's fused kernels save fewer activations for the backward pass than the CPU's kernels.  `use_gpu_kernels` imitates
-them while a model is traced, so that a plan made on a laptop is right for GPUs.  This module does not depend on the
+A GPU's fused kernels save fewer activations for the backward pass than a CPU's kernels.  `use_gpu_kernels` imitates
+them while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module does not depend on the
 model or the speed of the device.
 """
 
@@ -43,11 +43,11 @@ class Work(NamedTuple):
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
-        """The collective, where `num_bytes` is the size of the full tensor; None for a kernel."""
+        """The collective, for which `num_bytes` is the size of the full tensor; None for a kernel."""
         return next((operation for operation in COLLECTIVES.values() if operation == self.kind), None)
 
 
-NOTHING = Work("memory", 0, 0, 0)
+NO_WORK = Work("memory", 0, 0, 0)
 
 COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]] = {
     torch.ops.meshtrainer.gather_parts.default: "all_gather",
@@ -59,7 +59,7 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
 
 _GROUPED = {torch.ops.meshtrainer.grouped_mm, torch.ops.meshtrainer.grouped_outer, GROUPED_PRODUCT.overloadpacket}
 
-_FREE = {
+_FREE = {  # operators that run no kernel
     aten.detach.default,
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -67,7 +67,7 @@ _FREE = {
     aten.new_empty_strided.default,
 }
 
-_ATTENTION = {getattr(aten, f"{name}{way}") for name in attention.KERNELS for way in ("", "_backward")}
+_ATTENTION = {getattr(aten, f"{name}{suffix}") for name in attention.KERNELS for suffix in ("", "_backward")}
 
 
 def _grouped_flop(first: Sequence[int], second: Sequence[int], *others: Any, **options: Any) -> int:
@@ -81,10 +81,10 @@ if GROUPED_PRODUCT.overloadpacket not in flop_registry:
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
-    """Return the work of one ATen operator call; `NOTHING` for views, allocations and queries."""
+    """Return the work of one ATen operator call; `NO_WORK` for views, allocations and queries."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
     if not outputs or func.is_view or func in _FREE:
-        return NOTHING
+        return NO_WORK
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)]
     if func in COLLECTIVES:
@@ -138,14 +138,14 @@ class _GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and _takes_flash(*args, **kwargs):
+        if func is F.scaled_dot_product_attention and _supports_flash(*args, **kwargs):
             return _flash(*args, **kwargs)
         if func is F.rms_norm:
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _takes_flash(
+def _supports_flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -294,31 +294,39 @@ def _groups(operators: Sequence[Operator]) -> list[int]:
 # scales and casts.
 
 
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
-_MULTIPLE = 16
+_FLOAT8_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_FLOAT8_MULTIPLE = 16
 """A layer is converted to float8 only if both of its dimensions are multiples of this."""
 
 
 class Float8Casts:
-    """Adds the float8 casts to the matrix products inside blocks; does nothing if `setting` is `none`."""
+    """Adds the float8 casts to the matrix products inside blocks.
+
+    setting: the value of `train.float8`; no-op for `none`.  are_fused: whether torch.compile fuses the casts.
+    """
 
     def __init__(self, setting: str, are_fused: bool) -> None:
         self._setting, self._are_fused = setting, are_fused
-        self._num_made = 0
+        self._num_serials = 0
         self._cast: dict[int, int] = {}
+        """The storage of the cast of each storage, both as serial numbers."""
 
     def clear(self) -> None:
         """Forget which tensors have been cast; called at the start of each segment."""
         self._cast.clear()
 
-    def around(self, func: Any, args: Sequence[Any], operator: Operator, serials: Sequence[int]) -> Iterator[Operator]:
+    def cast(self, func: Any, args: Sequence[Any], operator: Operator, serials: Sequence[int]) -> Iterator[Operator]:
         """Yield the operators that run in place of `operator`, a call of `func` inside a block.
 
         Yields `operator` unchanged if it is not a matrix product that is converted to float8.  `serials` are the serial
         numbers of the storages of the tensors in `args`, in order.
         """
         factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
-        if self._setting == "none" or func not in _PRODUCTS or any(n % _MULTIPLE for f in factors for n in f.shape):
+        if (
+            self._setting == "none"
+            or func not in _FLOAT8_PRODUCTS
+            or any(n % _FLOAT8_MULTIPLE for f in factors for n in f.shape)
+        ):
             yield operator
             return
         reads: dict[int, int] = {}
@@ -331,11 +339,11 @@ class Float8Casts:
         yield Operator(operator.work._replace(num_bytes=num_bytes, element_size=1), reads, operator.writes, False)
 
     def _cast_of(self, serial: int, numel: int) -> Iterator[Operator]:
-        reads, cast = {serial: 2 * numel}, self._serial()
+        reads, cast = {serial: 2 * numel}, self._new_serial()
         if self._setting == "tensorwise":
-            largest, scale = self._serial(), self._serial()
-            yield self._memory_bound(reads, {largest: 4}, self._are_fused)
-            yield self._memory_bound({largest: 4}, {scale: 4}, False)
+            amax, scale = self._new_serial(), self._new_serial()
+            yield self._memory_bound(reads, {amax: 4}, self._are_fused)
+            yield self._memory_bound({amax: 4}, {scale: 4}, False)
             reads = {**reads, scale: 4}
         yield self._memory_bound(reads, {cast: numel}, self._are_fused)
         self._cast[serial] = cast
@@ -344,7 +352,7 @@ class Float8Casts:
         num_bytes = sum(reads.values()) + sum(writes.values())
         return Operator(Work("memory", 0, num_bytes, 1), reads, writes, is_fused)
 
-    def _serial(self) -> int:
+    def _new_serial(self) -> int:
         """Return a serial number for a storage that exists only in this model of the kernels."""
-        self._num_made += 1
-        return 10**15 + self._num_made
+        self._num_serials += 1
+        return 10**15 + self._num_serials  # far above those of traced storages

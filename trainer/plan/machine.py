@@ -1,4 +1,4 @@
-"""The machine of a plan: from a data sheet, a user's description, or measurements by `--calibrate`."""
+"""The machine that a plan is for: from a data sheet, a user's description, or measurements by `--calibrate`."""
 
 from __future__ import annotations
 
@@ -81,10 +81,10 @@ def find_machine(
     the estimates from the data sheet.  `network_gbps` is the bandwidth of one rank to other nodes, in Gbit/s.  Raises
     UserError for an unknown device.
     """
-    is_here = device == "auto" and torch.cuda.is_available()
+    is_local_gpu = device == "auto" and torch.cuda.is_available()
     if device == "auto":
-        device = torch.cuda.get_device_name() if is_here else default
-    if is_here and memory_gib is None:
+        device = torch.cuda.get_device_name() if is_local_gpu else default
+    if is_local_gpu and memory_gib is None:
         memory_gib = torch.cuda.get_device_properties().total_memory / GIB
     if device.lstrip().startswith("{"):
         custom = read_description(device)
@@ -92,10 +92,10 @@ def find_machine(
         return _with_memory(machine, memory_gib, memory_key)
     sheet, measured = find_device(device), read_calibration(device)
     if device.lower() == "cpu":
-        machine = _cpu(ranks_per_node or 1)
+        machine = _cpu_machine(ranks_per_node or 1)
     elif sheet is not None:
         machine = _from_sheet(sheet, ranks_per_node or 8, network_gbps)
-    elif measured is not None or is_here:
+    elif measured is not None or is_local_gpu:
         machine = replace(
             _from_sheet(_UNKNOWN, ranks_per_node or 8, network_gbps),
             name=device,
@@ -105,7 +105,7 @@ def find_machine(
     else:
         raise choice_error("device", device, [*(each.name for each in DEVICES), "cpu"])
     if (measured := measured or read_calibration(machine.name)) is not None:
-        machine = _measured(machine, measured)
+        machine = _with_measurements(machine, measured)
     return _with_memory(machine, memory_gib, memory_key)
 
 
@@ -119,7 +119,7 @@ def _with_memory(machine: Machine, memory_gib: float | None, key: str) -> Machin
 
 
 _UNKNOWN = DEVICES[0]
-"""Stands in for a GPU without a data sheet, so that settings can be compared; its step times are not reported."""
+"""Used for a GPU without a data sheet, so that settings can be compared; step times are not reported then."""
 
 
 def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_share: float = 1.0) -> Machine:
@@ -153,7 +153,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, comput
     )
 
 
-def _cpu(num_ranks: int) -> Machine:
+def _cpu_machine(num_ranks: int) -> Machine:
     """Return this host, its cores and memory divided among the ranks; a rough guess until it is calibrated."""
     cores = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
     rates = Rates(
@@ -176,9 +176,6 @@ def _cpu(num_ranks: int) -> Machine:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Calibration files
-
-
-_MEASURED = ("measured", "matmul", "attention", "memory", "optimizer", "kernel_s", "host_s")
 
 
 def calibration_path(name: str) -> Path:
@@ -213,7 +210,7 @@ def read_calibration(name: str) -> dict[str, Any] | None:
         ) from error
 
 
-def _measured(machine: Machine, values: dict[str, Any]) -> Machine:
+def _with_measurements(machine: Machine, values: dict[str, Any]) -> Machine:
     names = set(asdict(machine.rates))
     rates = {key: value for key, value in values.items() if key in names and value is not None}
     for key in ("matmul", "attention", "orthogonalize"):
@@ -261,14 +258,14 @@ def read_description(text: str) -> CustomDevice:
     sheet = find_device(description["like"])
     if sheet is None:
         raise choice_error("device.like", description["like"], [device.name for device in DEVICES])
-    values = {key: _number(key, value) for key, value in description.items() if key != "like"}
+    values = {key: _parse_number(key, value) for key, value in description.items() if key != "like"}
     power_w = values.pop("power_w", sheet.power_w)
     static_w = _STATIC_POWER * sheet.power_w
     if not static_w < power_w <= sheet.power_w:
         rule = f"{sheet.name} takes up to {sheet.power_w:g} W, {static_w:g} of them for its memory"
         raise setting_error("device.power_w", power_w, rule, example=f"{sheet.power_w:g}")
     suffix = "".join(f", {description[key]:g} {_UNITS[key]}" for key in description if key != "like")
-    changes: dict[str, Any] = {_FIELDS[key]: value * _SIZES.get(key, 1.0) for key, value in values.items()}
+    changes: dict[str, Any] = {_FIELDS[key]: value * _UNIT_SCALES.get(key, 1.0) for key, value in values.items()}
     custom = replace(sheet, name=f"{sheet.name}{suffix}", source=f"{sheet.source}, as described", **changes)
     return CustomDevice(custom, (power_w - static_w) / (sheet.power_w - static_w))
 
@@ -280,7 +277,7 @@ _FIELDS = {
     "bf16_tflops": "bf16_flops",
     "fp8_tflops": "fp8_flops",
 }
-_SIZES = {"memory_tb_s": 1e12, "link_gb_s": 1e9, "bf16_tflops": 1e12, "fp8_tflops": 1e12}
+_UNIT_SCALES = {"memory_tb_s": 1e12, "link_gb_s": 1e9, "bf16_tflops": 1e12, "fp8_tflops": 1e12}
 _UNITS = {
     "power_w": "W",
     "memory_gib": "GiB",
@@ -291,7 +288,7 @@ _UNITS = {
 }
 
 
-def _number(key: Any, value: Any) -> float:
+def _parse_number(key: Any, value: Any) -> float:
     if key not in _UNITS:
         best = nearest(key, _UNITS)
         meant = f"\n  did you mean device.{best}?" if best else ""

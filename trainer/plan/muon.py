@@ -1,4 +1,4 @@
-"""The costs of a Muon update: memory for its messages and iterations, collectives, and time.
+"""The costs of Muon's update: memory for its messages and iterations, collectives, and time.
 
 Which rank owns which matrix is decided by the same code as in training (`trainer.optim.muon.Ownership`).
 """

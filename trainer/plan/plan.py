@@ -28,6 +28,7 @@ from trainer.plan.step import Kind, Layout, Teacher
 from trainer.plan.trace import Trace
 
 _SIZES = {"float32": 4, "bfloat16": 2}
+"""Bytes per element, by dtype."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class Plan:
     probe: Probe
     """The probe that produced the trace; reused to trace the same model with other settings."""
     generation: Generation | None = None
-    """For programs that generate the texts they train on inside a step, which no setting shows."""
+    """For programs that generate the texts they train on inside a step; no setting says whether a program does."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -154,9 +155,10 @@ class Plan:
         config = self.config
         has_stored_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not has_stored_base]
-        average = AVERAGE_SIZE * (config.train.ema > 0)
+        average_size = AVERAGE_SIZE * (config.train.ema > 0)
         return sum(
-            int(p.numel * (p.element_size + p.moments * p.moment_size + average * p.is_trained)) for p in parameters
+            int(p.numel * (p.element_size + p.moments * p.moment_size + average_size * p.is_trained))
+            for p in parameters
         )
 
 
@@ -199,7 +201,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         teacher=teacher_of(config, mesh.shard),
         context=config.context,
         expert=config.expert,
-        averages=config.train.ema > 0,
+        has_average=config.train.ema > 0,
         prefetch_forward=fsdp.prefetch_forward,
         prefetch_backward=fsdp.prefetch_backward,
         accumulates_shards=fsdp.accumulate == "sharded",
@@ -213,16 +215,16 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
 
 
 def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
-    """Return the cost of a distillation's teacher, or None if there is none."""
+    """Return the memory and FLOPs of the teacher in distillation, or None without a teacher."""
     teacher = teacher_config(config)
     if teacher is None:
         return None
     model = build_network(teacher)
-    shards = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
-    output = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
+    shard_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
+    output_numel = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
     tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
     flops = training_flops_per_token(teacher, model, config.data.seq_len) / 3 * tokens
-    return Teacher(shards + output * _SIZES[config.fsdp.param_dtype], flops)
+    return Teacher(shard_bytes + output_numel * _SIZES[config.fsdp.param_dtype], flops)
 
 
 def without_data(config: RunConfig) -> RunConfig:

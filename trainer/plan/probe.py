@@ -90,10 +90,10 @@ class Probe:
         key = (micro_batch_size, checkpointing, offload)
         if key not in self._traces:
             with contextlib.suppress(Exception):  # blocks cannot be skipped, or the model treats them differently
-                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=True)
+                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, skips_blocks=True)
         if key not in self._traces:
             try:
-                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, shortens=False)
+                self._traces[key] = self._run(micro_batch_size, checkpointing, offload, skips_blocks=False)
             except UserError:
                 raise
             except Exception as error:  # from the model's own code, on tensors without values
@@ -102,7 +102,7 @@ class Probe:
                 raise setting_error("model.name", self.config.model.name, rule) from error
         return self._traces[key]
 
-    def _run(self, micro_batch_size: int, checkpointing: int | str, offload: float, shortens: bool) -> Trace:
+    def _run(self, micro_batch_size: int, checkpointing: int | str, offload: float, skips_blocks: bool) -> Trace:
         model = copy.deepcopy(self._model)
         trace = _trace(
             model,
@@ -111,7 +111,7 @@ class Probe:
             checkpointing,
             offload,
             self.device_type,
-            shortens,
+            skips_blocks,
             self._imbalance,
         )
         # Attention in the trace spans full rows; that affects its FLOPs, not what its kernels save.
@@ -125,16 +125,16 @@ def _trace(
     checkpointing: int | str,
     offload_share: float,
     device_type: str,
-    shortens: bool,
+    skips_blocks: bool,
     imbalance: float = 1.0,
 ) -> Trace:
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     saved_operators = operators_to_save(model, blocks, config, checkpointing, micro_batch_size)
     experts = find_experts(model, config.recipe).values()
-    shared_out = {id(parameter) for module in experts for parameter in module.parameters()}
+    expert_parameters = {id(parameter) for module in experts for parameter in module.parameters()}
     moments = optimizer_state_sizes(model, config.optim)
-    facts = _unit_facts(model, units, moments, _muon_blocks(model, config), shared_out)
+    unit_infos = _units_of(model, units, moments, _muon_blocks(model, config), expert_parameters)
     estimate = Estimate()
     if config.expert > 1:
         estimate = simulate_expert_group([*experts], config.expert, config.mesh.expert_method, imbalance)
@@ -146,10 +146,10 @@ def _trace(
     checkpointed = _checkpoint(blocks, checkpointing, saved_operators, fuses, offload if offload_share else None)
     train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
-    repetition = Repetition(model, units if shortens else (), checkpointed, offload.nominal)
+    repetition = Repetition(model, units if skips_blocks else (), checkpointed, offload.offloaded_by_pattern)
     with warnings.catch_warnings(), fake_tensors():
-        warnings.simplefilter("ignore")  # about hooks on views; warning about those is FSDP's job
-        buffer_bytes = make_fake(model, compute_dtype, repetition.left_out)
+        warnings.simplefilter("ignore")  # about hooks on views; in a real run, FSDP warns about them
+        buffer_bytes = make_fake(model, compute_dtype, repetition.skipped_modules)
         shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         meter = MemoryMeter(model, batch.values(), fuses, config.train.float8)
@@ -159,9 +159,9 @@ def _trace(
         forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
         if offload_share:
-            offload.record_in(recorder, repetition.left_out)
+            offload.record_in(recorder, repetition.skipped_modules)
         for number, unit in enumerate(units):
-            if not all(id(module) in repetition.left_out for module in unit.modules):
+            if not all(id(module) in repetition.skipped_modules for module in unit.modules):
                 recorder.watch_unit(unit.modules, number)
         recorder.watch_unit((model,), len(units), is_root=True)
         loss_of = find_loss(model)
@@ -179,10 +179,10 @@ def _trace(
                     loss_of(batch)
     all_events = [*without_block_marks(repetition.repeated(recorder.events))]
     num_events = next(number for number, event in enumerate(all_events, start=1) if event.mark == "end")
-    facts = _without_unused(facts, repetition.with_skipped(meter.unused(model)))
+    unit_infos = _as_frozen(unit_infos, repetition.with_skipped(meter.parameters_without_gradient(model)))
     return Trace(
         tuple(all_events[:num_events]),
-        facts,
+        unit_infos,
         buffer_bytes,
         input_bytes=2 * 8 * math.prod(shape),
         # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
@@ -224,17 +224,17 @@ class _PlannedOffload(ActivationOffload):
         super().__init__(model, blocks, share, torch.device("cpu"))
         self._counts_host = counts_host
         chosen = offloaded_blocks(len(blocks), share, with_last=True)
-        self.nominal = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
-        """Blocks that count as offloaded in the search for identical ones; the last is included, to be no exception."""
+        self.offloaded_by_pattern = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
+        """Blocks that count as offloaded in the search for identical ones: also the last, which keeps the pattern."""
 
-    def record_in(self, recorder: Recorder, left_out: set[int]) -> None:
+    def record_in(self, recorder: Recorder, skipped_modules: set[int]) -> None:
         """Start marking copies in `recorder`, for the blocks that are not left out.
 
         Call this after the recorder has been attached, so that a block's backward pass is marked before the copies that
         it starts.
         """
         self._recorder = recorder
-        self.attach([block for block in self._blocks if id(block) not in left_out])
+        self.attach([block for block in self._blocks if id(block) not in skipped_modules])
 
     def prefetch_before(self, block: nn.Module, call: Any, output: Any) -> None:
         def after(block: nn.Module, args: Any, output: Any) -> None:
@@ -288,18 +288,18 @@ def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ..
     return {parameter: blocks.get(parameter, ()) for parameter in muon}
 
 
-def _unit_facts(
+def _units_of(
     model: nn.Module,
     units: Sequence[ShardUnit],
     moments: Mapping[int, tuple[int, float]],
     muon_blocks: Mapping[int, tuple[int, ...]],
-    of_experts: Collection[int],
+    expert_parameters: Collection[int],
 ) -> tuple[UnitInfo, ...]:
-    """Return the units in forward order, then the root, each with the parameters that no unit inside it holds."""
+    """Return the units in forward order, then the root, each with its parameters except those of units inside it."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = num_weights(model)
     assigned: set[int] = set()
-    facts: dict[int, UnitInfo] = {}
+    unit_infos: dict[int, UnitInfo] = {}
     innermost_first = sorted(enumerate(units), key=lambda pair: -pair[1].depth)
     for number, modules, name in [
         *((number, unit.modules, str(unit)) for number, unit in innermost_first),
@@ -317,36 +317,39 @@ def _unit_facts(
                         parameter.element_size(),
                         *moments.get(id(parameter), (0, 0)),
                         muon_blocks.get(id(parameter)),
-                        id(parameter) in of_experts,
+                        id(parameter) in expert_parameters,
                         0 if parameter.is_floating_point() else weights[id(parameter)],
                     )
                 )
-        facts[number] = UnitInfo(name, tuple(parameters), is_embedding_unit(modules, model))
-    return tuple(facts[number] for number in range(len(units) + 1))
+        unit_infos[number] = UnitInfo(name, tuple(parameters), is_embedding_unit(modules, model))
+    return tuple(unit_infos[number] for number in range(len(units) + 1))
 
 
-def _without_unused(units: tuple[UnitInfo, ...], unused: set[str]) -> tuple[UnitInfo, ...]:
-    """Mark parameters that get no gradient as untrained: they are not reduced and have no optimizer state."""
+def _as_frozen(units: tuple[UnitInfo, ...], names: set[str]) -> tuple[UnitInfo, ...]:
+    """Return the units with the named parameters, which get no gradient, as frozen.
+
+    They are not reduced and have no optimizer state.
+    """
     return tuple(
         replace(
             unit,
             parameters=tuple(
-                replace(p, is_trained=False, moments=0) if p.name in unused else p for p in unit.parameters
+                replace(p, is_trained=False, moments=0) if p.name in names else p for p in unit.parameters
             ),
         )
         for unit in units
     )
 
 
-def make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) -> int:
+def make_fake(model: nn.Module, compute_dtype: torch.dtype, skipped_modules: set[int]) -> int:
     """Replace meta tensors with fake ones, parameters in the compute dtype; return the size of the buffers.
 
-    left_out: the ids of modules whose tensors stay as they are.
+    skipped_modules: the ids of modules whose tensors stay as they are.
     """
     ties = tied_names(model)
     buffer_bytes = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
     for module in model.modules():
-        if id(module) in left_out:
+        if id(module) in skipped_modules:
             continue
         for name, parameter in [*module.named_parameters(recurse=False, remove_duplicate=False)]:
             is_packed = not parameter.is_floating_point()
@@ -362,16 +365,19 @@ def make_fake(model: nn.Module, compute_dtype: torch.dtype, left_out: set[int]) 
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Repetition: skips the middle of long runs of identical blocks, and copies the events of the blocks that did run
+# Repetition: skips the middle of long runs of identical blocks, and copies the events of the blocks that were run
 
 
-_LONGEST_PERIOD = 16
-_MAX_DIFFERENT = 4
-"""Maximum number of blocks at the start of a model that may differ from the others."""
+_MAX_PERIOD = 16
+"""Largest number of blocks after which a pattern may repeat."""
+_MAX_LEADING_BLOCKS = 4
+"""Maximum number of blocks at the start of a model that may differ from the repeated ones."""
 
 
 class NotRepeated(Exception):
-    """Raised if blocks cannot be skipped: the model treats them differently, or one changes the form of its input."""
+    """Raised if blocks cannot be skipped: the model treats them differently, or the output of one cannot be the next's
+    input.
+    """
 
 
 @dataclass(frozen=True)
@@ -407,7 +413,7 @@ class Repetition:
         self, model: nn.Module, units: Sequence[ShardUnit], checkpointed: set[int], offloaded: set[int]
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
-        self.left_out = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
+        self.skipped_modules = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
         self._watched_blocks: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
@@ -472,7 +478,7 @@ class Repetition:
 
     def _note_call(self, run: _BlockRun, position: int) -> Callable[..., None]:
         def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-            self._calls[id(run)].append((position, _form((args, kwargs))))
+            self._calls[id(run)].append((position, _signature_of((args, kwargs))))
 
         return note
 
@@ -544,8 +550,8 @@ class Repetition:
                 yield replace(event, unit=unit)
 
 
-def _form(arguments: Any) -> Any:
-    """Return what two calls must have in common: structure, shapes and dtypes of tensors, and other values."""
+def _signature_of(arguments: Any) -> Any:
+    """Return a value that is equal for two calls with the same structure, shapes and dtypes, and other values."""
     leaves, structure = pytree.tree_flatten(arguments)
     return str(structure), [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -596,15 +602,15 @@ def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
 
     The first few blocks may differ from all others, such as blocks without experts.
     """
-    for first in range(min(_MAX_DIFFERENT, len(kinds) - 4) + 1):
-        for period in range(1, min(_LONGEST_PERIOD, (len(kinds) - first) // 4) + 1):
+    for first in range(min(_MAX_LEADING_BLOCKS, len(kinds) - 4) + 1):
+        for period in range(1, min(_MAX_PERIOD, (len(kinds) - first) // 4) + 1):
             if all(kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))):
                 return first, period
     return None
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
-    """Return what two blocks must have in common to count as identical: modules, shapes and plain settings.
+    """Return a value that is equal for two identical blocks: those with the same modules, shapes and plain settings.
 
     Settings in `counted` are ignored.  A block with a tied parameter is identical to no other.
     """
@@ -625,13 +631,13 @@ def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], che
 def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the module's own attributes that can be compared between modules; others are represented by their id."""
     for key, value in vars(module).items():
-        if key in _OF_EVERY_MODULE or isinstance(value, (torch.Tensor, nn.Module)):
+        if key in _MODULE_ATTRIBUTES or isinstance(value, (torch.Tensor, nn.Module)):
             continue
         is_plain = value is None or isinstance(value, (int, float, str, bool, tuple, list, dict, set, torch.dtype))
         yield key, value if is_plain or dataclasses.is_dataclass(value) else id(value)
 
 
-_OF_EVERY_MODULE = frozenset({*vars(nn.Module()), "forward"})
+_MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:

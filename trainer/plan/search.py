@@ -1,8 +1,8 @@
-"""Resolves `auto`: the fastest resharding, checkpointing, micro-batch size, and sizes of groups that fit in memory.
+"""Resolves `auto`: finds the fastest resharding, checkpointing, micro-batch and group sizes that fit in memory.
 
 The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
 A unit that is not resharded after the forward pass saves one all-gather, but occupies memory until its backward pass.
-This time is shortest for the last units of the forward pass, so the search leaves the last k units unsharded, finds the
+That time is shortest for the last units of the forward pass, so the search leaves the last k units unsharded, finds the
 largest k that fits by bisection, and then tunes the units one by one.
 """
 
@@ -26,10 +26,10 @@ _TIME_TOLERANCE = 0.005
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
-"""Units are tuned one by one only in models with at most this many units; in deeper models one makes no difference."""
+"""Units are tuned one by one only in models with at most this many; in deeper models one unit makes no difference."""
 
 
-_SHARES = (1.0, 0.5, 0.25)
+_OFFLOADED_SHARES = (1.0, 0.5, 0.25)
 """Shares of blocks to try for `train.offload_activations=auto`, besides none."""
 
 
@@ -43,7 +43,7 @@ class NothingFits(UserError):
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """The plan with the resolved `auto` settings, the runners-up, and the number of candidates evaluated."""
+    """The plan with the resolved `auto` settings, the next best plans, and the number of candidates evaluated."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]
@@ -72,7 +72,7 @@ def chosen_settings(config: RunConfig) -> dict[str, object]:
     }
 
 
-def noted_settings(config: RunConfig) -> dict[str, object]:
+def settings_to_show(config: RunConfig) -> dict[str, object]:
     """Return the entries of `chosen_settings` that are worth mentioning: offloading only if it is used."""
     settings = chosen_settings(config)
     if settings["train.offload_activations"] == "none":
@@ -96,7 +96,7 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
     try:
         return _with_context(config, mesh, machine, Probe(config, machine.device_type, machine.imbalance))
     except _DoesNotFit as error:
-        # Only here, since every change that is tried needs a plan for each choice.
+        # Only once, since each change that the message suggests needs another plan.
         raise NothingFits(_nothing_fits(config, error.smallest), error.smallest) from None
 
 
@@ -115,16 +115,16 @@ def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine, probe: P
     choices = context_choices(config, mesh, per_node)
     within_node = [candidate for candidate in choices if per_node % candidate.context == 0]
     across_nodes = [candidate for candidate in choices if per_node % candidate.context]
-    return _smallest_of((within_node, across_nodes), mesh, machine, probe)
+    return _smallest_near_fastest((within_node, across_nodes), mesh, machine, probe)
 
 
 def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
     if config.mesh.expert != AUTO:
         return _Search(config, mesh, machine, probe.on_other_mesh(config)).best()
-    return _smallest_of((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine, probe)
+    return _smallest_near_fastest((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine, probe)
 
 
-def _smallest_of(
+def _smallest_near_fastest(
     groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine, probe: Probe
 ) -> PlannedChoice:
     """Return the first choice, in the order given, among those within the time tolerance of the fastest.
@@ -167,7 +167,7 @@ class _Search:
             kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
         shares: list[float | str] = [train.offload_activations]
         if train.offload_activations == AUTO:  # least memory first; on a CPU there is no other memory to offload to
-            shares = [*(_SHARES if self.machine.device_type == "cuda" else ()), "none"]
+            shares = [*(_OFFLOADED_SHARES if self.machine.device_type == "cuda" else ()), "none"]
         for micro in sizes:
             for kind in kinds:  # if a kind does not fit, no later kind does, and the same holds for shares
                 fit_before = len(fitting)
@@ -185,7 +185,7 @@ class _Search:
         if not fitting:
             assert smallest is not None
             raise _DoesNotFit(smallest)
-        fitting += self._improved(min(fitting, key=lambda plan: plan.time.total_s))
+        fitting += self._tune_units(min(fitting, key=lambda plan: plan.time.total_s))
         fastest_s = min(plan.time.total_s for plan in fitting)
         as_fast = [plan for plan in fitting if plan.time.total_s <= (1 + _TIME_TOLERANCE) * fastest_s]
         best = min(as_fast, key=lambda plan: plan.memory.peak.total)
@@ -195,7 +195,7 @@ class _Search:
             if _family(plan) not in families and len(runners_up) < 4:
                 families.add(_family(plan))
                 runners_up.append(plan)
-        return PlannedChoice(self._simplified(best), tuple(runners_up), self.num_candidates)
+        return PlannedChoice(self._simplify(best), tuple(runners_up), self.num_candidates)
 
     def _plan(self, train: TrainSection, reshard: int | str | list[int | str]) -> Plan:
         self.num_candidates += 1
@@ -207,20 +207,20 @@ class _Search:
         if setting != AUTO:
             yield self._plan(train, setting)
             return
-        for entry in self._entries:
+        for entry in self._resharding_choices:
             uniform = self._plan(train, [entry] * self._probe.num_units)
             yield uniform
             if uniform.fits:
-                yield from self._keeping_last(uniform, entry)
+                yield from self._leave_last_unsharded(uniform, entry)
 
     @cached_property
-    def _entries(self) -> list[int | str]:
+    def _resharding_choices(self) -> list[int | str]:
         """The alternatives to `never` for one unit after the forward pass: reshard fully, or to n ranks."""
         shard, node = self.mesh.shard, self.machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
 
-    def _keeping_last(self, uniform: Plan, entry: int | str) -> Iterator[Plan]:
+    def _leave_last_unsharded(self, uniform: Plan, entry: int | str) -> Iterator[Plan]:
         """Yield the plan that leaves as many of the last units unsharded as fit; nothing if not even one fits."""
         num_units = uniform.trace.root
 
@@ -237,7 +237,7 @@ class _Search:
         if best is not None:
             yield best
 
-    def _improved(self, plan: Plan) -> list[Plan]:
+    def _tune_units(self, plan: Plan) -> list[Plan]:
         """Change one unit at a time while that makes the step faster; return the successive plans."""
         if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
             return []
@@ -247,7 +247,7 @@ class _Search:
             improves = False
             for unit in range(plan.trace.root):
                 reshard = _as_list(plans[-1])
-                for entry in ("never", *self._entries):
+                for entry in ("never", *self._resharding_choices):
                     if entry == reshard[unit]:
                         continue
                     changed = [*reshard[:unit], entry, *reshard[unit + 1 :]]
@@ -257,7 +257,7 @@ class _Search:
                         improves = True
         return plans[1:]
 
-    def _simplified(self, plan: Plan) -> Plan:
+    def _simplify(self, plan: Plan) -> Plan:
         """Return the plan with a list of equal entries replaced by a single value."""
         entries = _as_list(plan)
         if len(set(entries)) > 1:
@@ -284,16 +284,18 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
     fitting = []
     for change, config, mesh in _changes(plan):
         has_same_trace = _traced_settings(config) == _traced_settings(plan.config)
-        rounds = config.train.weights_dtype != plan.config.train.weights_dtype or config.optim != plan.config.optim
-        rounds = rounds or config.lora != plan.config.lora
+        changes_rounding = (
+            config.train.weights_dtype != plan.config.train.weights_dtype or config.optim != plan.config.optim
+        )
+        changes_rounding = changes_rounding or config.lora != plan.config.lora
         try:
             other = make_plan(config, mesh, plan.machine, plan.probe if has_same_trace else None)
-        except UserError:  # rows that cannot be packed
+        except UserError:  # for example, rows whose length cannot be packed
             continue
         if other.fits:
             cost = other.time.total_s * mesh.num_ranks / other.tokens
             text = f"{change}: {other.needed_gib:.2f} GiB, {other.time.total_s:.3g} s per step"
-            fitting.append((mesh.num_ranks, rounds, cost, text))
+            fitting.append((mesh.num_ranks, changes_rounding, cost, text))
     return [f"would fit: {text}" for *_, text in sorted(fitting)[:limit]]
 
 
@@ -307,15 +309,15 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     config, mesh = plan.config, plan.mesh
     train, fsdp = config.train, config.fsdp
     if train.activation_checkpoint != "full":
-        yield "train.activation_checkpoint=full", _with(config, activation_checkpoint="full"), mesh
+        yield "train.activation_checkpoint=full", _with_train(config, activation_checkpoint="full"), mesh
     if plan.machine.device_type == "cuda" and offloaded_share(train.offload_activations) < 1:
-        yield "train.offload_activations=1", _with(config, offload_activations=1), mesh
+        yield "train.offload_activations=1", _with_train(config, offload_activations=1), mesh
         if train.activation_checkpoint != "full":
-            both = _with(config, activation_checkpoint="full", offload_activations=1)
+            both = _with_train(config, activation_checkpoint="full", offload_activations=1)
             yield "train.activation_checkpoint=full with train.offload_activations=1", both, mesh
     rank_batch_size = train.global_batch_size // config.num_groups(mesh.num_ranks)
     for size in {1, rank_batch_size} - {int(train.micro_batch_size)}:
-        yield f"train.micro_batch_size={size}", _with(config, micro_batch_size=size), mesh
+        yield f"train.micro_batch_size={size}", _with_train(config, micro_batch_size=size), mesh
     if fsdp.reshard_after_forward not in ("always", "default"):
         always = replace(config, fsdp=replace(fsdp, reshard_after_forward="always"))
         yield "fsdp.reshard_after_forward=always", always, mesh
@@ -324,7 +326,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
         yield "fsdp.param_dtype=bfloat16", half, mesh
     if config.optim.name == "adamw":
         if train.weights_dtype == "float32":
-            yield "train.weights_dtype=bfloat16", _with(config, weights_dtype="bfloat16"), mesh
+            yield "train.weights_dtype=bfloat16", _with_train(config, weights_dtype="bfloat16"), mesh
         if config.optim.state_dtype == "float32":
             moments = replace(config, optim=replace(config.optim, state_dtype="bfloat16"))
             yield "optim.state_dtype=bfloat16", moments, mesh
@@ -338,23 +340,23 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
         shards = replace(config, fsdp=replace(fsdp, accumulate="sharded"))
         yield "fsdp.accumulate=sharded", shards, mesh
     per_node = plan.machine.rates.ranks_per_node
-    for sliced in context_choices(config, mesh, per_node) if config.recipe.context else []:
-        if config.context < sliced.context and per_node % sliced.context == 0:
-            yield f"mesh.context={sliced.context}", sliced, mesh
-    for shared_out in possible_choices(config, mesh, per_node) if config.recipe.declares_experts(config.model) else []:
-        if config.expert < shared_out.expert:
-            method = shared_out.mesh.expert_method
-            yield f"mesh.expert={shared_out.expert} mesh.expert_method={method}", shared_out, mesh
+    for split in context_choices(config, mesh, per_node) if config.recipe.context else []:
+        if config.context < split.context and per_node % split.context == 0:
+            yield f"mesh.context={split.context}", split, mesh
+    for divided in possible_choices(config, mesh, per_node) if config.recipe.declares_experts(config.model) else []:
+        if config.expert < divided.expert:
+            method = divided.mesh.expert_method
+            yield f"mesh.expert={divided.expert} mesh.expert_method={method}", divided, mesh
     for factor in (2, 4, 8, 16, 32, 64, 128, 256):
         larger = MeshShape(mesh.replicate, mesh.shard * factor)
         sequences = config.num_groups(larger.num_ranks) * int(train.micro_batch_size)
         batch = -(-train.global_batch_size // sequences) * sequences
         change = f"{larger.num_ranks} ranks (mesh.shard={larger.shard})"
         change += f" with train.global_batch_size={batch}" if batch != train.global_batch_size else ""
-        yield change, _with(config, global_batch_size=batch), larger
+        yield change, _with_train(config, global_batch_size=batch), larger
 
 
-def _with(config: RunConfig, **train: object) -> RunConfig:
+def _with_train(config: RunConfig, **train: object) -> RunConfig:
     return replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
 
 
@@ -370,11 +372,11 @@ def _family(plan: Plan) -> tuple[object, ...]:
 
 
 def _describe(plan: Plan) -> str:
-    return ", ".join(f"{key}={short(value)}" for key, value in noted_settings(plan.config).items())
+    return ", ".join(f"{key}={format_setting(value)}" for key, value in settings_to_show(plan.config).items())
 
 
-def short(value: object) -> str:
-    """Format a setting; equal consecutive entries of a list are counted: [always x 30, never x 4]."""
+def format_setting(value: object) -> str:
+    """Format a setting, with runs of equal entries of a list abbreviated: [always x 30, never x 4]."""
     if not isinstance(value, list):
         return str(value)
     runs: list[list[object]] = []

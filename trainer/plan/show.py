@@ -15,7 +15,7 @@ from trainer.metrics.console import readable_bytes, readable_duration
 from trainer.plan.estimates import memory_of
 from trainer.plan.machine import GIB
 from trainer.plan.plan import Plan
-from trainer.plan.search import PlannedChoice, chosen_settings, noted_settings, short
+from trainer.plan.search import PlannedChoice, chosen_settings, format_setting, settings_to_show
 from trainer.plan.step import Kind
 from trainer.tables import table_lines, terminal_width
 
@@ -48,24 +48,26 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
         line = f"generation of {generation.texts}: {parts}, {readable_bytes(generation.temporaries)} temporaries"
         print_stdout("\n" + textwrap.fill(line, width))
     if plan.collectives:
-        heads = ("collective", "axis", "ranks", "count", "size", "s")
-        _print_table("communication per rank in one step", heads, _communication_rows(plan), text_columns=(0, 1))
+        headers = ("collective", "axis", "ranks", "count", "size", "s")
+        _print_table("communication per rank in one step", headers, _communication_rows(plan), text_columns=(0, 1))
     source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
     costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
     title = "saves and failures (guesses, until a run has seen them)"
     _print_table(title, ("", ""), costs, text_columns=(0, 1))
-    for line in _not_included(plan):
+    for line in _omitted_costs(plan):
         print_stdout(textwrap.fill(line, width))
 
 
-def _print_table(title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]) -> None:
-    lines = table_lines(heads, rows, text_columns=text_columns)
+def _print_table(
+    title: str, headers: Sequence[str], rows: Sequence[Sequence[str]], text_columns: Sequence[int]
+) -> None:
+    lines = table_lines(headers, rows, text_columns=text_columns)
     print_stdout("\n".join(["", textwrap.fill(title, terminal_width()), *lines]))
 
 
-def _not_included(plan: Plan) -> list[str]:
-    """Describe the costs that the plan does not include."""
+def _omitted_costs(plan: Plan) -> list[str]:
+    """Return a line for each cost that the plan does not include."""
     config = plan.config
     lines = []
     if config.fsdp.cpu_offload:
@@ -85,20 +87,22 @@ def memory_text(plan: Plan) -> str:
 
 def choice_text(choice: PlannedChoice, width: int | None = None) -> str:
     """Return the resolved `auto` settings and the runners-up as plain text; for `width` see `table_lines`."""
-    heads, rows = _choice_rows(choice)
-    lines = table_lines(heads, rows, width, text_columns=range(len(heads) - 2))
+    headers, rows = _choice_rows(choice)
+    lines = table_lines(headers, rows, width, text_columns=range(len(headers) - 2))
     return "\n".join([f"auto: {choice.num_candidates} candidates", *lines])
 
 
 def _heading(plan: Plan) -> list[str]:
     config, mesh, machine = plan.config, plan.mesh, plan.machine
     ranks = f"{mesh.replicate} x {mesh.shard} = {mesh.num_ranks}" if mesh.is_hybrid else f"{mesh.num_ranks}"
-    settings = ", ".join(f"{key.partition('.')[2]} {short(value)}" for key, value in noted_settings(config).items())
+    size = f"{_format_count(plan.num_parameters)} parameters in {plan.trace.root} units"
+    settings = [f"{key.partition('.')[2]} {format_setting(value)}" for key, value in settings_to_show(config).items()]
+    batch = f"{plan.num_micro_batches} micro-batches per step, {_format_count(plan.tokens)} token positions"
     return [
-        f"{config.run.name}: {config.model.name}, {_count(plan.num_parameters)} parameters in {plan.trace.root} units",
+        f"{config.run.name}: {config.model.name}, {size}",
         f"{ranks} ranks of {machine.name} ({machine.memory_gib:.0f} GiB each, {machine.rates.ranks_per_node} to a "
         f"node; {machine.source})",
-        f"{settings}; {plan.num_micro_batches} micro-batches per step, {_count(plan.tokens)} token positions",
+        f"{', '.join(settings)}; {batch}",
     ]
 
 
@@ -106,17 +110,19 @@ def _choice_rows(choice: PlannedChoice) -> tuple[list[str], list[list[str]]]:
     """Return the headers and rows of the table of choices: text columns, then two numeric columns."""
     plans = (choice.plan, *choice.runners_up)
     offloads = any(plan.config.train.offload_activations != "none" for plan in plans)
-    heads = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
-    heads += ["experts"] if choice.plan.config.recipe.declares_experts(choice.plan.config.model) else []
-    heads += ["GiB", "s per step"]
+    headers = ["", "resharding", "checkpointing", "micro-batch", "context", *(["offloaded"] if offloads else [])]
+    headers += ["experts"] if choice.plan.config.recipe.declares_experts(choice.plan.config.model) else []
+    headers += ["GiB", "s per step"]
     rows = []
     for number, plan in enumerate(plans):
-        values = [short(value) for value in (chosen_settings if offloads else noted_settings)(plan.config).values()]
+        values = [
+            format_setting(value) for value in (chosen_settings if offloads else settings_to_show)(plan.config).values()
+        ]
         if plan.config.expert > 1:
             values[-1] += f" {plan.config.mesh.expert_method}"
         estimates = [f"{plan.needed_gib:.4g}", f"{plan.time.total_s:.4g}"]
         rows.append(["chosen" if number == 0 else str(number + 1), *values, *estimates])
-    return heads, rows
+    return headers, rows
 
 
 def _peak_text(plan: Plan) -> str:
@@ -271,7 +277,7 @@ def draw(plan: Plan, path: Path) -> None:
     """Plot memory by kind over one step to a .png or .svg file.  The x axis counts FSDP's marks, in order."""
     from matplotlib.figure import Figure  # imported here because it takes a second
 
-    curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, draws=True).curve
+    curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, with_curve=True).curve
     figure = Figure(figsize=(11, 5.5), layout="constrained")
     axes = figure.add_subplot()
     kinds = [kind for kind in get_args(Kind) if any(moment.by_kind[kind] for moment in curve)]
@@ -306,7 +312,7 @@ def _mark_peak(axes: Any, plan: Plan, position: int) -> None:
     axes.set_ylim(0, max(peak.total, plan.machine.budget_bytes if plan.fits else 0) / GIB * 1.18)
 
 
-def _count(number: float) -> str:
+def _format_count(number: float) -> str:
     for size, letter in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
         if number >= size:
             return f"{number / size:.4g}{letter}"

@@ -1,8 +1,8 @@
 """Simulates one step under FSDP2: what is gathered, reduced, allocated and freed, in order.
 
-Follows torch.distributed.fsdp's state machine, event by event, over a `Trace`, without process groups, tensors or
-devices.  Callers observe the step, to compute memory or time, by passing a `Watcher`.  The simulated rank is rank 0,
-which has the largest shards.
+Follows the state machine of torch.distributed.fsdp, event by event, over a `Trace`, without process groups, tensors or
+devices.  Callers pass a `Watcher` that receives the events, to compute memory or time from them.  The simulated rank is
+rank 0, which has the largest shards.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.13.
 """
@@ -51,7 +51,7 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Layout:
-    """Layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
+    """The layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
 
     `reshard` has one entry per unit, the root's last: False, True, or the number of ranks to reshard to.
     """
@@ -67,7 +67,7 @@ class Layout:
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
     teacher: Teacher | None = None
-    averages: bool = False
+    has_average: bool = False
     """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
     prefetch_forward: int = 0
     prefetch_backward: int = 0
@@ -91,7 +91,7 @@ class Layout:
     def num_ranks(self) -> int:
         return self.replicate * self.shard
 
-    def size_of(self, axis: Literal["context", "expert"]) -> int:
+    def group_size(self, axis: Literal["context", "expert"]) -> int:
         return self.context if axis == "context" else self.expert
 
     def division(self, parameter: ParameterInfo) -> Division:
@@ -107,8 +107,10 @@ class Layout:
 class Watcher:
     """Receives every event of a step, in the order in which the host issues them; does nothing by default.
 
-    `begin` starts a micro-batch that represents `repeats` of them.  `gather` issues a gather, and `wait_for_gather`
-    waits for it.
+    `begin` starts a micro-batch that represents `repeats` of them, and `finish` ends it.  `gather` issues an
+    all-gather, and `wait_for_gather` waits for it.  `reduce` reduce-scatters `scattered` bytes, then all-reduces
+    `reduced` bytes over the replicas (0: no all-reduce).  `offload` waits for the copies of the previous block, then
+    starts its own.
     """
 
     def begin(self, repeats: int) -> None: ...
@@ -118,11 +120,11 @@ class Watcher:
     def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None: ...
     def copy(self, num_bytes: int) -> None: ...
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None: ...  # reduced=0: no all-reduce
-    def offload(self, num_bytes: int) -> None: ...  # waits for the copies of the block before
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None: ...
+    def offload(self, num_bytes: int) -> None: ...
     def prefetch(self, num_bytes: int) -> None: ...
     def wait_for_prefetch(self) -> None: ...
-    def finish(self) -> None: ...  # the micro-batch
+    def finish(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class _Sizes:
     final: int
     """The shards of all gradients, as they are stored."""
     rearranged: int
-    """The gathered parameters that are not divided along the first dimension; these are copied once more."""
+    """The gathered parameters that are not divided along dimension 0, which are copied once more."""
     rearranged_gradients: int
     """The gradients of these parameters, as autograd creates them."""
     largest_rearranged_gradient: int
@@ -157,10 +159,10 @@ def _sizes_of(parameters: Sequence[ParameterInfo], layout: Layout, parts: int) -
     gathered = [n * parameter.gathered_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)]
     trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
-    own_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
+    local_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
     rearranged = [
         numel * layout.param_size
-        for numel, parameter in zip(own_numel, trained, strict=True)
+        for numel, parameter in zip(local_numel, trained, strict=True)
         if layout.division(parameter).dim
     ]
     return _Sizes(
@@ -170,8 +172,8 @@ def _sizes_of(parameters: Sequence[ParameterInfo], layout: Layout, parts: int) -
             size * (parameter.element_size != parameter.gathered_size(layout.param_size))
             for size, parameter in zip(gathered, parameters, strict=True)
         ),
-        gradients=sum(own_numel) * layout.param_size,
-        accumulated=tuple(numel * layout.reduce_size for numel in own_numel),
+        gradients=sum(local_numel) * layout.param_size,
+        accumulated=tuple(numel * layout.reduce_size for numel in local_numel),
         reduced=trained_numel * layout.reduce_size,
         final=trained_numel // parts * element_size,
         rearranged=sum(
@@ -197,7 +199,7 @@ class _Group:
         self.num_ranks = layout.shard // layout.expert if self.has_divided_experts else layout.shard
         self.sizes = _sizes_of(parameters, layout, self.num_ranks)
         self.reshard = layout.reshard[unit]
-        self.is_gathered_back = not (facts.is_embedding_unit and layout.reshard_after_backward)
+        self.is_gathered_in_backward = not (facts.is_embedding_unit and layout.reshard_after_backward)
         """Whether the backward pass gathers this group."""
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
@@ -209,7 +211,7 @@ class _Group:
         """Whether autograd adds to these gradients in place, because they are in the compute dtype."""
         self.buffer_in_use = self.partial = 0
         """Bytes of a reduced buffer still in use, and of one not yet all-reduced over replicas."""
-        self.has_shards = False
+        self.has_gradient_shards = False
         """Whether the shards of its gradients have been allocated."""
 
     @property
@@ -253,9 +255,12 @@ class Step:
         self._groups = _groups_of(trace.units, layout)
         """By unit."""
         self._order: list[_Group] = []
-        self._gathered: int = 0  # bytes of the forward pass's last all-gather, kept until the next copy-out
+        self._gathered = 0
+        """Bytes of the forward pass's last all-gather buffer, kept until the next one has been copied out."""
         self._reducing: deque[int] = deque()
-        self._gradients = 0  # unsharded, of this micro-batch
+        """Bytes of the reduce-scatters in flight."""
+        self._gradients = 0
+        """Bytes of this micro-batch's unsharded gradients."""
         self._adds_in_place = False
         self._buckets = self._cut_buckets() if layout.is_unsharded and layout.replicate > 1 else deque()
 
@@ -323,8 +328,8 @@ class Step:
                 self._unshard(group)
                 self._wait(group, is_forward=True)
         if is_first and unit != self.trace.root:
-            for ahead in self._groups[unit + 1 : min(unit + 1 + self.layout.prefetch_forward, self.trace.root)]:
-                for group in ahead:
+            for next_groups in self._groups[unit + 1 : min(unit + 1 + self.layout.prefetch_forward, self.trace.root)]:
+                for group in next_groups:
                     self._unshard(group)
 
     def _post_forward(self, groups: Sequence[_Group], is_backward: bool) -> None:
@@ -368,8 +373,8 @@ class Step:
         axis: Axis = "reshard" if group.state == "resharded" else group.axis
         self.watcher.gather(group.number, axis, num_ranks, gathered)
 
-    def _unshard_back(self, group: _Group) -> None:
-        if group.is_gathered_back:
+    def _unshard_in_backward(self, group: _Group) -> None:
+        if group.is_gathered_in_backward:
             self._unshard(group)
 
     def _ranks_of(self, group: _Group) -> int:
@@ -397,7 +402,7 @@ class Step:
             self.watcher.free("all-gather buffers", gathered)
 
     def _rearrange(self, kind: Kind, num_bytes: int, buffer: int) -> None:
-        """Copy what is not divided along the first dimension, to or from the order of shards."""
+        """Copy the parameters that are not divided along dimension 0 into or out of the order of the shards."""
         if num_bytes:
             self.watcher.allocate(kind, buffer)
             self.watcher.copy(num_bytes)
@@ -426,64 +431,65 @@ class Step:
     def _pre_backward(self, groups: Sequence[_Group]) -> None:
         if groups[0].is_empty or groups[0].phase == "pre_backward":
             return
-        unit, ahead = groups[0].unit, self.layout.prefetch_backward
-        is_explicit = ahead > 0 and unit != self.trace.root
+        unit, num_prefetched = groups[0].unit, self.layout.prefetch_backward
+        is_explicit = num_prefetched > 0 and unit != self.trace.root
         for index, group in enumerate(groups):
             group.phase = "pre_backward"
-            self._unshard_back(group)
+            self._unshard_in_backward(group)
             self._wait(group, is_forward=False)
             position = group.order.pop() if group.order else 0
             if not is_explicit:
                 self._prefetch_previous(position, index, len(groups))
-        for number in range(unit - 1, max(-1, unit - 1 - ahead), -1) if is_explicit else ():
+        for number in range(unit - 1, max(-1, unit - 1 - num_prefetched), -1) if is_explicit else ():
             for group in reversed(self._groups[number]):
-                self._unshard_back(group)
+                self._unshard_in_backward(group)
 
     def _prefetch_previous(self, position: int, index: int, num_groups: int) -> None:
-        """Gather what precedes the group at `position`: the previous group or, if this unit has two groups, all groups
-        of the previous unit, once the second one has been gathered.
+        """Gather the group before the one at `position`.
+
+        If this unit has two groups, gather all groups of the previous unit once its second group has been gathered.
         """
         if num_groups == 1 and position > 0:
-            self._unshard_back(self._order[position - 1])
+            self._unshard_in_backward(self._order[position - 1])
         if num_groups == 1 or index != 1:
             return
-        own, before = self._order[position].unit, None
+        unit, previous_unit = self._order[position].unit, None
         for group in reversed(self._order[:position]):
-            if group.unit == own:
+            if group.unit == unit:
                 continue
-            if before not in (None, group.unit):
+            if previous_unit not in (None, group.unit):
                 break
-            before = group.unit
-            self._unshard_back(group)
+            previous_unit = group.unit
+            self._unshard_in_backward(group)
 
     def _post_backward(self, group: _Group, is_last: bool) -> None:
         if group.is_empty or group.phase == "post_backward":
             return
         group.phase = "post_backward"
         sizes, watcher = group.sizes, self.watcher
-        new = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
+        new_bytes = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
         if self.layout.is_unsharded:
-            self._leave_gradients(group, new)
+            self._assign_gradients(group, new_bytes)
             if is_last:
                 self._send_buckets(group)
             return
-        if group.accumulated and new:  # added to the accumulated gradients, in the reduction dtype
-            self._free_gradients(new)
-            new = 0
+        if group.accumulated and new_bytes:  # added to the accumulated gradients, in the reduction dtype
+            self._free_gradients(new_bytes)
+            new_bytes = 0
         if is_last or self.layout.reshard_after_backward:
             self._free_unsharded(group)
         if not is_last and not self.layout.accumulates_shards:
-            if new:
-                self._keep_gradients(group, new)
+            if new_bytes:
+                self._accumulate_gradients(group, new_bytes)
             return
         while self._reducing and group is self._groups[group.unit][-1]:
             watcher.free("reduction buffers", self._reducing.popleft())
-        if not new and not group.accumulated:
+        if not new_bytes and not group.accumulated:
             return
         self._rearrange("unsharded gradients", sizes.rearranged_gradients, sizes.largest_rearranged_gradient)
         watcher.allocate("reduction buffers", sizes.reduced)
-        if new:
-            self._free_gradients(new)
+        if new_bytes:
+            self._free_gradients(new_bytes)
         if group.accumulated:
             watcher.free("unsharded gradients", group.accumulated)
             group.accumulated, group.adds_in_place = 0, False
@@ -508,31 +514,31 @@ class Step:
         if is_cast:
             watcher.allocate("reduction buffers", final)
         if is_cast and is_hybrid and not layout.cpu_offload:
-            group.buffer_in_use = scattered  # not released to the allocator until the all-reduce is done
+            group.buffer_in_use = scattered  # not returned to the allocator until the all-reduce is done
         else:
             watcher.free("reduction buffers", scattered)
         if is_cast:
             watcher.free("reduction buffers", final)
-        if not group.has_shards:
+        if not group.has_gradient_shards:
             watcher.allocate("gradients", final)
-            group.has_shards = True
+            group.has_gradient_shards = True
 
-    def _keep_gradients(self, group: _Group, new: int) -> None:
+    def _accumulate_gradients(self, group: _Group, new_bytes: int) -> None:
         """Accumulate unsharded gradients for the next micro-batch, in the reduction dtype."""
         if self.layout.param_size == self.layout.reduce_size:
-            self._gradients -= new  # they stay in place, and autograd adds the next ones to them
-            group.accumulated, group.adds_in_place = new, True
+            self._gradients -= new_bytes  # they stay in place, and autograd adds the next ones to them
+            group.accumulated, group.adds_in_place = new_bytes, True
             return
         for num_bytes in group.sizes.accumulated:
             self.watcher.allocate("unsharded gradients", num_bytes)
             self._free_gradients(num_bytes * self.layout.param_size // self.layout.reduce_size)
         group.accumulated = sum(group.sizes.accumulated)
 
-    def _leave_gradients(self, group: _Group, new: int) -> None:
-        """Leave gradients where autograd allocated them, as the parameters' `.grad`."""
-        self._free_gradients(new)
-        self.watcher.allocate("gradients", new)
-        group.adds_in_place = group.adds_in_place or new > 0
+    def _assign_gradients(self, group: _Group, new_bytes: int) -> None:
+        """Keep gradients where autograd allocated them, as the parameters' `.grad`."""
+        self._free_gradients(new_bytes)
+        self.watcher.allocate("gradients", new_bytes)
+        group.adds_in_place = group.adds_in_place or new_bytes > 0
 
     def _cut_buckets(self) -> deque[_Bucket]:
         """Return the buckets in which replicas average gradients, as `trainer.model.gradients` cuts them."""

@@ -1,4 +1,4 @@
-"""Records a `Trace`: one micro-batch as FSDP's marks, in order, with the memory and kernels between them."""
+"""Records a `Trace` of one micro-batch: FSDP's marks in order, with the memory and the kernels between them."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Mark = Literal[
     "prefetch",
     "fetched",
 ]
-"""FSDP's marks; the start and the return of a block; the start of copies of activations to the host and back, and where
-the backward pass waits for them."""
+"""FSDP's hooks; the start, the return and the backward pass of a block; the start of copies of activations to the host
+and back, and the point where the backward pass waits for them."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class ParameterInfo:
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """A unit that FSDP gathers at once: its name, and the parameters that no unit inside it holds."""
+    """A unit that FSDP gathers at once: its name, and its parameters except those of units inside it."""
 
     name: str
     parameters: tuple[ParameterInfo, ...]
@@ -78,7 +78,7 @@ class UnitInfo:
 
 @dataclass(frozen=True)
 class Segment:
-    """What happens between two marks: bytes relative to the first mark, and the kernels that run."""
+    """The work between two marks: memory in bytes, relative to the first mark, and the kernels that run."""
 
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
@@ -177,16 +177,16 @@ class MemoryMeter(TorchDispatchMode):
         self._original: dict[int, int] = {}
         """For each storage that received fetched contents, the storage that was offloaded."""
         self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
-        self._known: dict[int, weakref.ref[Any]] = {}
+        self._live_storages: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
-        self._num_made = 0
+        self._num_allocated = 0
         self._log: list[tuple[int, int]] = []
         """Pairs of serial number and bytes, negative when freed; serial number 0 is the gradient of a parameter."""
         self._operators: list[Operator] = []
         self._raw_segments: list[_RawSegment] = []
-        self._made_forward: set[int] = set()
+        self._from_forward: set[int] = set()
         """Serial numbers of the storages that blocks have allocated in their forward passes."""
-        self._not_counted = {
+        self._untracked = {
             storage_id(tensor.untyped_storage())
             for tensor in (*model.parameters(), *model.buffers(), *inputs)
             if not tensor.is_meta
@@ -202,7 +202,7 @@ class MemoryMeter(TorchDispatchMode):
             return result
         for tensor in pytree.tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self._note(tensor.untyped_storage())
+                self._track(tensor.untyped_storage())
         work = work_of(func, args, kwargs or {}, result)
         if work.num_bytes:
             self._note_work(work, func, args, kwargs, result)
@@ -215,21 +215,21 @@ class MemoryMeter(TorchDispatchMode):
             self._operators.append(operator)
             return
         serials = [self.serial(arg.untyped_storage()) for arg in args if isinstance(arg, torch.Tensor)]
-        self._operators += self._casts.around(func, args, operator, serials)
+        self._operators += self._casts.cast(func, args, operator, serials)
 
-    def _note(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         key = storage_id(storage)
-        if key not in self._known and key not in self._not_counted:
+        if key not in self._live_storages and key not in self._untracked:
             size = storage.nbytes()
-            self._known[key] = weakref.ref(storage, lambda _: self._forget(key, size))
-            self._num_made += 1
-            self._serials[key] = self._num_made
-            self._log.append((self._num_made, size))
+            self._live_storages[key] = weakref.ref(storage, lambda _: self._note_free(key, size))
+            self._num_allocated += 1
+            self._serials[key] = self._num_allocated
+            self._log.append((self._num_allocated, size))
             if self.in_block and not self.is_backward:
-                self._made_forward.add(self._num_made)
+                self._from_forward.add(self._num_allocated)
 
-    def _forget(self, key: int, size: int) -> None:
-        del self._known[key]
+    def _note_free(self, key: int, size: int) -> None:
+        del self._live_storages[key]
         self._log.append((self._serials.pop(key), -size))
 
     def serial(self, storage: torch.UntypedStorage) -> int:
@@ -257,7 +257,7 @@ class MemoryMeter(TorchDispatchMode):
             self._with_gradient.add(id(parameter))
             self._log.append((0, parameter.grad.numel() * parameter.grad.element_size()))
 
-    def unused(self, model: nn.Module) -> set[str]:
+    def parameters_without_gradient(self, model: nn.Module) -> set[str]:
         """Return the names of the trainable parameters that have received no gradient."""
         return {
             name
@@ -274,18 +274,18 @@ class MemoryMeter(TorchDispatchMode):
     def segments(self) -> list[Segment]:
         """Return the segments so far, in order."""
         if not self._fuses:
-            return [_segment_of(one.log, Counter(o.work for o in one.operators)) for one in self._raw_segments]
-        segments, forgotten = list[Segment](), set[int]()
+            return [_segment_of(raw.log, Counter(o.work for o in raw.operators)) for raw in self._raw_segments]
+        segments, already_dropped = list[Segment](), set[int]()
         never_fetched = self.never_fetched()
-        for one, unread in zip(self._raw_segments, self._unread(), strict=True):
-            sizes = dict(one.log)
-            dropped = {serial for serial in unread if serial in one.alive}
-            work, never_made = fuse(one.operators, one.alive - dropped)
-            never_made |= never_fetched
-            log = [(serial, size) for serial, size in one.log if not (serial in forgotten and size < 0)]
-            log += [(serial, -sizes[serial]) for serial in dropped - never_made]
-            segments.append(_segment_of(log, work, never_made))
-            forgotten |= dropped
+        for raw, unread in zip(self._raw_segments, self._unread(), strict=True):
+            sizes = dict(raw.log)
+            dropped = {serial for serial in unread if serial in raw.alive}
+            work, not_materialized = fuse(raw.operators, raw.alive - dropped)
+            not_materialized |= never_fetched
+            log = [(serial, size) for serial, size in raw.log if not (serial in already_dropped and size < 0)]
+            log += [(serial, -sizes[serial]) for serial in dropped - not_materialized]
+            segments.append(_segment_of(log, work, not_materialized))
+            already_dropped |= dropped
         return segments
 
     def _unread(self) -> list[set[int]]:
@@ -294,11 +294,11 @@ class MemoryMeter(TorchDispatchMode):
         Compiled code does not save them for the backward pass, whatever the checkpointing policy.
         """
         last_read: dict[int, int] = {}
-        for number, one in enumerate(self._raw_segments):
-            read = {serial for operator in one.operators for serial in operator.reads}
+        for number, raw in enumerate(self._raw_segments):
+            read = {serial for operator in raw.operators for serial in operator.reads}
             last_read |= dict.fromkeys([*read, *(self._original.get(serial, serial) for serial in read)], number)
         return [
-            {serial for serial, _ in raw.log if serial in self._made_forward and last_read.get(serial, 0) <= number}
+            {serial for serial, _ in raw.log if serial in self._from_forward and last_read.get(serial, 0) <= number}
             for number, raw in enumerate(self._raw_segments)
         ]
 
@@ -306,13 +306,13 @@ class MemoryMeter(TorchDispatchMode):
         """Return the offloaded storages that compiled code would not have saved and that are therefore not copied."""
         if not self._fuses:
             return set()
-        read = {s for one in self._raw_segments for operator in one.operators for s in operator.reads}
+        read = {s for raw in self._raw_segments for operator in raw.operators for s in operator.reads}
         return {serial for serial in self._original if serial not in read}
 
     def copied_bytes(self, storages: Mapping[int, int]) -> int:
         """Return how many bytes of the offloaded storages are copied, given their sizes by serial number."""
-        left_out = {self._original[serial] for serial in self.never_fetched()}
-        return sum(size for serial, size in storages.items() if serial not in left_out)
+        not_copied = {self._original[serial] for serial in self.never_fetched()}
+        return sum(size for serial, size in storages.items() if serial not in not_copied)
 
 
 class _RawSegment(NamedTuple):
@@ -356,7 +356,7 @@ class Recorder:
     def mark_copy(self, mark: Mark, sizes: Mapping[int, int]) -> None:
         """Mark a copy to or from the host, of storages with these sizes by serial number, in the current unit."""
         self.meter.cut()
-        unit = next((unit for mark_, unit, _ in reversed(self._marks) if not mark_.startswith("block")), 0)
+        unit = next((unit for earlier, unit, _ in reversed(self._marks) if not earlier.startswith("block")), 0)
         self._marks.append((mark, unit, sizes))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
@@ -391,16 +391,16 @@ class Recorder:
         block.register_forward_hook(leave)
 
     def watch_unit(self, modules: Sequence[nn.Module], unit: int, is_root: bool = False) -> None:
-        """Mark what FSDP's hooks would do for `modules`, which form one unit.
+        """Add the marks of FSDP's hooks for `modules`, which form one unit.
 
         The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
         the gradients of the first module's inputs have been computed, or at the end of the backward pass if the inputs
         need none.
         """
-        not_run = set(modules)
+        pending = set(modules)
 
         def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            is_first = not_run == set(modules)
+            is_first = pending == set(modules)
             if self.cast_dtype is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
             self.mark("pre_forward", unit)
@@ -409,9 +409,9 @@ class Recorder:
             return args, kwargs
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            not_run.discard(module)
-            if not not_run:
-                not_run.update(modules)
+            pending.discard(module)
+            if not pending:
+                pending.update(modules)
                 self.mark("post_forward", unit)
                 self._when_gradient("pre_backward", unit, output)
 
