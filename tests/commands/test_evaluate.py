@@ -120,7 +120,7 @@ def test_results_are_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     fit(tmp_path / "run", *EVALUATED)
     subject = evaluate.find_subject(str(tmp_path / "run"), [])
     record = {"kind": "eval", "step": 0, "loss": 1.5, "bits_per_byte": 2.25, "loss_code": 1.25, "loss_prose": None}
-    first, *rows = evaluate.table(subject, record).splitlines()
+    first, *rows = evaluate.as_table(subject, record).splitlines()
     assert first.endswith("step_00000006 (step 6)")
     assert [row.split() for row in rows] == [
         ["loss", "bits", "per", "byte"],
@@ -142,7 +142,7 @@ def test_sequence_length_and_number_of_tokens_are_shown(tmp_path: Path, capsys: 
         content = json.loads(capsys.readouterr().out)
         assert (content["seq_len"], content["tokens"]) == (length, 320)
         assert evaluate.main([*own, *more]) == 0
-        assert f"sequences of {length} tokens (data.seq_len; the model has room for " in capsys.readouterr().out
+        assert f"sequences of {length} tokens (data.seq_len; the model supports " in capsys.readouterr().out
 
 
 def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
@@ -153,7 +153,7 @@ def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "none is named"),
+        ([], "none was given"),
         (["nowhere"], "nowhere: no such folder"),
         ([__file__], f"{__file__}: is a file"),
         (["FOLDER", "data.seq_len=0"], "data.seq_len=0: must be at least 1"),

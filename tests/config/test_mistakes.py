@@ -234,7 +234,7 @@ MISTAKES = {
     "weights of a source that is not there": Mistake(
         [SMALL, "data.path={a: @/a.txt}", "data.weights={b: 1}"], "data.path has no source b", files={"a.txt": "x"}
     ),
-    "evaluating nothing": Mistake("", "none is named\n  for example: python -m trainer.evaluate", "evaluate"),
+    "evaluating nothing": Mistake("", "none was given\n  for example: python -m trainer.evaluate", "evaluate"),
     "looking at data without a word": Mistake("", "missing command: show, check, plan", "data"),
     "an export into the run": Mistake("@/none @/none", "@/none: no such folder", "export"),
     "a port that is a word": Mistake("@ --serve http", "--serve: invalid int value", "report"),

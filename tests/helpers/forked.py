@@ -261,7 +261,7 @@ def run_module(module: str, argv: Sequence[str]) -> int:
     if module == "trainer.run":
         from trainer import run
 
-        run.leave(run.main(list(argv)))
+        run.exit_process(run.main(list(argv)))
     if "" not in sys.path:
         sys.path.insert(0, "")
     sys.argv = [module, *argv]

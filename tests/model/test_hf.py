@@ -175,7 +175,7 @@ def model_of(folder: Path) -> Any:
     with torch.device("meta"):
         model = recipe.build_model(config)
     materialize(model, 0, torch.device("cpu"), recipe.init, is_loaded_later=lambda name: True)
-    source = recipe.first_weights(config)
+    source = recipe.initial_weights(config)
     assert source is not None
     fill(model, source)
     return model.eval().requires_grad_(False)
@@ -300,7 +300,7 @@ def test_texts_of_a_batch_equal_those_generated_alone(kind: str, folders: Any) -
 
 def test_rows_of_merged_experts_are_read_from_separate_tensors(folders: Any) -> None:
     config = config_of(folders("qwen3_moe"))
-    source = find_recipe("hf").first_weights(config)
+    source = find_recipe("hf").initial_weights(config)
     assert source is not None
     name = "model.layers.1.mlp.experts.gate_up_proj"
     whole = load_there(folders("qwen3_moe"))[0].state_dict()[name]
@@ -356,7 +356,7 @@ def test_random_weights_equal_those_of_transformers_on_any_mesh(folders: Any, tm
 def test_folder_without_weights_gets_random_ones(folders: Any, tmp_path: Path) -> None:
     shutil.copy(folders("llama") / "config.json", tmp_path)
     assert config_of(tmp_path).fresh
-    assert find_recipe("hf").first_weights(config_of(tmp_path)) is None
+    assert find_recipe("hf").initial_weights(config_of(tmp_path)) is None
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert not config_of(tmp_path).fresh
     with pytest.raises(UserError, match=r"^model\.path=.* only pytorch_model\.bin: pickle files are not read"):

@@ -18,7 +18,7 @@ from torch import nn
 from tests.helpers.broken_folders import CASES, CHAT, weights, write_good
 from tests.weights.test_huggingface import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
-from trainer.files import link_outside
+from trainer.files import symlink_target_outside
 from trainer.report.live import Pages
 from trainer.weights.exporting import read_model_files
 from trainer.weights.sources import SafetensorsFolder
@@ -142,7 +142,7 @@ def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
     for folder in (snapshot, tmp_path / "link"):
         assert "tokenizer.json" in read_model_files(folder)
         assert load_config("sft", [f"model.path={folder}", "data.path=x.jsonl"]).model.num_layers == 2
-    assert link_outside(snapshot, "../../../elsewhere") is not None
+    assert symlink_target_outside(snapshot, "../../../elsewhere") is not None
 
 
 def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:

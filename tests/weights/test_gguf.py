@@ -91,14 +91,15 @@ def write(
     writer.add_chat_template("{{ messages }}")
     for name, value in metadata.items():
         writer.add_string(name.replace("__", "."), value)
-    to_theirs = {theirs: ours for ours, theirs in {**gguf_model._NAMES, **gguf_model._LAYER_NAMES}.items()}
+    hf_names = {**gguf_model._TENSOR_NAMES, **gguf_model._LAYER_TENSOR_NAMES}
+    gguf_names = {hf_name: gguf_name for gguf_name, hf_name in hf_names.items()}
     state = model.state_dict()
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, _, suffix = name.rpartition(".")
         layer = stem.removeprefix("model.layers.").partition(".")
-        theirs = to_theirs[stem] if stem in to_theirs else f"blk.{layer[0]}.{to_theirs[layer[2]]}"
+        gguf_name = gguf_names[stem] if stem in gguf_names else f"blk.{layer[0]}.{gguf_names[layer[2]]}"
         values = tensor.numpy().copy()
         if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
             heads = values.shape[0] // 16
@@ -109,9 +110,9 @@ def write(
             if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
                 kept = kept.reshape(heads, 8, 2, -1).swapaxes(1, 2).reshape(values.shape)
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(kept)))
-            writer.add_tensor(f"{theirs}.{suffix}", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"{gguf_name}.{suffix}", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(f"{theirs}.{suffix}", values)
+            writer.add_tensor(f"{gguf_name}.{suffix}", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
