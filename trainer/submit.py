@@ -345,13 +345,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
     options, other_options = parser.parse_known_intermixed_args(argv)
-    return run_command(lambda: _submit(options, [*options.arguments, *other_options]))
-
-
-def _submit(options: argparse.Namespace, words: Sequence[str]) -> int:
     add_working_folder_to_path()
-    arguments = parse(words)
-    return _SUBMITTERS[options.where](options, arguments)
+    return run_command(lambda: _SUBMITTERS[options.where](options, parse([*options.arguments, *other_options])))
 
 
 def _submit_to_slurm(options: argparse.Namespace, arguments: Arguments) -> int:
