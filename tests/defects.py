@@ -4,9 +4,9 @@
     python -m tests.defects --campaign          # also against the tests of the campaign
     python -m tests.defects loss-scale --keep   # a single one; the copy is kept
 
-Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. It is located by the
-function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is missing
-or cannot fail.
+Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. The place is given by
+the function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is
+missing or cannot fail.
 """
 
 from __future__ import annotations

@@ -36,9 +36,9 @@ from typing import Any
 
 from tests.defects import DEFECTS
 from tests.distributed.test_processes import processes_of
-from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.forked import REPOSITORY, Forked, kill_leftover_processes, nproc_worker_variables, start_run
-from tests.helpers.ranks import Ran
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
+from tests.helpers.forked import REPOSITORY, ForkedRanks, kill_leftover_processes, nproc_worker_variables, start_run
+from tests.helpers.ranks import CommandResult
 
 START_S = 240.0
 """Time limit in seconds for one attempt, on a busy machine."""
@@ -252,11 +252,13 @@ def write_material(folder: Path) -> Path:
             stderr=quiet,
         ).returncode
     assert code == 0
-    chats = [said(*(" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(2))) for _ in range(60)]
+    chats = [
+        conversation(*(" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(2))) for _ in range(60)
+    ]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
     answers = [[{"role": "assistant", "content": text}] for text in words]
     pairs = [
-        {"prompt": said(" ".join(drawn.choices(words, k=2))), "chosen": chosen, "rejected": rejected}
+        {"prompt": conversation(" ".join(drawn.choices(words, k=2))), "chosen": chosen, "rejected": rejected}
         for chosen, rejected in (drawn.sample(answers, 2) for _ in range(60))
     ]
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
@@ -299,23 +301,23 @@ def run_case(case: Case, folder: Path) -> int:
         if time.monotonic() > deadline:
             raise Mismatch(f"left over: {left}")
         time.sleep(0.1)
-    compare(Ran(0, "", "", calm), Ran(0, "", "", rough), case)
+    compare(CommandResult(0, "", "", calm), CommandResult(0, "", "", rough), case)
     return came
 
 
-def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: Path) -> Forked:
+def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: Path) -> ForkedRanks:
     own = Path(tempfile.mkdtemp(prefix="logs-", dir=logs))
     arguments = case.arguments(run_dir, mesh, micro_batch_size)
     return start_run(arguments, own, mesh.ranks, nproc_worker_variables(mesh.ranks) if mesh.ranks > 1 else {})
 
 
-def _finish(started: Forked, what: str) -> None:
+def _finish(started: ForkedRanks, what: str) -> None:
     codes = started.wait_like_launcher(START_S)
     if set(codes) != {0}:
         raise Mismatch(f"{what}: exit codes {codes}\n{started.stderr}")
 
 
-def _disturb(started: Forked, disturbance: Disturbance, run_dir: Path) -> bool:
+def _disturb(started: ForkedRanks, disturbance: Disturbance, run_dir: Path) -> bool:
     """Wait for the step, strike, and wait until all ranks have gone; False if the run was over first."""
     deadline = time.monotonic() + START_S
     while _last_step(run_dir) < disturbance.after_step and any(each.exitcode is None for each in started.processes):
@@ -348,7 +350,7 @@ def _last_step(run_dir: Path) -> int:
     return max(steps, default=0)
 
 
-def compare(calm: Ran, rough: Ran, case: Case) -> None:
+def compare(calm: CommandResult, rough: CommandResult, case: Case) -> None:
     """Raise Mismatch where the two runs differ by more than is promised."""
     exact = case.stays_on_its_mesh
     for run in (calm, rough):

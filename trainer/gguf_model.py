@@ -106,9 +106,8 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
             write_atomically(folder / name, json.dumps(content, indent=None if name == "tokenizer.json" else 2))
         if (template := reader.get("tokenizer.chat_template")) is not None:
             write_atomically(folder / "chat_template.jinja", str(template))
-        write_atomically(
-            folder / _SOURCE_FILE, json.dumps({"path": str(file)})
-        )  # last, as it marks the others as complete
+        # Written last, because it marks the others as complete.
+        write_atomically(folder / _SOURCE_FILE, json.dumps({"path": str(file)}))
     if with_weights and not (folder / _WEIGHTS_FILE).exists():
         num_bytes = reader.num_bytes
         print_stderr(

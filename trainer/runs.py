@@ -196,7 +196,7 @@ def table_of(runs: Sequence[RunSummary], folder: Path) -> list[str]:
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.runs", description=__doc__)
-    parser.add_argument("folder", nargs="?", default="runs", help="quoted_folder to look for runs (default: runs)")
+    parser.add_argument("folder", nargs="?", default="runs", help="where to look for runs (default: runs)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(argv)
     return run_command(lambda: _show(Path(options.folder), options.json))

@@ -17,7 +17,7 @@ from trainer.checkpoint.storage import LocalStorage
 from trainer.config import CheckpointSection
 from trainer.metrics.console import readable_bytes
 
-BIG = ("model.name=tests.helpers.own_recipes:mlp", "model.width=300", "checkpoint.every=2", "train.steps=8")
+BIG = ("model.name=tests.helpers.custom_recipes:mlp", "model.width=300", "checkpoint.every=2", "train.steps=8")
 """A run whose checkpoint takes some MiB, so that what is no tensor counts for little."""
 
 

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.forked import fork, run_module
 from tests.helpers.gate import wait_until
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from trainer import evaluate, export, load_weights
 from trainer.checkpoint import reader
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
@@ -61,8 +61,8 @@ def moving_on(run: Path) -> Iterator[None]:
         worker.join()
 
 
-def test_open_checkpoint_is_readable_after_it_was_pruned(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_open_checkpoint_is_readable_after_it_was_pruned(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     expected = load_weights(run).state_dict()
     stored = open_checkpoint(run)
     prune(run, 20)
@@ -72,9 +72,9 @@ def test_open_checkpoint_is_readable_after_it_was_pruned(one: Shared, tmp_path: 
 
 
 def test_checkpoint_pruned_before_it_is_opened_is_skipped(
-    one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = one.copied(tmp_path / "run")
+    run = one.copy_to(tmp_path / "run")
     find = find_checkpoint
 
     def find_and_prune(path: Any) -> Any:
@@ -86,13 +86,13 @@ def test_checkpoint_pruned_before_it_is_opened_is_skipped(
     monkeypatch.setattr(reader, "find_checkpoint", find_and_prune)
     assert open_checkpoint(run).manifest.step == 10
     shutil.rmtree(run)
-    one.copied(run)
+    one.copy_to(run)
     with pytest.raises(UserError, match="no checkpoint here"):
         open_checkpoint(run / "checkpoints" / "step_00000020")
 
 
-def test_checkpoint_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copied(tmp_path / "run")
+def test_checkpoint_pruned_while_it_is_opened(one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one.copy_to(tmp_path / "run")
     check = reader.find_damage
 
     def prune_and_check(place: Any, *rest: Any) -> Any:
@@ -104,15 +104,15 @@ def test_checkpoint_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monke
     assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
 
 
-def test_damage_is_still_reported(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_damage_is_still_reported(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     (run / "checkpoints" / "step_00000020" / "layout.json").unlink()
     with pytest.raises(Exception, match=r"layout\.json: is missing"):
         open_checkpoint(run)
 
 
-def test_export_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copied(tmp_path / "run")
+def test_export_of_a_checkpoint_that_is_pruned(one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one.copy_to(tmp_path / "run")
     whole = export.export_checkpoint(run, tmp_path / "whole")
     write = export.export
 
@@ -125,8 +125,8 @@ def test_export_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path, monk
     assert [path.read_bytes() for path in exported] == [path.read_bytes() for path in whole]
 
 
-def test_evaluation_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_evaluation_of_a_checkpoint_that_is_pruned(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     with ExitStack() as stack:
         subject = evaluate.find_subject(str(run), [], stack=stack)
         prune(run, 20)
@@ -137,8 +137,10 @@ def test_evaluation_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path) 
     assert not Path(first).exists()
 
 
-def test_list_omits_checkpoints_pruned_meanwhile(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copied(tmp_path / "run")
+def test_list_omits_checkpoints_pruned_meanwhile(
+    one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = one.copy_to(tmp_path / "run")
     place = open_storage(run / "checkpoints")
     from trainer import checkpoints
 
@@ -156,8 +158,8 @@ def test_list_omits_checkpoints_pruned_meanwhile(one: Shared, tmp_path: Path, mo
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("command", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
-def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     with moving_on(run):
         for number in range(3 if "nproc" in command else 20):  # which starts fresh interpreters
             words = {

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.ranks import run_python_module
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from tests.helpers.tiny import fit, tiny_config
 from tests.helpers.tiny import lines as metrics_of
 from tests.weights.test_pretrained import config_of, folder_of
@@ -101,7 +101,7 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.Cap
 
 
 @pytest.mark.campaign
-def test_evaluation_on_a_different_number_of_ranks(four: Shared) -> None:
+def test_evaluation_on_a_different_number_of_ranks(four: SharedRun) -> None:
     """As a command on two ranks, for a run on 2 x 2."""
     folder = four.ran.folder
     before = content_of(folder)

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, tiny_overrides
+from tests.helpers.ranks import CommandResult, tiny_overrides
 from trainer import sweep
 from trainer.runs import RunSummary
 from trainer.sweep import find_best, name_of, names_of, split_values
@@ -150,7 +150,7 @@ def steps_of(folder: Path) -> int:
 
 def assert_complete(folder: Path, output: str, rates: list[str], steps: int) -> None:
     """Demand that each run finished, trained each step once, and was started as often as it had to be; one best."""
-    runs = {rate: Ran(0, "", "", folder / f"lr={rate}") for rate in rates}
+    runs = {rate: CommandResult(0, "", "", folder / f"lr={rate}") for rate in rates}
     assert sorted(path.parent.name for path in folder.glob("*/status.json")) == sorted(f"lr={rate}" for rate in rates)
     for rate, ran in runs.items():
         assert ran.status["state"] == "finished"
@@ -213,7 +213,8 @@ def test_six_runs_two_at_a_time_killed_and_restarted(what: str, tmp_path: Path) 
     output = Path(f"{folder}.log").read_text()[len(before) :]
     assert_complete(folder, output, RATES, 12)
     attempts = [
-        sum(line["kind"] == "start" for line in Ran(0, "", "", folder / f"lr={rate}").metrics) for rate in RATES
+        sum(line["kind"] == "start" for line in CommandResult(0, "", "", folder / f"lr={rate}").metrics)
+        for rate in RATES
     ]
     assert attempts.count(1) >= (6 if what == "the sweep alone" else 4), "none was started again for nothing"
 

@@ -110,7 +110,7 @@ MISTAKES = {
     "27 a folder for shards": Mistake("@/a.txt --out @", "legal value: --out=@/corpus", "prepare", {"a.txt": "x"}),
     "28 a module that is not there": Mistake("model.name=nowhere_at:mine", "start from the folder of nowhere_at.py"),
     "29 a model misspelled in a module": Mistake(
-        "model.name=tests.helpers.own_recipes:mpl", "did you mean model.name=tests.helpers.own_recipes:mlp?"
+        "model.name=tests.helpers.custom_recipes:mpl", "did you mean model.name=tests.helpers.custom_recipes:mlp?"
     ),
     "45 a folder that cannot be": Mistake("run.dir=@/a.txt/run", "@/a.txt is not a folder", files={"a.txt": "x"}),
     "47 accelerate: processes": Mistake("--num_processes=2", "did you mean nproc=2?"),

@@ -17,7 +17,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 
 import torch
 
-from tests.helpers.chats import CHATML, FAMILIES, said, write_tokenizer
+from tests.helpers.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.helpers.tiny import fit
 from tests.trainer.test_sft import write_chats
 from trainer import UserError, generate, run
@@ -117,7 +117,7 @@ def write_template(path: Path, template: str | bytes) -> Path:
 
 def settings_with(folder: Path, template: str) -> list[str]:
     chats = folder / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": said("Hi", "Yes")}) + "\n")
+    chats.write_text(json.dumps({"messages": conversation("Hi", "Yes")}) + "\n")
     model = folder / "model"
     if not model.exists():
         write_tokenizer(model, None)
@@ -200,11 +200,11 @@ def test_template_is_stopped_at_the_conversation_that_is_expensive(body: str, sa
     template = find_template("model", str(tmp_path))
     assert template is not None
     before = resource.getrlimit(resource.RLIMIT_AS)
-    rendered = template.render(said("Hi", "Yes")).text
+    rendered = template.render(conversation("Hi", "Yes")).text
     for _ in range(2):
         with pytest.raises(BadChat, match=says):
-            template.render(said("Bye", "Yes"))
-    assert template.render(said("Hi", "Yes")).text == rendered
+            template.render(conversation("Bye", "Yes"))
+    assert template.render(conversation("Hi", "Yes")).text == rendered
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     time.sleep(0)  # a bytecode at which an exception that was left behind would be raised
 

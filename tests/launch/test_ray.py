@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
 
 pytestmark = [
     pytest.mark.campaign,
@@ -46,10 +46,10 @@ def start(folder: Path, env: dict[str, str], *options: str, steps: int = STEPS) 
     return subprocess.Popen([*command, *overrides], cwd=REPOSITORY, env=env, **output)  # type: ignore[call-overload]
 
 
-def end(process: subprocess.Popen[str], folder: Path, exit_code: int = 0) -> Ran:
+def end(process: subprocess.Popen[str], folder: Path, exit_code: int = 0) -> CommandResult:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == exit_code, output
-    return Ran(process.returncode, output, "", folder / "run")
+    return CommandResult(process.returncode, output, "", folder / "run")
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:

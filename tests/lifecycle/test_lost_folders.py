@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_faults import lines_of, of, slow, steps_in, with_
-from tests.helpers.faults import Fault, Started, start
+from tests.helpers.faults import Fault, StartedRun, start
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
@@ -35,7 +35,7 @@ def _delete(folder: Path) -> str:
     return f"until rm -rf {folder}; do :; done"
 
 
-def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> Started:
+def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> StartedRun:
     """Return a run of some seconds in `base/run`, which has ended; after step 5 it runs the command."""
     arguments = with_(f"train.steps={STEPS}", "checkpoint.keep_last=0", *overrides)
     fault = Fault(step_s=0.1, commands={str(AT): command})
@@ -45,13 +45,13 @@ def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Pat
     return run
 
 
-def advice(run: Started) -> list[str]:
+def advice(run: StartedRun) -> list[str]:
     """Return the settings with which the run says that it can be continued."""
     (found,) = re.findall("to continue: the same command with (.*)", run.stderr_of(0))
     return str(found).split()
 
 
-def goes_on(run: Started, settings: list[str], *overrides: str, ranks: int = 1) -> Path:
+def goes_on(run: StartedRun, settings: list[str], *overrides: str, ranks: int = 1) -> Path:
     """Continue as the run has advised; return the folder of the run.  No step is trained twice, none is missing."""
     given = with_(*settings, base=with_(f"train.steps={STEPS}", *overrides, f"run.dir={run.folder}"))
     folder = Path(next(word.partition("=")[2] for word in given if word.startswith("run.dir=")))

@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint.test_faults import last_step
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, run_command, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_command, tiny_overrides
 from tests.lifecycle.test_stopping import wait_until_it_catches
 
 STEPS = 400
@@ -81,6 +81,6 @@ def test_twenty_preemptions(more: list[str], tmp_path: Path) -> None:
     print(f"{len(codes)} preemptions, {len(starts) - 1} of them after the first step had begun")
 
 
-def evaluations(ran: Ran) -> dict[int, float]:
+def evaluations(ran: CommandResult) -> dict[int, float]:
     """Return the evaluation losses by step. An evaluation aborted by a stop is made up for after the resume."""
     return {line["step"]: line["loss"] for line in ran.metrics if line["kind"] == "eval"}

@@ -21,7 +21,7 @@ import pytest
 from tests.distributed.test_processes import processes_of
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
 from tests.helpers.slurm import OVER, Cluster, missing_programs, slurm_cluster
 
 pytestmark = pytest.mark.campaign
@@ -50,7 +50,7 @@ def assert_nothing_is_lost(folder: Path, code: int, stderr: str, signals: int) -
     assert code in (75, 0, -signals, 128 + signals), f"exit code {code}\n{stderr}"
     wait_until(lambda: not processes_of(folder), "the end of all processes", _OVER_S)
     if (folder / "status.json").exists():
-        status = Ran(code, "", "", folder).status
+        status = CommandResult(code, "", "", folder).status
         assert status["state"] == "stopped", f"{status}\n{stderr}"
         assert status["step"] == 0 or saved_steps(folder)[-1] == status["step"]
     else:
@@ -184,7 +184,7 @@ def test_terminal_or_pipe_closes_at_any_moment(
             process.communicate(timeout=120)
             assert process.returncode == 0
     wait_until(lambda: not processes_of(folder), "the end of all processes", 60)
-    status = Ran(0, "", "", folder).status
+    status = CommandResult(0, "", "", folder).status
     assert saved_steps(folder)[-1] == status["step"]
     assert (status["state"] == "finished") is (status["step"] == STEPS)
     assert (status["step"] == STEPS) is (way in ("stdout", "stderr")), f"{way} at step {step}: {status}"

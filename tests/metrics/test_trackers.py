@@ -21,7 +21,7 @@ import pytest
 from tests.helpers import trackers
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, tiny_overrides
+from tests.helpers.ranks import CommandResult, tiny_overrides
 from tests.helpers.tiny import fit
 from trainer import UserError, load_config
 from trainer.config import rules
@@ -281,9 +281,9 @@ def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> No
 
 
 def assert_every_step_arrived_once(folder: Path, tracker: trackers.Tracker) -> None:
-    ran = Ran(0, "", "", folder)
+    ran = CommandResult(0, "", "", folder)
     tracker.stop()
-    found = tracker.found(folder)
+    found = tracker.received(folder)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     assert [loss for _, loss in found] == pytest.approx(ran.train("loss"), rel=1e-6)
 
@@ -310,11 +310,11 @@ def test_its_server_is_away_for_a_minute(tracker: trackers.Tracker, tmp_path: Pa
     folder = tmp_path / "run"
     process = start(folder, tracker, rest_s=1.0, patience_s=60.0)
     wait_for_step(folder, process, 10)
-    tracker.go_away()
+    tracker.go_down()
     trackers.pause(AWAY_S)
     tracker.come_back()
     assert process.wait(400) == 0, Path(f"{folder}.log").read_text()
-    times = [line["time"] for line in Ran(0, "", "", folder).metrics if line["kind"] == "train"]
+    times = [line["time"] for line in CommandResult(0, "", "", folder).metrics if line["kind"] == "train"]
     assert max(after - before for before, after in itertools.pairwise(times)) < 8, "no step waited"
     assert_every_step_arrived_once(folder, tracker)
     assert Path(f"{folder}.log").read_text().count("warning") <= 1

@@ -48,7 +48,7 @@ def small_llama() -> tuple[nn.Module, list[nn.Module]]:
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
 @pytest.mark.parametrize("launch", [["nproc=2"], pytest.param([], marks=pytest.mark.campaign)])
 def test_without_torchao_one_message_says_what_to_install(launch: list[str], tmp_path: Path) -> None:
-    ran = run_tiny(tmp_path / "run", "train.float8=rowwise", BFLOAT16, *launch, ends=2)
+    ran = run_tiny(tmp_path / "run", "train.float8=rowwise", BFLOAT16, *launch, exit_code=2)
     assert ran.stderr.count("pip install 'meshtrainer[float8]'") == 1
     assert "Traceback" not in ran.stderr
     assert not (tmp_path / "run").exists()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import Ran, run_command, run_python_module, run_ranks, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_command, run_python_module, run_ranks, tiny_overrides
 from tests.helpers.tiny import tiny_config
 from trainer import Recipe, RunConfig, Trainer, load_config, register
 from trainer.model.mup import find_growth, scale_initial_weights
@@ -198,7 +198,7 @@ def test_a_base_model_that_cannot_be_meant_is_refused(kind: str, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def run_wide(folder: Path, *overrides: str) -> Ran:
+def run_wide(folder: Path, *overrides: str) -> CommandResult:
     return run_command(folder, "recipe=llama_small", *tiny_overrides(*WIDE, "optim.lr=0.01", *overrides))
 
 

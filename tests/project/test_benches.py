@@ -47,11 +47,11 @@ NOT_FOR_THE_FIRST_STEP = {
 """What only some runs need, or none: imported where it is used."""
 
 
-def run_bench(name: str, *arguments: str, ends: int = 0) -> tuple[list[dict[str, Any]], str]:
+def run_bench(name: str, *arguments: str, exit_code: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Run a benchmark; returns its lines of JSON and all that it printed."""
     command = [sys.executable, "-m", f"bench.{name}", *arguments]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == ends, ran.stdout + ran.stderr
+    assert ran.returncode == exit_code, ran.stdout + ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert lines
     assert all(line["bench"] == name for line in lines)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.broken_folders import CASES, CHAT, weights, write_good
+from tests.helpers.broken_folders import CASES, CHAT, weights, write_valid_folder
 from tests.weights.test_huggingface import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
 from trainer.files import symlink_target_outside
@@ -48,7 +48,7 @@ TOKENIZERS = [name for name in CASES if name.startswith("tokenizer")]
 
 
 def broken(tmp_path: Path, name: str) -> Path:
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     CASES[name](folder)
     return folder
 
@@ -77,7 +77,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
     """Such as in a quantized folder: converted to floating point, the codes would be trained as weights."""
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     weights(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
     with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
         load_weights(folder)
@@ -85,7 +85,7 @@ def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_matrices_of_zeros_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupted download leaves them if the file was allocated in advance."""
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     weights(lambda tensors: tensors[UP].zero_())(folder)
     load_weights(folder)
     assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])
 def test_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None:
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     (tmp_path / "private").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
@@ -134,7 +134,7 @@ def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs = tmp_path / "models--a--b" / "blobs"
     blobs.mkdir(parents=True)
-    write_good(snapshot)
+    write_valid_folder(snapshot)
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")

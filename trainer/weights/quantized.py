@@ -61,7 +61,7 @@ def with_dequantized(
 
 def _find_scales(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:
     if scales not in readers:
-        raise UserError(f"{name}: cannot be with_dequantized, because {scales} is missing; download the folder again")
+        raise UserError(f"{name}: cannot be dequantized, because {scales} is missing; download the folder again")
     return readers[scales][1]
 
 
