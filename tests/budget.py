@@ -89,8 +89,8 @@ class Budget:
         new_limit = f"the limit for a new test of its tier is {limit_s:.0f} s"
         explanation = f"{recorded:.1f} s were recorded" if recorded else new_limit
         return (
-            f"{nodeid} took {seconds:.1f} s: {explanation}, and this machine is {self._scale:.1f} times as slow as when "
-            "durations were recorded. Make the test faster, move it to another tier, or run make durations."
+            f"{nodeid} took {seconds:.1f} s: {explanation}, and this machine is {self._scale:.1f} times as slow as "
+            "when durations were recorded. Make the test faster, move it to another tier, or run make durations."
         )
 
     def record(self, durations: Mapping[str, float]) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 class FakeWandbServer(http.server.ThreadingHTTPServer):
     """Stores the rows of one run.
 
-    While `is_unresponsive` is set, clients wait for an answer.  To simulate an outage, `stop` the server, and later start
-    another one on the same port.
+    While `is_unresponsive` is set, clients wait for an answer.  To simulate an outage, `stop` the server, and later
+    start another one on the same port.
     """
 
     daemon_threads = True

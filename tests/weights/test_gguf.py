@@ -150,7 +150,7 @@ def test_text_is_split_as_the_file_says(tmp_path: Path) -> None:
     import tokenizers
 
     write(tmp_path / "m.gguf", vocabulary=of_bytes("smollm"))
-    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    folder = gguf_model.convert(tmp_path / "m.gguf", "model.path", with_weights=False)
     assert not (folder / "model.safetensors").exists()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("the t12<|end|>").tokens == ["t", "he", "Ġt", "1", "2", "<|end|>"]
@@ -182,7 +182,7 @@ def test_sentencepiece_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     write(tmp_path / "m.gguf", vocabulary=of_sentencepiece())
-    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    folder = gguf_model.convert(tmp_path / "m.gguf", "model.path", with_weights=False)
     ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     page = (REPOSITORY / "docs" / "data.md").read_text()
@@ -203,7 +203,7 @@ def test_sentencepiece_as_the_file_says(tmp_path: Path) -> None:
 
     entries = {"add_space_prefix": False, "add_bos_token": False, "add_eos_token": True}
     write(tmp_path / "m.gguf", vocabulary=of_sentencepiece(**entries))
-    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    folder = gguf_model.convert(tmp_path / "m.gguf", "model.path", with_weights=False)
     ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     *pieces, last = ours.encode("the run").tokens
     assert ("".join(pieces), last) == ("the▁run", "</s>")
