@@ -32,9 +32,9 @@ from trainer.report.page import saving_of
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0
 CONFIG = RunConfig(checkpoint=CheckpointSection(every="auto"))
-"""A node fails every 6000 hours, it says."""
+"""It assumes one failure per node in 6000 hours."""
 SHARD_BYTES = 6e9
-"""Of which the guess before the first save is as wrong as it likes: 6 s and 30 s."""
+"""Bytes per rank.  The estimate before the first save, 6 s and 30 s, is deliberately wrong."""
 
 
 def test_chosen_interval_loses_the_least() -> None:

@@ -39,7 +39,7 @@ MESHES: dict[str, tuple[int, list[str]]] = {
     "4": (4, []),
     "2x2": (4, ["mesh.replicate=2"]),
 }
-IN_SLICES: dict[str, tuple[int, list[str]]] = {
+CONTEXT_MESHES: dict[str, tuple[int, list[str]]] = {
     "context 2": (2, ["mesh.context=2"]),
     "context 4": (4, ["mesh.context=4"]),
     "2x2 context 2": (4, ["mesh.replicate=2", "mesh.context=2"]),
@@ -126,8 +126,8 @@ def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_context_slices_to_every_mesh_and_back(tmp_path: Path) -> None:
     """Ten more steps agree within a smaller tolerance than between other meshes."""
-    meshes = ["1", "4", *IN_SLICES]
-    moves = [(source, to, "adamw") for source in meshes for to in meshes if {source, to} & {*IN_SLICES}]
+    meshes = ["1", "4", *CONTEXT_MESHES]
+    moves = [(source, to, "adamw") for source in meshes for to in meshes if {source, to} & {*CONTEXT_MESHES}]
     assert move(tmp_path, moves, "train.steps=13")["adamw"] < 1e-6
 
 
@@ -136,7 +136,7 @@ def move(folder: Path, moves: list[Move], *more: str) -> dict[str, float]:
 
     Returns the relative difference for each optimizer.
     """
-    meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | IN_SLICES).items()}
+    meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | CONTEXT_MESHES).items()}
     saved: dict[tuple[str, str], tuple[dict[str, str], list[float]]] = {}
     for ranks in (1, 2, 4):
         cases = sorted({(source, o) for source, _, o in moves if meshes[source][0] == ranks})

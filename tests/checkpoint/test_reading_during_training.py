@@ -23,30 +23,30 @@ from trainer.checkpoint.storage import LocalStorage, open_storage
 from trainer.checkpoints import list_checkpoints
 from trainer.errors import UserError
 
-pytestmark = pytest.mark.slow  # the run that all look at is trained in a process
+pytestmark = pytest.mark.slow  # the run that all tests read is trained in a separate process
 
 
 def prune(run: Path, step: int) -> None:
-    """Delete a checkpoint as a run does: its name goes at once, then its files."""
-    place = open_storage(run / "checkpoints")
-    place.delete(place.unpublish(f"step_{step:08d}"))
+    """Delete a checkpoint as a run does: first its name, in one operation, then its files."""
+    storage = open_storage(run / "checkpoints")
+    storage.delete(storage.unpublish(f"step_{step:08d}"))
 
 
 @contextmanager
-def moving_on(run: Path) -> Iterator[None]:
-    """As long as the block lasts, publish one of two checkpoints and prune the other, as fast as can be."""
-    has_ended, place = threading.Event(), LocalStorage(run / "checkpoints")
+def publishing_and_pruning(run: Path) -> Iterator[None]:
+    """Until the block ends, publish and prune two checkpoints in turn, as fast as possible."""
+    has_ended, storage = threading.Event(), LocalStorage(run / "checkpoints")
     (run / "checkpoints").rename(run / "saved")
     (run / "checkpoints").mkdir()
 
     def work() -> None:
         before = ""
         for name in itertools.cycle(("step_00000010", "step_00000020")):
-            unpublished = place.begin(name)
-            shutil.copytree(run / "saved" / name, place.path / unpublished, dirs_exist_ok=True)
-            place.publish(unpublished, name)
+            unpublished = storage.begin(name)
+            shutil.copytree(run / "saved" / name, storage.path / unpublished, dirs_exist_ok=True)
+            storage.publish(unpublished, name)
             if before:
-                place.delete(place.unpublish(before))
+                storage.delete(storage.unpublish(before))
             before = name
             if has_ended.wait(0.005):
                 return
@@ -95,10 +95,10 @@ def test_checkpoint_pruned_while_it_is_opened(one: SharedRun, tmp_path: Path, mo
     run = one.copy_to(tmp_path / "run")
     check = reader.find_damage
 
-    def prune_and_check(place: Any, *rest: Any) -> Any:
-        if place.path.name.endswith("20"):
+    def prune_and_check(storage: Any, *rest: Any) -> Any:
+        if storage.path.name.endswith("20"):
             prune(run, 20)
-        return check(place, *rest)
+        return check(storage, *rest)
 
     monkeypatch.setattr(reader, "find_damage", prune_and_check)
     assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
@@ -141,18 +141,18 @@ def test_list_omits_checkpoints_pruned_meanwhile(
     one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = one.copy_to(tmp_path / "run")
-    place = open_storage(run / "checkpoints")
+    storage = open_storage(run / "checkpoints")
     from trainer import checkpoints
 
     entry = checkpoints._entry
 
-    def prune_and_look(place: Any, name: str, verify: bool) -> Any:
-        if name == "step_00000010" and place.is_published(name):
+    def prune_and_look(storage: Any, name: str, verify: bool) -> Any:
+        if name == "step_00000010" and storage.is_published(name):
             prune(run, 10)
-        return entry(place, name, verify)
+        return entry(storage, name, verify)
 
     monkeypatch.setattr(checkpoints, "_entry", prune_and_look)
-    (found,) = list_checkpoints(place, verify=True)
+    (found,) = list_checkpoints(storage, verify=True)
     assert (found.step, found.state) == (20, "verified")
 
 
@@ -160,7 +160,7 @@ def test_list_omits_checkpoints_pruned_meanwhile(
 @pytest.mark.parametrize("command", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
 def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: SharedRun, tmp_path: Path) -> None:
     run = one.copy_to(tmp_path / "run")
-    with moving_on(run):
+    with publishing_and_pruning(run):
         for number in range(3 if "nproc" in command else 20):  # which starts fresh interpreters
             words = {
                 "export": [str(run), str(tmp_path / f"out{number}")],

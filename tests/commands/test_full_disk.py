@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # the run that all look at is trained in a proces
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for a few pages."""
+    """A disk with space for only a few pages."""
     with small_disk(tmp_path / "full", "64k") as folder:
         (folder / "other").write_bytes(bytes(40 << 10))
         yield folder

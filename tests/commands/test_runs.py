@@ -1,4 +1,4 @@
-"""`trainer.runs`: what the folders of runs in every state tell, without torch."""
+"""`trainer.runs`: what it shows of runs in every state, without importing torch."""
 
 from __future__ import annotations
 

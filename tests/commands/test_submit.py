@@ -1,4 +1,4 @@
-"""`meshtrainer submit`: the job of a recipe as a person would write it, for Slurm, Kubernetes and this machine."""
+"""`meshtrainer submit`: the job of a recipe as one would write it by hand, for Slurm, Kubernetes and this machine."""
 
 from __future__ import annotations
 

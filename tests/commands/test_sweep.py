@@ -1,4 +1,4 @@
-"""`meshtrainer sweep`: every run once, through kills of the sweep and of its runs, one report, and the best named."""
+"""`meshtrainer sweep`: each run is trained once, even if the sweep or a run is killed; the report names the best."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def summary(state: str, loss: float | None, eval_loss: float | None) -> RunSumma
 
 
 def test_the_best_run() -> None:
-    """The lowest loss on held-out data of those that have finished; of training if one has no other."""
+    """The finished run with the lowest loss on held-out data, or in training if one has no such loss."""
     runs = [summary("finished", 1.0, 3.0), summary("finished", 2.0, 2.5), summary("stopped", 0.1, 0.1)]
     assert find_best(runs) is runs[1]
     assert find_best([*runs, summary("finished", 0.5, None)]).loss == 0.5  # type: ignore[union-attr]

@@ -20,7 +20,7 @@ from trainer.config.rules import check_requirements
 
 SMALL = "recipe=llama_small"
 
-# What is typed, and what the message must hold: the setting with its value, and what would be right.
+# Arguments, and what the message must have: the setting with its value, and a legal value.
 MISTAKES = {
     "unknown recipe": (["recipe=llama_smal"], ["recipe=llama_smal", "recipe=llama_small"]),
     "recipe file that is not there": (["recipe=conf/llama_smal.yaml"], ["conf/llama_smal.yaml", "no such file"]),

@@ -38,7 +38,7 @@ from trainer.recipe import find_recipe
 
 FOR_A_FOLDER = ("name: auto", "recipe: dpo", "recipe: sft")
 RECIPES = sorted(n for n, path in recipe_files().items() if not any(text in path.read_text() for text in FOR_A_FOLDER))
-"""Those of a model of their own: what is for a folder needs one."""
+"""Recipes that define a model; the others need a model folder."""
 
 
 def recipe(folder: Path, text: str) -> str:

@@ -1,4 +1,4 @@
-"""Usual mistakes of new users and of users of other trainers: one short message each, and no files left behind.
+"""Common mistakes of new users and of users of other trainers: one short message each, and no files left behind.
 
 The message has at most six lines, names the setting and its value, and says what to do; the exit code is 2.
 """

@@ -45,7 +45,7 @@ from trainer.stopping import StopRequested
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(transport, "MAX_PAUSE_S", 0.0)
 

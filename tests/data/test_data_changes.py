@@ -1,4 +1,4 @@
-"""Changed data: the stored position is not valid in it, so a run does not resume unless this is allowed."""
+"""Changed data, in which the stored position is not valid: a run does not resume unless this is allowed."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def open_files() -> list[str]:
 
 
 def take_all(others: contextlib.ExitStack) -> None:
-    """Leave no descriptor."""
+    """Open files until no descriptor is left."""
     with contextlib.suppress(OSError):
         while True:
             others.callback(os.close, os.open(os.devnull, os.O_RDONLY))

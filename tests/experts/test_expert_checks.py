@@ -31,7 +31,7 @@ from trainer.plan.plan import make_plan, without_data
 from trainer.plan.search import fastest_choice
 
 # ---------------------------------------------------------------------------------------------------------------
-# The check at the start refuses what is wrong
+# The check at the start rejects wrong settings
 
 
 @contextmanager

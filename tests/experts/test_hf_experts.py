@@ -1,4 +1,4 @@
-"""Mixtures of transformers with their experts shared out among ranks: the same losses and the same exports."""
+"""Mixtures of transformers with their experts distributed over ranks: the same losses and the same exports."""
 
 from __future__ import annotations
 

@@ -53,9 +53,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A job that reaches its time limit: the notice comes after half a minute, and the first test runs meanwhile.
+    """A job that reaches its time limit.  Its notice comes after half a minute, during the first test.
 
-    Its steps are so long that it reaches the limit several times before it is through, however long that test takes.
+    Its steps are so long that it reaches the limit several times before it ends, however long that test takes.
     """
     folder = tmp_path_factory.mktemp("limited") / "run"
     return submit(cluster, folder, "--time=1", "--signal=B:USR1@10", rest_s=3), folder

@@ -22,7 +22,7 @@ SEQ_LEN, VOCAB, WIDTH = 512, 97, 32
 
 
 class Attention(nn.Module):
-    """Attention, which does not know of documents if `leaks`; with `biased` a bias by absolute position is added."""
+    """Attention that ignores documents if `leaks`, and adds a bias by absolute position if `biased`."""
 
     def __init__(self, leaks: bool = False, biased: bool = False) -> None:
         super().__init__()

@@ -31,7 +31,7 @@ def start(folder: Path, arguments: list[str], env: Mapping[str, str]) -> subproc
 def preempt(
     process: subprocess.Popen[str], folder: Path, how: signal.Signals | str, after_s: float, before_step: int
 ) -> None:
-    """Request a stop after a while, or once the run comes to `before_step`, so that it does not end first."""
+    """Request a stop after a while, or once the run reaches `before_step`, so that it does not end first."""
     wait_until_it_catches(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + after_s
     while time.monotonic() < deadline and last_step(folder) < before_step:
@@ -39,7 +39,8 @@ def preempt(
     if isinstance(how, signal.Signals):
         process.send_signal(how)
         return
-    while process.poll() is None:  # as a batch script does: the run may take the first for one from before
+    # Repeatedly, as a batch script does: the run ignores a notice that is older than its start.
+    while process.poll() is None:
         if folder.exists():
             (folder / "notice").touch()
         time.sleep(0.5)

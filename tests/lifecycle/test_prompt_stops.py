@@ -38,10 +38,10 @@ KINDS = ("chats", "raw text", "remote text", "remote shards", "hf folder", "lora
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LIMIT_S = 5.0
 BUSY_S = 15.0
-"""What the normal suite allows, whose machine may be busy with other tests."""
+"""The limit in the normal suite, where other tests may keep the machine busy."""
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is trained
+# The runs
 
 
 def write_chats(path: Path, count: int) -> None:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.campaign
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STEPS = 300
-_OVER_S = 30.0
+_END_TIMEOUT_S = 30.0
 
 
 def draws(default: int) -> list[int]:
@@ -48,7 +48,7 @@ def saved_steps(folder: Path) -> list[int]:
 def assert_nothing_is_lost(folder: Path, code: int, stderr: str, signals: int) -> None:
     """Stopped with its last step saved, or before there was anything to save, or before our first line ran."""
     assert code in (75, 0, -signals, 128 + signals), f"exit code {code}\n{stderr}"
-    wait_until(lambda: not processes_of(folder), "the end of all processes", _OVER_S)
+    wait_until(lambda: not processes_of(folder), "the end of all processes", _END_TIMEOUT_S)
     if (folder / "status.json").exists():
         status = CommandResult(code, "", "", folder).status
         assert status["state"] == "stopped", f"{status}\n{stderr}"
@@ -87,9 +87,9 @@ def test_a_signal_at_any_moment_of_the_start(way: str, seed: int, tmp_path: Path
             wait_until(lambda process=process: catches(process.pid, signal.SIGTERM), "torchrun's handlers", 120)
         process.send_signal(number)
         try:
-            _, stderr = process.communicate(timeout=_OVER_S + 15)
+            _, stderr = process.communicate(timeout=_END_TIMEOUT_S + 15)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{number.name} {after_s:.2f} s after the start: still there after {_OVER_S + 15:.0f} s")
+            pytest.fail(f"{number.name} {after_s:.2f} s after the start: still there after {_END_TIMEOUT_S + 15:.0f} s")
         code = process.returncode
         if way == "torchrun":  # its own code says that a worker was ended, whatever the worker's was
             code = 75 if (folder / "status.json").exists() else 0
@@ -119,13 +119,15 @@ def test_a_signal_at_any_moment_of_the_start_under_srun(seed: int, cluster: Clus
         is_there = any("trainer.run" in line and "srun" not in line for line in processes_of(folder))
         cluster.call("scancel", f"--signal={number.name.removeprefix('SIG')}", job, check=False)
         try:
-            wait_until(lambda job=job: cluster.job(job)["JobState"] in OVER, f"the end of {job}: {said}", _OVER_S)
+            wait_until(
+                lambda job=job: cluster.job(job)["JobState"] in OVER, f"the end of {job}: {said}", _END_TIMEOUT_S
+            )
         except AssertionError:
             if not is_there:  # the step had no process yet that a signal could reach
                 cluster.call("scancel", job)
                 continue
             raise
-        wait_until(lambda folder=folder: not processes_of(folder), "the end of all processes", _OVER_S)
+        wait_until(lambda folder=folder: not processes_of(folder), "the end of all processes", _END_TIMEOUT_S)
         if (folder / "status.json").exists():
             assert_nothing_is_lost(folder, 75, said + cluster.log(job), number)
 

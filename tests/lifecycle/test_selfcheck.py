@@ -42,7 +42,7 @@ class OtherReplica(Trainer):
 
 
 class LeftOut(Trainer):
-    """A parameter that FSDP never saw, and one that it saw."""
+    """A parameter that is registered after FSDP has wrapped the model."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)

@@ -47,7 +47,7 @@ def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 240) 
 
 
 def start_forked(folder: Path, *overrides: str, ranks: int = 1, env: dict[str, str] | None = None) -> StartedRun:
-    """Start the same without a launcher, forked: where the start is not the subject."""
+    """Start forked ranks without a launcher, for tests that are not about the start."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (env or {}).items():
             patch.setenv(name, value)

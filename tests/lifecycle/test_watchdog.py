@@ -39,7 +39,7 @@ from trainer.lifecycle.watchdog import (
 )
 
 LIMIT_S = 8.0
-"""More than a good step takes where other processes, or other machines on the same host, have the cores for seconds."""
+"""Longer than a normal step takes, even if other processes use the cores for seconds."""
 SLEEPING = ["recipe=llama_small", "model.name=tests.helpers.sleeping_trainer:sleeping", "data.source=synthetic"]
 SLEEPING += ["data.seq_len=16", "train.steps=5", "log.every=1", "log.sample_tokens=0", "checkpoint.every=0"]
 SLEEPING += ["run.threads=1"]
@@ -48,7 +48,7 @@ SLEEPING += ["run.threads=1"]
 def run_sleeping(
     monkeypatch: pytest.MonkeyPatch, folder: Path, place: str, *overrides: str, rank: int = 1, nproc: int = 2
 ) -> tuple[CommandResult, float]:
-    """Run until it ends; return how long it took, too."""
+    """Run until it ends; return its result and its seconds."""
     monkeypatch.setenv("MESHTRAINER_TEST_PLACE", place)
     monkeypatch.setenv("MESHTRAINER_TEST_RANK", str(rank))
     given = {override.partition("=")[0] for override in overrides}

@@ -20,11 +20,11 @@ from trainer.metrics.follower import Follower
 
 STEPS = 20
 PATIENCE_S = 3.0
-"""What the end of a run waits for the client here; in the campaign as long as in any run."""
+"""How long the end of a run waits for the client here; in the campaign as long as outside of tests."""
 MORE_S = 60.0
-"""What a run may take from its last record to its end: 15 s for Weights & Biases, and more on a busy machine.
+"""Longest time from the last record of a run to its end: 15 s for Weights & Biases, and more on a busy machine.
 
-Before that its client is waited for nowhere, and how long the steps take depends on what else the machine does.
+Nothing waits for the client before the end, and the time of the steps depends on how busy the machine is.
 """
 MODEL = [
     "model.name=tests.helpers.slow_trainer:slow_llama",

@@ -23,7 +23,7 @@ from trainer.model.units import find_blocks
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao")
-pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, of its kernels
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchao warns about its kernels
 
 WAYS = ["tensorwise", "rowwise"]
 BFLOAT16 = "fsdp.param_dtype=bfloat16"
@@ -41,7 +41,7 @@ def small_llama() -> tuple[nn.Module, list[nn.Module]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is refused
+# What is rejected
 
 
 @pytest.mark.slow

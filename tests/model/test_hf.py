@@ -29,7 +29,7 @@ from trainer.recipe import find_recipe
 LR = 1e-3
 STEPS = 20
 WHOLE_LOGITS = ("gemma2", "granite")
-"""Models whose logits are more than their head's output: capped, divided."""
+"""Models that change the output of their head: one caps it, one divides it."""
 TRAINED = [kind for kind in KINDS if kind != "mamba"]
 TRIED = ("llama", "gemma3", "gpt2")
 """Kinds that are in `make test-fast`: plain; tied, two rotary embeddings, a window; learned positions."""

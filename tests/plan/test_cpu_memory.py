@@ -20,7 +20,7 @@ SIZE = [
     *("train.global_batch_size=4", "train.steps=4", "train.compile=false", "checkpoint.every=0", "eval.every=0"),
     *("log.sample_tokens=0", "log.every=1", "run.threads=1", "run.device=cpu"),
 ]
-"""30 M parameters: tensors of about as much memory as the process takes itself."""
+"""30 M parameters: the tensors take about as much memory as the rest of the process."""
 
 KINDS = {
     "plain": [],

@@ -37,7 +37,7 @@ MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
 
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
-    """Return a configuration whose step has so many micro-batches on each rank of `shape`."""
+    """Return a configuration whose step has `micro_batches` on each rank of `shape`."""
     config = without_data(load_config(recipe, overrides, needs_weights=False))
     micro = config.train.micro_batch_size
     batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches

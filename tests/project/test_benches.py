@@ -44,7 +44,7 @@ NOT_FOR_THE_FIRST_STEP = {
     "trainer.checkpoints",
     "trainer.plan.calibrate",
 }
-"""What only some runs need, or none: imported where it is used."""
+"""Modules that only some runs need, or none: they are imported where they are used."""
 
 
 def run_bench(name: str, *arguments: str, exit_code: int = 0) -> tuple[list[dict[str, Any]], str]:

@@ -41,7 +41,7 @@ ELSEWHERE = {
     "python -m trainer.evaluate runs/sft --lm-eval": "tests/commands/test_evaluate.py, where lm_eval is installed",
     "python -m trainer.run recipe=llama_small data.path=https://": "tests/data/test_remote.py",
 }
-"""Commands that need what a test cannot have, by how they begin, and what tests them."""
+"""Beginnings of commands that cannot run in a test, and where they are tested instead."""
 
 SMALL = ["run.device=cpu", "run.threads=1", "data.seq_len=32", "eval.steps=2"]
 NATIVE = ["model.dim=32", "model.num_layers=2", "model.ffn_dim=64"]

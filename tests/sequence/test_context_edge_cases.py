@@ -33,7 +33,7 @@ Holes = Callable[[NDArray[np.int64], NDArray[Any]], None]
 
 
 class WithHoles(SourceSubset):
-    """Samples of another source, some of whose targets count for nothing."""
+    """Samples of another source, with some targets ignored."""
 
     def __init__(self, whole: Source, holes: Holes) -> None:
         super().__init__(whole, 0, len(whole))
@@ -47,12 +47,12 @@ class WithHoles(SourceSubset):
 
 
 def beginnings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
-    """Leave the first eighth of each row: all but the first slices have no target."""
+    """Keep only the first eighth of each row: all but the first slices have no target."""
     targets[:, targets.shape[1] // 8 :] = IGNORE
 
 
 def endings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
-    """Leave the last eighth of each row."""
+    """Keep only the last eighth of each row."""
     targets[:, : -(targets.shape[1] // 8)] = IGNORE
 
 

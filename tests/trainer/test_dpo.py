@@ -40,7 +40,7 @@ WITH = {"adapters": ["lora.rank=4", "lora.alpha=8"], "a second model": ["lora.ra
 
 
 class Pairs(Source):
-    """Pairs of answers of other lengths to one prompt; of sample i, row 2i is the chosen one."""
+    """Pairs of answers of different lengths to one prompt; row 2i is the chosen answer of sample i."""
 
     seq_len, vocab_size, checks_ids, rows_per_sample = SEQ_LEN, 263, True, 2
 

@@ -28,7 +28,7 @@ def train_each(
 ) -> list[dict[str, list[float]]]:
     """Train tiny llama_small with each list of overrides, one after another in one process group.
 
-    A document a row: what fills the rows up counts for nothing, and each rank has another number of targets.
+    Each row has one document and is padded, so each rank has a different number of targets.
     """
     from itertools import islice
 

@@ -28,11 +28,11 @@ pytest.importorskip("tokenizers")
 LIMIT_S, LIMIT_GIB = 10.0, 2.0
 NOT_FINITE = ("weights: NaN", "weights: one infinity")
 AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
-"""What is found in config.json and in the names of files, before torch is needed."""
-LEFT = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
-"""What only reading more than configuration files and headers shows."""
-TRAINED = ("tokenizer: catastrophic regex",)
-"""Not refused: the tokenizers library gives up on such a match, and the run trains."""
+"""Defects of config.json and of file names, which are found before torch is imported."""
+FOUND_LATER = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
+"""Defects that are not in configuration files or headers."""
+ACCEPTED = ("tokenizer: catastrophic regex",)
+"""Not rejected: the tokenizers library gives up on such a match, and the run trains."""
 HEADERS = [
     "weights: empty",
     "weights: garbage",
@@ -54,7 +54,7 @@ def broken(tmp_path: Path, name: str) -> Path:
 
 
 @pytest.mark.parametrize("model", ["auto", "hf"])
-@pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in LEFT] + HEADERS)
+@pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in FOUND_LATER] + HEADERS)
 def test_broken_folder_is_rejected_at_once(name: str, model: str, tmp_path: Path) -> None:
     """From metadata alone: no model is built, and no weights are read."""
     folder = broken(tmp_path, name)
@@ -162,7 +162,7 @@ def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["auto", "hf"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in TRAINED])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ACCEPTED])
 def test_broken_folder_costs_little_time_and_memory(name: str, model: str, tmp_path: Path) -> None:
     """The whole command in a separate process: one message, exit code 2, bounded time and memory."""
     if model == "hf":

@@ -21,7 +21,7 @@ from trainer.recipe import all_recipes
 from trainer.weights.exporting import export
 
 ABSENT = object()
-"""Takes an entry out of config.json."""
+"""Removes an entry from config.json."""
 
 BASE: dict[str, dict[str, Any]] = {
     "llama": {

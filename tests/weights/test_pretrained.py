@@ -28,7 +28,7 @@ SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
 
 
 def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
-    """Write a model as Hugging Face has it; `changes` of config.json, None takes a key out."""
+    """Write a model in Hugging Face's format; `changes` of config.json, where None removes a key."""
     export(Memory(build(recipe, config).state_dict()), recipe, config, path)
     edit(path, **changes)
     return path
