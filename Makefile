@@ -1,11 +1,10 @@
-# The two commands that anybody needs: `make check` reads the code, `make test` runs it.  tests/README.md says more.
+# The two main commands: `make check` runs linters and type checks, `make test` runs the tests.  See tests/README.md.
 PYTHON ?= python3
-# How many of pytest's workers share the tests, a gigabyte of memory for each: one more than there are cores, since some
-# tests wait.
+# Number of pytest workers, each of which needs 1 GB of memory: one more than there are cores, since some tests wait.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 2)))')
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
-# The tests start many interpreters: what they compile is kept, also where the environment says not to.
+# The tests start many interpreters: keep their bytecode, even if the environment disables that.
 export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: docs install check test test-fast test-campaign test-fake-gpu durations format
@@ -28,15 +27,15 @@ test:
 test-campaign:
 	$(PYTHON) -m tests.campaign
 
-# On GPUs that are none: torch's CUDA build, without a driver.  Where it is not installed it is, into .fake-gpu/.
+# Tests with torch's CUDA build on a fake GPU, without a driver.  Installs that build into .fake-gpu/ if it is missing.
 test-fake-gpu:
 	$(PYTHON) -m tests.fake_gpu
 
-# Writes how long each test took to tests/durations.json: on a quiet machine, when tests have become slower on purpose.
+# Records the duration of each test in tests/durations.json.  Run it on an idle machine, after a justified slowdown.
 durations:
 	$(PYTEST) -m "not campaign" --record-durations
 
-# The pages of docs/ as a site, in site/: what follows from the code is written anew.
+# Builds a website from docs/ in site/, after regenerating the pages that are generated from the code.
 docs:
 	$(PYTHON) docs/generate.py
 	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --quiet --strict

@@ -1,4 +1,4 @@
-"""Measures the cost of checkpoints (training pause, complete save, load) against the raw speed of the machine.
+"""Measures the cost of checkpoints (training pause, complete save, load) relative to the raw speed of the machine.
 
     python -m bench.checkpoint [--ranks 2] [--rounds 5] [--dim 1024] [--layers 16]
 
@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bench.record import emit, show
+from bench.results import emit, show
 from tests.helpers.ranks import run_ranks
 from trainer import Trainer, load_config
 from trainer.model.parameters import local
@@ -50,8 +50,8 @@ def overrides(options: dict[str, Any], folder: str) -> list[str]:
     ]
 
 
-def own_tensors(trainer: Trainer) -> list[torch.Tensor]:
-    """Return this rank's shards of weights and moments."""
+def local_tensors(trainer: Trainer) -> list[torch.Tensor]:
+    """Return this rank's shards of the weights and the optimizer's moments."""
     model = [local(p.detach()) for p in trainer.model.parameters()]
     moments = [
         local(value)
@@ -70,7 +70,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
         trainer = Trainer(load_config("llama_small", overrides(options, folder)))
     steps = trainer.steps()
     next(steps)
-    sources = own_tensors(trainer)
+    sources = local_tensors(trainer)
     buffers = [torch.zeros_like(source) for source in sources]
     num_bytes = sum(int(n) for n in trainer.world.sum([sum(source.nbytes for source in sources)]))
     figures: dict[str, list[float]] = {key: [] for key in ("copy", "pause", "save", "dd", "load", "read", "first")}
@@ -78,14 +78,14 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
     path = None
     for number in range(options["rounds"] + 1):
         trainer.world.barrier()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         for source, buffer in zip(sources, buffers, strict=True):
             buffer.copy_(source)
-        copy_s = time.perf_counter() - started
+        copy_s = time.perf_counter() - start_time
         trainer.world.barrier()
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         trainer.save_checkpoint()
-        pause_s = time.perf_counter() - started
+        pause_s = time.perf_counter() - start_time
         saved = trainer.saver.finish()
         assert saved is not None
         trainer.state.step += 1
@@ -108,14 +108,14 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
                 os.sync()
                 Path("/proc/sys/vm/drop_caches").write_text("3")
             trainer.world.barrier()
-            started = time.perf_counter()
+            start_time = time.perf_counter()
             if kind == "load":
                 trainer.lifecycle.phase = "built"  # the phase in which a new run loads
                 trainer.load_checkpoint(path)
             else:
                 read_file(path, trainer.world.rank)
             trainer.world.barrier()
-            figures[kind].append(time.perf_counter() - started)
+            figures[kind].append(time.perf_counter() - start_time)
     figures["grown_gib"] = [peak_gib() - before_gib]
     trainer.close()
     return figures
@@ -131,9 +131,9 @@ def measure_steps(options: dict[str, Any], folder: str) -> dict[str, Any]:
     times: dict[str, list[float]] = {"quiet": [], "writing": []}
 
     def time_one(kind: str) -> None:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         next(steps)
-        times[kind].append(time.perf_counter() - started)
+        times[kind].append(time.perf_counter() - start_time)
 
     for _ in range(options["rounds"]):
         for _ in range(4):
@@ -155,11 +155,11 @@ def peak_gib() -> float:
 
 def dd(num_bytes: int, folder: str) -> float:
     target = f"{folder}/dd"
-    started = time.perf_counter()
+    start_time = time.perf_counter()
     blocks = num_bytes // (4 << 20)
     command = ["dd", "if=/dev/zero", f"of={target}", "bs=4M", f"count={blocks}", "conv=fsync"]
     subprocess.run(command, check=True, capture_output=True)
-    elapsed = time.perf_counter() - started
+    elapsed = time.perf_counter() - start_time
     os.remove(target)
     return elapsed
 
@@ -171,10 +171,14 @@ def read_file(path: Path, rank: int) -> None:
             pass
 
 
-KINDS = {
-    "pause": ("copy", "pause of training, async", "each rank copying its bytes into a warmed buffer"),
-    "save": ("dd", "a whole save, checksums included", "`dd conv=fsync` of the same bytes"),
-    "load": ("read", "a load, checksums included, cold", "reading the files, cold"),
+MEASUREMENTS = {
+    "pause": ("copy", "the training pause of an asynchronous save", "each rank copying its bytes into a warmed buffer"),
+    "save": ("dd", "a complete save, including checksums", "`dd conv=fsync` of the same bytes"),
+    "load": (
+        "read",
+        "a load, including checksums, with a cold page cache",
+        "reading the files, with a cold page cache",
+    ),
 }
 """By measurement: the key of its baseline, and descriptions of the measurement and the baseline."""
 
@@ -189,7 +193,7 @@ def compare(options: dict[str, Any]) -> None:
     summary: dict[str, Any] = {"bytes": num_bytes, "first_pause_s": max(r["first"][0] for r in ranks)}
     summary["grown_gib"] = max(r["grown_gib"][0] for r in ranks)
     lines: list[list[object]] = []
-    for key, (base, description, baseline) in KINDS.items():
+    for key, (base, description, baseline) in MEASUREMENTS.items():
         pairs = [
             (max(r[key][i] for r in ranks), max(r[base][i] for r in ranks if r[base]))
             for i in range(len(ranks[0][key]))
@@ -212,17 +216,17 @@ def compare(options: dict[str, Any]) -> None:
     ratio = summary["step_writing_over_quiet"] = writing and writing / summary["step_quiet_s"]
     summary["num_steps"] = [len(steps["quiet"]), len(steps["writing"])]
     counts = f"{len(steps['quiet'])} and {len(steps['writing'])} steps"
-    description = "a step while a save is written, 1 rank, 1 thread"
-    lines.append([description, "the same without", writing, summary["step_quiet_s"], ratio, counts])
+    description = "a step while a save is being written, 1 rank, 1 thread"
+    lines.append([description, "a step with no save in progress", writing, summary["step_quiet_s"], ratio, counts])
     emit("checkpoint", kind="all", **summary)
     title = f"bench.checkpoint: {num_bytes / 1e9:.3g} GB, {options['ranks']} ranks, median of {options['rounds']} pairs"
-    show(title, ["figure", "against", "s", "s of that", "ratio", "each"], lines)
+    show(title, ["measurement", "baseline", "s", "baseline s", "ratio", "each pair"], lines)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.checkpoint", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5, help="pairs of each kind")
+    parser.add_argument("--rounds", type=int, default=5, help="pairs of measurement and baseline")
     parser.add_argument("--dim", type=int, default=1024)
     parser.add_argument("--layers", type=int, default=16)
     compare(vars(parser.parse_args()))

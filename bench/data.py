@@ -21,14 +21,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.record import REPOSITORY, emit, show
+from bench.results import REPOSITORY, emit, show
 from trainer.distributed.environment import limit_spinning
 
 WORKERS = (0, 2)
 MICRO_BATCH, GLOBAL_BATCH = 2, 8
 """Sequences per micro-batch and per step, as in llama_small."""
-BLOCK = 32
-"""Micro-batches read between two clock readings."""
+BATCHES_PER_READING = 32
+"""Micro-batches to read between two clock readings."""
 TEXT_BYTES = 16 << 20
 """Size of the text prepared for source=tokens: 16 M byte-level tokens, more than CPU caches hold."""
 
@@ -79,15 +79,15 @@ def read(case: Case, folder: Path, seconds: float) -> dict[str, float]:
         micro_batch_size=MICRO_BATCH,
         num_workers=case.num_workers,
     )
-    for _ in range(2 * BLOCK):  # warm up: workers start, files are opened
+    for _ in range(2 * BATCHES_PER_READING):  # warm up: workers start, files are opened
         next(loader)
     workers = [worker.pid for worker in getattr(loader._batches, "_workers", [])]
-    num_batches, started, cpu_s = 0, time.perf_counter(), _cpu_s(workers)
-    while time.perf_counter() - started < seconds:
-        for _ in range(BLOCK):
+    num_batches, start_time, cpu_s = 0, time.perf_counter(), _cpu_s(workers)
+    while time.perf_counter() - start_time < seconds:
+        for _ in range(BATCHES_PER_READING):
             next(loader)
-        num_batches += BLOCK
-    wall_s, cpu_s = time.perf_counter() - started, _cpu_s(workers) - cpu_s
+        num_batches += BATCHES_PER_READING
+    wall_s, cpu_s = time.perf_counter() - start_time, _cpu_s(workers) - cpu_s
     loader.close()
     tokens = num_batches * MICRO_BATCH * case.seq_len
     return {"tokens_per_cpu_s": tokens / cpu_s, "tokens_per_s": tokens / wall_s}
@@ -110,9 +110,9 @@ def train(case: Case, folder: Path, steps: int, name: str) -> dict[str, float]:
         *(f"train.steps={steps}", f"log.every={max(1, steps - 1)}", "eval.every=0", "checkpoint.every=0"),
         *("log.sample_tokens=0", f"train.global_batch_size={GLOBAL_BATCH}", f"train.micro_batch_size={MICRO_BATCH}"),
     ]
-    ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
-    if ran.returncode:
-        sys.exit(f"training on {case.source} failed:\n{ran.stdout}{ran.stderr}")
+    completed = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    if completed.returncode:
+        sys.exit(f"training on {case.source} failed:\n{completed.stdout}{completed.stderr}")
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     # The first line covers the first step only, so the later lines are means that exclude it.
     train_lines = [line for line in lines if line["kind"] == "train"][1:]
@@ -138,14 +138,14 @@ def compare(options: argparse.Namespace) -> None:
         [case.source, case.seq_len, case.num_workers, *(_median(rates, key) for key in rates[0])]
         for case, rates in alone.items()
     ]
-    columns = ["source", "sequence", "workers", "tokens for a CPU s", "tokens for a wall s"]
+    columns = ["source", "sequence", "workers", "tokens per CPU s", "tokens per wall s"]
     show(f"bench.data: a loader alone, medians of {options.repeats}", columns, rows)
     waiting = [
         [case.source, case.num_workers, 1e3 * _median(rates, "data_s"), 1e3 * _median(rates, "step_s"),
          f"{100 * _median(rates, 'data_s') / _median(rates, 'step_s'):.2f} %"]
         for case, rates in runs.items()
     ]  # fmt: skip
-    columns = ["source", "workers", "ms waiting for data", "ms a step", "share"]
+    columns = ["source", "workers", "ms waiting for data", "ms per step", "share"]
     show(f"What a step of llama_small waits for, sequence {options.seq_len[0]}", columns, waiting)
 
 
@@ -155,11 +155,17 @@ def _median(runs: list[dict[str, float]], key: str) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.data", description=__doc__.partition("\n")[0])
-    parser.add_argument("--repeats", type=int, default=3, help="times that all cases are measured")
-    parser.add_argument("--seconds", type=float, default=2, help="wall time of each loader")
-    parser.add_argument("--seq-len", type=int, nargs="+", default=[256, 8192], help="tokens of a sequence; runs: first")
-    parser.add_argument("--steps", type=int, default=31, help="steps of each run, the first not counted")
-    parser.add_argument("--text-bytes", type=int, default=TEXT_BYTES, help="size of the text that is prepared")
+    parser.add_argument("--repeats", type=int, default=3, help="number of times to measure each case")
+    parser.add_argument("--seconds", type=float, default=2, help="seconds to read from each loader")
+    parser.add_argument(
+        "--seq-len",
+        type=int,
+        nargs="+",
+        default=[256, 8192],
+        help="tokens per sequence; the training runs use the first",
+    )
+    parser.add_argument("--steps", type=int, default=31, help="steps per training run; the first is not counted")
+    parser.add_argument("--text-bytes", type=int, default=TEXT_BYTES, help="size of the generated text")
     options = parser.parse_args()
     if options.steps < 2:
         parser.error("--steps must be at least 2")

@@ -2,8 +2,8 @@
 
     python -m bench.gpu [--rows 1b] [--budget_s 480] [--device cpu --tiny]
 
-The benchmark first compares the losses of llama_small on the CPU and on the GPU.  If they differ, nothing is measured
-and the exit code is 1.  Then each row trains in a separate process.  Running out of memory or exceeding the time limit
+The benchmark first compares the losses of llama_small on the CPU and on the GPU.  If they differ, it measures nothing
+and exits with 1.  Then each row trains in a separate process.  Running out of memory or exceeding the time limit
 is reported as the result of that row.  Steps are timed with device events; the reported time is the median of the steps
 after the warmup.
 
@@ -28,7 +28,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from bench.record import REPOSITORY, emit, show
+from bench.results import REPOSITORY, emit, show
 from trainer.distributed.environment import limit_spinning
 
 
@@ -46,7 +46,7 @@ class Row:
     optimizer: str = "fused"
     """`fused`, the trainer's default, or `foreach`, for AdamW."""
     estimate_s: float = 30.0
-    """Guessed duration of the row, including process start, used to respect the budget."""
+    """Estimated duration of the row, including process start; a row that exceeds the remaining budget is skipped."""
 
 
 def sequences(number: int, micro_batches: int = 1) -> tuple[str, str]:
@@ -63,8 +63,8 @@ BASE = {
 """Overrides shared by all rows of a recipe; a row's own overrides take precedence."""
 
 _1b, _8b = partial(Row, recipe="llama3_1b"), partial(Row, recipe="llama3_8b")
-_KEPT = "train.activation_checkpoint=none"
-_GATHERED = ("fsdp.reshard_after_forward=never", "fsdp.reshard_after_backward=false")
+_NO_RECOMPUTATION = "train.activation_checkpoint=none"
+_STAY_GATHERED = ("fsdp.reshard_after_forward=never", "fsdp.reshard_after_backward=false")
 """Gather once per step instead of once per micro-batch; on a single rank, FSDP's gather is a copy."""
 ROWS = (
     _1b("1b: as the recipe says"),
@@ -77,20 +77,33 @@ ROWS = (
         overrides=(*BF16_STATES, COMPILE, "train.activation_checkpoint=selective"),
         estimate_s=60,
     ),
-    _8b("8b: bf16 states, compile, nothing recomputed", overrides=(*BF16_STATES, COMPILE, _KEPT), estimate_s=60),
+    _8b(
+        "8b: bf16 states, compile, nothing recomputed",
+        overrides=(*BF16_STATES, COMPILE, _NO_RECOMPUTATION),
+        estimate_s=60,
+    ),
     _8b(
         "8b: bf16 states, compile, nothing recomputed, 2 sequences",
-        overrides=(*BF16_STATES, COMPILE, _KEPT, *sequences(2)),
+        overrides=(*BF16_STATES, COMPILE, _NO_RECOMPUTATION, *sequences(2)),
         estimate_s=60,
     ),
     _1b("1b: loss in chunks of 64 MiB", chunk_mib=64),
     _1b("1b: loss whole", loss="whole"),
     _8b(
         "8b: bf16 states, compile, nothing recomputed, 4 x 2 sequences, gathered for good, reduced in bf16",
-        overrides=(*BF16_STATES, COMPILE, _KEPT, *sequences(2, 4), *_GATHERED, "fsdp.reduce_dtype=bfloat16"),
+        overrides=(
+            *BF16_STATES,
+            COMPILE,
+            _NO_RECOMPUTATION,
+            *sequences(2, 4),
+            *_STAY_GATHERED,
+            "fsdp.reduce_dtype=bfloat16",
+        ),
         estimate_s=90,
     ),
-    _1b("1b: compile, 4 x 4 sequences, gathered", overrides=(COMPILE, *sequences(4, 4), *_GATHERED), estimate_s=75),
+    _1b(
+        "1b: compile, 4 x 4 sequences, gathered", overrides=(COMPILE, *sequences(4, 4), *_STAY_GATHERED), estimate_s=75
+    ),
     _1b("1b: compile, 2 sequences", overrides=(COMPILE, *sequences(2)), estimate_s=45),
     _1b("1b: compile, never resharded", overrides=(COMPILE, "fsdp.reshard_after_forward=never"), estimate_s=45),
     _1b("1b: selective recomputation", overrides=("train.activation_checkpoint=selective",)),
@@ -144,7 +157,7 @@ def run_row(job: dict[str, Any], folder: Path) -> int:
     row = Row(**{**job["row"], "overrides": tuple(job["row"]["overrides"])})
     warmup, steps, result = job["warmup"], job["steps"], folder / "result.json"
     try:
-        from bench.measured import train  # imports torch, in this process only
+        from bench.gpu_row import train  # imports torch, in this process only
 
         train(row, overrides_of(row, job["device"], job["tiny"], warmup + steps + 1, folder), warmup, steps, result)
     except Exception as error:
@@ -177,7 +190,7 @@ def start_row(
         (folder / "job.json").write_text(json.dumps({**job, "warmup": warmup, "steps": steps}))
         env = {"PYTORCH_CUDA_ALLOC_CONF": ALLOCATOR, **os.environ}
         limit_spinning(env)
-        started = time.perf_counter()
+        row_start_time = time.perf_counter()
         command = [sys.executable, "-m", "bench.gpu", "--folder", str(folder)]
         with open(folder / "printed.txt", "w+") as printed:
             process = subprocess.Popen(command, cwd=REPOSITORY, env=env, stdout=printed, stderr=subprocess.STDOUT)
@@ -194,7 +207,7 @@ def start_row(
             if result["outcome"].startswith("failed"):
                 printed.seek(0)
                 result["printed"] = printed.read()[-2000:]
-    return {**result, "row_s": time.perf_counter() - started}
+    return {**result, "row_s": time.perf_counter() - row_start_time}
 
 
 ALLOCATOR = "expandable_segments:True"
@@ -221,11 +234,11 @@ def check(options: argparse.Namespace) -> str:
     return "" if agrees else "the losses on the CPU and on the device differ"
 
 
-def measure(rows: Sequence[Row], options: argparse.Namespace, began: float) -> None:
+def measure(rows: Sequence[Row], options: argparse.Namespace, start_time: float) -> None:
     """Run the rows that fit the time budget; print a JSON line for each, then the table."""
     results: list[tuple[Row, dict[str, Any]]] = []
     for row in rows:
-        left_s = options.budget_s - (time.perf_counter() - began)
+        left_s = options.budget_s - (time.perf_counter() - start_time)
         if row.estimate_s > left_s:
             result: dict[str, Any] = {"outcome": "not measured: no time left in --budget_s"}
         else:
@@ -257,14 +270,14 @@ def _show(results: Sequence[tuple[Row, dict[str, Any]]], options: argparse.Names
     device = measured[0]["device"] if measured else options.device
     peak = measured[0]["peak_flops"] if measured else None
     sheet = "" if peak is None else f", peak {peak / 1e12:.0f} TFLOP/s in bf16 by its data sheet"
-    columns = ["", "tokens/s", "gain", "MFU", "peak GiB", "planned GiB", "s a step, from - to"]
+    columns = ["", "tokens/s", "gain", "MFU", "peak GiB", "planned GiB", "s per step, from - to"]
     shape = "tiny shapes" if options.tiny else "8b: sequence 4096; 1b: sequence 8192"
     title = f"bench.gpu: {shape}, medians of {options.steps} steps after {options.warmup}{sheet}"
     show(title, columns, lines, device)
     print("planned: the planner's peak of tensors; on a CPU, peak and plan are those of the whole process.")
 
 
-def choose(pattern: str) -> list[Row]:
+def matching_rows(pattern: str) -> list[Row]:
     """Return the rows whose name matches the regular expression `pattern`."""
     return [row for row in ROWS if re.search(pattern, row.name)]
 
@@ -284,24 +297,24 @@ def main() -> int:
     options = parser.parse_args()
     if options.folder:
         return run_row(json.loads((Path(options.folder) / "job.json").read_text()), Path(options.folder))
-    rows = choose(options.rows)
+    rows = matching_rows(options.rows)
     if not rows:
         parser.error(f"--rows {options.rows}: no row matches; the rows are {', '.join(row.name for row in ROWS)}")
     if options.warmup < 1 or options.steps < 1:
         parser.error("--warmup and --steps must be at least 1")
-    began = time.perf_counter()
+    start_time = time.perf_counter()
     estimate_s = sum(row.estimate_s for row in rows) * (not options.check_only) + CHECK_S * (not options.no_check)
     emit("gpu", kind="estimate", rows=len(rows), estimate_s=estimate_s, budget_s=options.budget_s)
     if not options.no_check and (problem := check(options)):
         print(f"{problem}: nothing is measured", file=sys.stderr)
         return 1
     if not options.check_only:
-        measure(rows, options, began)
+        measure(rows, options, start_time)
     return 0
 
 
 CHECK_S = 30.0
-"""Guessed duration of the loss comparison."""
+"""Estimated duration of the loss comparison."""
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Hand-written training loops, used as baselines by `bench.step`: with FSDP2, with DDP, or in a single process.
 
 Each is what an expert would write for one model in an afternoon: AdamW, clipping and a correct loss, and nothing more.
-Of the trainer, they use only the network of its recipe, so that both train the same model.  Initial weights are read
-from a file.
+The only part of the trainer that they use is the recipe's network, so that both train the same model.  Initial weights
+are read from a file.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Settings:
     log_every: int
 
 
-class Windows(Dataset[torch.Tensor]):
+class TokenWindows(Dataset[torch.Tensor]):
     """Sample i is tokens i * T to (i + 1) * T of the file, inclusive, where T is the sequence length."""
 
     def __init__(self, settings: Settings) -> None:
@@ -76,6 +76,7 @@ def sample_indices(settings: Settings, rank: int, world_size: int) -> Iterator[i
 
 
 def build_model(settings: Settings, device: torch.device) -> nn.Module:
+    """Return the recipe's network with the initial weights: sharded, replicated or plain."""
     from trainer import load_config
 
     config = load_config(settings.recipe, settings.overrides)
@@ -97,13 +98,13 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             assert isinstance(parameter, DTensor)
-            part = distribute_tensor(weights[name].to(device), mesh, parameter.placements, src_data_rank=None)
-            parameter.copy_(part)
+            shard = distribute_tensor(weights[name].to(device), mesh, parameter.placements, src_data_rank=None)
+            parameter.copy_(shard)
     return model
 
 
 @contextmanager
-def accumulating(model: nn.Module, reduce: bool) -> Iterator[None]:
+def gradient_sync(model: nn.Module, reduce: bool) -> Iterator[None]:
     """Reduce gradients in this backward pass, or accumulate them locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(reduce)
@@ -112,9 +113,9 @@ def accumulating(model: nn.Module, reduce: bool) -> Iterator[None]:
 
 
 def build_optimizer(model: nn.Module, settings: Settings) -> torch.optim.Optimizer:
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    embedded = {id(p) for table in tables for p in table.parameters(recurse=False)}
-    decays = {name: p.ndim >= 2 and id(p) not in embedded for name, p in model.named_parameters()}
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    embedding_ids = {id(p) for embedding in embeddings for p in embedding.parameters(recurse=False)}
+    decays = {name: p.ndim >= 2 and id(p) not in embedding_ids for name, p in model.named_parameters()}
     groups = [
         {"params": [p for name, p in model.named_parameters() if decays[name]], "weight_decay": settings.weight_decay},
         {"params": [p for name, p in model.named_parameters() if not decays[name]], "weight_decay": 0.0},
@@ -147,7 +148,7 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
     optimizer = build_optimizer(model, settings)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda done: lr_factor(settings, done + 1))
     loader = DataLoader(
-        Windows(settings),
+        TokenWindows(settings),
         batch_size=settings.micro_batch_size,
         sampler=list(sample_indices(settings, rank, world_size)),
         pin_memory=device.type == "cuda",
@@ -168,7 +169,7 @@ def train(settings: Settings, after_step: Callable[[int], None]) -> list[float]:
         total = torch.zeros((), device=device)
         for number, batch in enumerate(micro_batches, start=1):
             batch = batch.to(device, non_blocking=True)
-            with accumulating(model, reduce=number == num_micro_batches):
+            with gradient_sync(model, reduce=number == num_micro_batches):
                 loss = model(batch[:, :-1], targets=batch[:, 1:]) / num_targets
                 (loss * world_size).backward()
             total += loss.detach()

@@ -1,13 +1,13 @@
-"""A leaderboard of optimizers on one small real task: the fewest steps to a loss.
+"""A leaderboard of optimizers on small real tasks, by the number of steps that each needs to reach a given loss.
 
-    python -m bench.optim                              # all of them, on both tasks: some 40 minutes of CPU time
+    python -m bench.optim                              # all optimizers on both tasks: about 40 minutes of CPU time
     python -m bench.optim --task dense --only adamw,muon,normuon
-    python -m bench.optim --steps 600 --seeds 5        # longer, surer
+    python -m bench.optim --steps 600 --seeds 5        # longer runs and more seeds, for less noise
 
-All train the same model on the same samples of the standard library's text, in the same order, at a constant rate
-after a warmup.  No sample is seen twice, so the training loss is that of new text.  The rate of each is tuned first, on
-a seed of its own: Muon's own rate, with AdamW's best for the parameters that AdamW keeps.  Then each trains with every
-seed.
+All optimizers train the same model on the same samples of the standard library's text, in the same order, at a constant
+learning rate after a warmup.  No sample is seen twice, so the training loss is that of new text.  First, the learning
+rate of each optimizer is tuned with a separate seed.  For Muon this is `optim.muon.lr`; the parameters that it leaves
+to AdamW use AdamW's best rate.  Then each optimizer trains with every seed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bench.record import emit, show
+from bench.results import emit, show
 from trainer.errors import nearest, run_command, setting_error
 
 COMMON = [
@@ -48,7 +48,7 @@ TASKS = {
         ["model.dim=48", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=12"],
     ),
 }
-"""The recipe of each task, and what is smaller in it."""
+"""The recipe of each task, and overrides that make its model smaller."""
 MUON = ["optim.name=muon"]
 HEAD = 'optim.groups=[{match: "head.output.weight", optimizer: muon}]'
 EXPERTS = 'optim.groups=[{match: "*.experts.*", optimizer: adamw}]'
@@ -64,19 +64,19 @@ OPTIMIZERS: dict[str, list[str]] = {
     "normuon": [*MUON, "optim.muon.variant=normuon"],
     "normuon-cautious": [*MUON, "optim.muon.variant=normuon", "optim.muon.cautious=true"],
 }
-"""The settings of each entry.  Muon gets the experts and not the output projection, unless the name says otherwise."""
+"""Settings of each entry.  Muon trains the experts but not the output projection, unless the name says otherwise."""
 BASELINE = "adamw"
 TUNING_SEED = 100
 RATES = (0.004, 0.008, 0.016)
-"""Rates that are tried first."""
-MOST_RATES = 12
+"""Learning rates to try first."""
+MAX_RATES = 12
 WINDOW = 20
 """Steps over which the loss is averaged."""
 
 
 @dataclass(frozen=True)
 class Score:
-    """How an optimizer did at its best rate, with every seed."""
+    """The losses and the step time of an optimizer at its best rate, for every seed."""
 
     name: str
     rate: float
@@ -89,8 +89,8 @@ class Score:
 
     def steps_to(self, target: float) -> list[int | None]:
         """Return the first step at which each seed's loss is at most `target`; None if it never is."""
-        found = (next((i for i, loss in enumerate(losses) if loss <= target), None) for losses in self.losses)
-        return [None if step is None else step + WINDOW for step in found]
+        first_steps = (next((i for i, loss in enumerate(losses) if loss <= target), None) for losses in self.losses)
+        return [None if step is None else step + WINDOW for step in first_steps]
 
 
 def train(task: str, settings: Sequence[str], steps: int, seed: int) -> tuple[list[float], float]:
@@ -99,29 +99,32 @@ def train(task: str, settings: Sequence[str], steps: int, seed: int) -> tuple[li
 
     recipe, model = TASKS[task]
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        own = [f"train.steps={steps}", f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}/run"]
-        trainer = Trainer(load_config(recipe, [*COMMON, *model, *settings, *own]))
-        began = time.process_time()
+        run_overrides = [f"train.steps={steps}", f"run.seed={seed}", f"data.seed={seed}", f"run.dir={folder}/run"]
+        trainer = Trainer(load_config(recipe, [*COMMON, *model, *settings, *run_overrides]))
+        start_time = time.process_time()
         losses = [record.loss for record in trainer.steps()]
-        step_s = (time.process_time() - began) / steps
+        step_s = (time.process_time() - start_time) / steps
         trainer.close()
-    known = [loss if loss is not None and math.isfinite(loss) else math.inf for loss in losses]
-    sums = [0.0, *itertools.accumulate(known)]
-    return [(sums[i + WINDOW] - sums[i]) / WINDOW for i in range(len(known) - WINDOW + 1)], step_s
+    finite_losses = [loss if loss is not None and math.isfinite(loss) else math.inf for loss in losses]
+    sums = [0.0, *itertools.accumulate(finite_losses)]
+    return [(sums[i + WINDOW] - sums[i]) / WINDOW for i in range(len(finite_losses) - WINDOW + 1)], step_s
 
 
 def tune(task: str, settings: Sequence[str], key: str, rates: Sequence[float], steps: int) -> float:
-    """Return the rate with the lowest loss after `steps` steps; beyond the first or last of `rates`, others follow."""
-    found: dict[float, float] = {}
-    waiting = sorted(rates)
-    while waiting:
-        for rate in waiting:
+    """Return the rate with the lowest loss after `steps` steps.
+
+    While the best rate is the lowest or the highest one tried, half or twice that rate is tried as well.
+    """
+    loss_by_rate: dict[float, float] = {}
+    pending = sorted(rates)
+    while pending:
+        for rate in pending:
             losses, _ = train(task, [*settings, f"{key}={rate}"], steps, TUNING_SEED)
-            found[rate] = losses[-1]
+            loss_by_rate[rate] = losses[-1]
             emit("optim", task=task, settings=list(settings), key=key, rate=rate, loss=losses[-1], tunes=True)
-        best = min(found, key=lambda rate: (found[rate], rate))
-        waiting = [best / 2] if best == min(found) else [2 * best] if best == max(found) else []
-        if len(found) >= MOST_RATES:
+        best = min(loss_by_rate, key=lambda rate: (loss_by_rate[rate], rate))
+        pending = [best / 2] if best == min(loss_by_rate) else [2 * best] if best == max(loss_by_rate) else []
+        if len(loss_by_rate) >= MAX_RATES:
             break
     return best
 
@@ -129,11 +132,13 @@ def tune(task: str, settings: Sequence[str], key: str, rates: Sequence[float], s
 def compare(arguments: argparse.Namespace) -> int:
     steps, rates = arguments.steps, [float(rate) for rate in arguments.rates.split(",")]
     if steps <= WINDOW:
-        raise setting_error("--steps", steps, f"must be above {WINDOW}, over which losses are averaged", WINDOW + 1)
+        raise setting_error(
+            "--steps", steps, f"must be above {WINDOW}, the number of steps over which losses are averaged", WINDOW + 1
+        )
     chosen = arguments.only.split(",") if arguments.only else list(OPTIMIZERS)
     for name in chosen:
         if name not in OPTIMIZERS:
-            rule = f"must be among {', '.join(OPTIMIZERS)}"
+            rule = f"must be one of {', '.join(OPTIMIZERS)}"
             raise setting_error("--only", name, rule, meant=nearest(name, OPTIMIZERS))
     for task in TASKS if arguments.task == "all" else [arguments.task]:
         scores: dict[str, Score] = {}
@@ -148,12 +153,12 @@ def compare(arguments: argparse.Namespace) -> int:
             score = Score(name, rate, [losses for losses, _ in runs], statistics.median(s for _, s in runs))
             scores[name] = score
             emit("optim", task=task, optimizer=name, rate=rate, final=score.final(), step_s=score.step_s)
-        show_board(task, list(scores.values()), steps)
+        show_leaderboard(task, list(scores.values()), steps)
     return 0
 
 
-def show_board(task: str, scores: Sequence[Score], steps: int) -> None:
-    """Print the table, the fewest steps first.  The loss to reach is the baseline's at the end, with its worst seed."""
+def show_leaderboard(task: str, scores: Sequence[Score], steps: int) -> None:
+    """Print the table, fewest steps first.  The loss to reach is the baseline's final loss with its worst seed."""
     baseline = next(score for score in scores if score.name == BASELINE)
     target = max(losses[-1] for losses in baseline.losses)
 
@@ -167,7 +172,7 @@ def show_board(task: str, scores: Sequence[Score], steps: int) -> None:
         ends = " ".join(f"{losses[-1]:.3f}" for losses in score.losses)
         rows.append([score.name, f"{score.rate:g}", " ".join(reached), f"{share:.2f}", ends, 1e3 * score.step_s])
     title = f"bench.optim: {task}, steps to a loss of {target:.3f}"
-    show(title, ["optimizer", "rate", "steps, by seed", "of adamw's", "loss at the end", "CPU ms a step"], rows)
+    show(title, ["optimizer", "rate", "steps, by seed", "relative to adamw", "final loss", "CPU ms per step"], rows)
 
 
 def main() -> int:
@@ -175,11 +180,11 @@ def main() -> int:
         prog="python -m bench.optim", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--task", choices=[*TASKS, "all"], default="all", help="the model (default: all)")
-    parser.add_argument("--only", default="", metavar="NAME,...", help=f"of {', '.join(OPTIMIZERS)}")
+    parser.add_argument("--only", default="", metavar="NAME,...", help=f"some of {', '.join(OPTIMIZERS)}")
     parser.add_argument("--steps", type=int, default=300, help="steps of each run (default: 300)")
     parser.add_argument("--seeds", type=int, default=3, help="seeds of each optimizer (default: 3)")
     parser.add_argument(
-        "--rates", default=",".join(map(str, RATES)), help="rates that are tried first (default: %(default)s)"
+        "--rates", default=",".join(map(str, RATES)), help="learning rates to try first (default: %(default)s)"
     )
     arguments = parser.parse_args()
     return run_command(lambda: compare(arguments))

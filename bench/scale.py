@@ -30,7 +30,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
-from bench.record import emit, show
+from bench.results import emit, show
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +64,7 @@ VARIANTS = {
     "eager, recomputed": ["train.compile=false", "train.activation_checkpoint=full"],
     "compiled": COMPILED,
 }
-ALONE = ("model alone", "model alone, compiled")
+MODEL_ALONE = ("model alone", "model alone, compiled")
 """Variants that do not depend on the number of ranks; narrow only, since an unsharded full model may not fit."""
 
 
@@ -76,13 +76,13 @@ def main() -> int:
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--full", action="store_true", help="the model at its real width (a GPU)")
     parser.add_argument("--steps", type=int, default=20, help="measured steps")
-    parser.add_argument("--rounds", type=int, default=3, help="processes for each row, in turns")
+    parser.add_argument("--rounds", type=int, default=3, help="processes per row, alternating")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     args = parser.parse_intermixed_args()
-    args.variants = [variant for variant in args.variants if not (args.full and variant in ALONE)]
+    args.variants = [variant for variant in args.variants if not (args.full and variant in MODEL_ALONE)]
     if not args.variants:
-        parser.error(f"--full: nothing to measure, as {' and '.join(ALONE)} are narrow only")
+        parser.error(f"--full: nothing to measure, as {' and '.join(MODEL_ALONE)} are narrow only")
     if args.one:
         emit("scale", **measure(args))
         return 0
@@ -99,8 +99,8 @@ def compare(args: argparse.Namespace) -> int:
             command = [sys.executable, "-m", "bench.scale", *args.overrides, "--one", "--recipe", args.recipe]
             command += ["--ranks", str(ranks), "--device", args.device, "--steps", str(args.steps)]
             command += ["--variants", variant, *(["--full"] if args.full else [])]
-            ran = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-            line = ran.stdout.splitlines()[-1]
+            completed = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+            line = completed.stdout.splitlines()[-1]
             print(line, flush=True)
             results.setdefault((variant, ranks), []).append(json.loads(line))
     measures = ["host_ms", "cpu_ms", "forward_ms", "backward_ms", "rest_ms", "build_s", "peak_gib"]
@@ -117,7 +117,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def cells(variants: Sequence[str], ranks: Sequence[int]) -> list[tuple[str, int]]:
     """Return the measurements: each variant with each number of ranks, and `model alone` with one rank only."""
-    return [(variant, number) for variant in variants for number in ([1] if variant in ALONE else ranks)]
+    return [(variant, number) for variant in variants for number in ([1] if variant in MODEL_ALONE else ranks)]
 
 
 def measure(args: argparse.Namespace) -> dict[str, Any]:
@@ -132,12 +132,12 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     narrow = [] if args.full else [*NARROW, *(PLAIN if args.device == "cpu" else [])]
     overrides = [*narrow, *VARIANTS[variant], *args.overrides, "mesh.replicate=1", "mesh.shard=-1"]
     config = load_config(args.recipe, overrides)
-    started = time.perf_counter()
-    if variant in ALONE:
+    start_time = time.perf_counter()
+    if variant in MODEL_ALONE:
         update, marks = build_alone(config, args.device)
     else:
         update, marks = build_rank(config, args.device, num_ranks)
-    build_s = time.perf_counter() - started
+    build_s = time.perf_counter() - start_time
 
     shape = (int(config.train.micro_batch_size), config.data.seq_len)
     tokens = torch.randint(0, 256, shape, pin_memory=args.device == "cuda")

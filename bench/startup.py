@@ -19,10 +19,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.record import REPOSITORY, emit, show
+from bench.results import REPOSITORY, emit, show
 from bench.stopwatch import LAUNCHED
 
-BARS = {"first step": 6.0, "--help": 1.0}
+TARGETS_S = {"first step": 6.0, "--help": 1.0}
 """Target wall times in seconds, including imports, on an otherwise idle machine."""
 
 LIMIT_S = 600.0
@@ -34,13 +34,13 @@ def run_to_first_step(folder: Path, arguments: list[str]) -> dict[str, float]:
     command = [sys.executable, "-m", "trainer.run", *arguments, f"run.dir={folder}"]
     metrics = folder / "metrics.jsonl"
     with open(folder.with_suffix(".txt"), "w+") as output:
-        started = time.perf_counter()
+        start_time = time.perf_counter()
         process = subprocess.Popen(command, cwd=REPOSITORY, stdout=output, stderr=subprocess.STDOUT)
         while process.poll() is None and not _has_line(metrics):
-            if time.perf_counter() - started > LIMIT_S:
+            if time.perf_counter() - start_time > LIMIT_S:
                 process.kill()
             time.sleep(POLL_S)
-        wall_s = time.perf_counter() - started
+        wall_s = time.perf_counter() - start_time
         process.kill()
         before = os.times()
         process.wait()
@@ -61,9 +61,9 @@ def run_with_stopwatch(folder: Path, arguments: list[str]) -> dict[str, Any]:
     times = folder.with_suffix(".json")
     command = [sys.executable, "-m", "bench.stopwatch", str(times), *arguments, f"run.dir={folder}"]
     env = os.environ | {LAUNCHED: str(time.time())}
-    ran = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=LIMIT_S)
+    completed = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=LIMIT_S)
     if not times.exists():
-        sys.exit(f"the run ended without a step:\n{ran.stdout}{ran.stderr}")
+        sys.exit(f"the run ended without a step:\n{completed.stdout}{completed.stderr}")
     result: dict[str, Any] = json.loads(times.read_text())
     return result
 
@@ -71,13 +71,13 @@ def run_with_stopwatch(folder: Path, arguments: list[str]) -> dict[str, Any]:
 def run_help() -> dict[str, Any]:
     """Run `--help`; return CPU and wall time, and whether torch was imported."""
     code = "import sys; from trainer.run import main; main(['--help']); sys.exit(3 if 'torch' in sys.modules else 0)"
-    before, started = os.times(), time.perf_counter()
-    ran = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
-    wall_s, after = time.perf_counter() - started, os.times()
-    if ran.returncode not in (0, 3):
-        sys.exit(f"--help failed:\n{ran.stderr}")
+    before, start_time = os.times(), time.perf_counter()
+    completed = subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, capture_output=True, text=True)
+    wall_s, after = time.perf_counter() - start_time, os.times()
+    if completed.returncode not in (0, 3):
+        sys.exit(f"--help failed:\n{completed.stderr}")
     cpu_s = (after.children_user - before.children_user) + (after.children_system - before.children_system)
-    return {"cpu_s": cpu_s, "wall_s": wall_s, "imports_torch": ran.returncode == 3}
+    return {"cpu_s": cpu_s, "wall_s": wall_s, "imports_torch": completed.returncode == 3}
 
 
 def compare(repeats: int, arguments: list[str]) -> int:
@@ -104,11 +104,11 @@ def compare(repeats: int, arguments: list[str]) -> int:
 
 def _show(runs: dict[str, list[dict[str, Any]]], repeats: int) -> None:
     rows: list[list[object]] = []
-    for kind, bar in BARS.items():
+    for kind, target_s in TARGETS_S.items():
         walls = [run["wall_s"] for run in runs[kind]]
         cpu_s = statistics.median(run["cpu_s"] for run in runs[kind])
-        rows.append([kind, cpu_s, statistics.median(walls), f"{min(walls):.3g} - {max(walls):.3g}", bar])
-    columns = ["command to", "CPU s", "wall s", "from - to", "bar, wall s"]
+        rows.append([kind, cpu_s, statistics.median(walls), f"{min(walls):.3g} - {max(walls):.3g}", target_s])
+    columns = ["command to", "CPU s", "wall s", "from - to", "target, wall s"]
     show(f"bench.startup: llama_small, 1 process, medians of {repeats}", columns, rows)
     names = {name for run in runs["stopwatch"] for name in run["parts"]}
     parts = {
@@ -119,7 +119,7 @@ def _show(runs: dict[str, list[dict[str, Any]]], repeats: int) -> None:
     }
     ordered = sorted(parts.items(), key=lambda part: -part[1][0])
     total = [statistics.median(run[key] for run in runs["stopwatch"]) for key in ("cpu_s", "wall_s")]
-    show("Where it goes", ["part", "CPU s", "wall s"], [[name, *times] for name, times in [*ordered, ("all", total)]])
+    show("Time by part", ["part", "CPU s", "wall s"], [[name, *times] for name, times in [*ordered, ("all", total)]])
 
 
 ARGUMENTS = ["recipe=llama_small", "checkpoint.resume=none"]

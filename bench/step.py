@@ -3,12 +3,12 @@
     python -m bench.step --nproc 2 --pairs 5 --model small  # with FSDP2
     python -m bench.step --nproc 2 --against ddp            # mesh.shard=1 with DistributedDataParallel
     python -m bench.step --against plain --model tiny       # one rank, with a loop without a process group
-    python -m bench.step --against loss-whole               # with a variant of itself, to see what the default gains
+    python -m bench.step --against loss-whole               # with a variant of itself, to measure a default's gain
     python -m bench.step --against train.compile=true
 
 The two sides alternate, and each run has its own processes.  Both sides start from the same weights and see the same
-batches.  If their first losses do not agree, nothing is compared and the exit code is 1.  Only a configuration setting
-(key=value) may change the losses; the difference is reported.
+batches.  If their first losses do not agree, the benchmark compares nothing and exits with 1.  Only a side that
+is a configuration setting (key=value) may have different losses; the difference is reported.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from bench.record import emit, show
+from bench.results import emit, show
 from trainer.distributed.environment import limit_spinning
 from trainer.errors import nearest, run_command, setting_error
 
@@ -44,7 +44,7 @@ VARIANTS = {
     "loss-whole": "WholeLoss",
     "adamw-foreach": "ForeachAdamW",
     "clip-torch": "TorchClip",
-    "gc": "FreeCollector",
+    "gc": "AutomaticGarbageCollection",
 }
 """Variants of the trainer, and their classes in bench.variants."""
 
@@ -54,15 +54,19 @@ WORK = ("model.", "data.seq_len", "train.global_batch_size")
 """Settings that determine the amount of work in a step."""
 
 TOLERANCE = 1e-4
+"""Largest relative difference allowed between the losses of the two sides."""
 NUM_COMPARED = 10
-BARS = {"cpu_s": 1.02, "peak_mib": 1.03}
+"""Number of losses, from the first step on, that must agree."""
+MAX_RATIOS = {"cpu_s": 1.02, "peak_mib": 1.03}
+"""Target for each ratio of the trainer to a hand-written loop."""
 ROWS = {
-    "cpu_s": "CPU s a step, mean of ranks",
-    "cpu_s_rank0": "CPU s a step, rank 0",
-    "wall_s": "wall s a step",
+    "cpu_s": "CPU s per step, mean of ranks",
+    "cpu_s_rank0": "CPU s per step, rank 0",
+    "wall_s": "wall s per step",
     "peak_mib": "peak MiB, largest rank",
     "start_s": "s from start to first step",
 }
+"""Readings in the table, and their labels."""
 
 COMMON = [
     "checkpoint.resume=none",
@@ -109,7 +113,7 @@ WINDOWS = {"tiny": (20, 300), "small": (10, 60), "30m": (3, 10)}
 
 
 @dataclass
-class Watch:
+class StepTimer:
     """Measures `steps` steps of this process, after `warmup` unmeasured ones."""
 
     warmup: int
@@ -143,29 +147,29 @@ def _peak_mib() -> float:
 
 def run_rank(job: dict[str, Any], side: str, folder: Path) -> None:
     """Train one side and write this rank's readings and losses to `folder`; ends the process."""
-    watch = Watch(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
+    timer = StepTimer(job["warmup"], job["steps"], launched=float(os.environ["BENCH_LAUNCHED"]))
     train = partial(_train_by_hand if side in HANDWRITTEN_LOOPS else _train_with_trainer, side)
-    losses = train(job, watch, folder)
-    result = json.dumps({**watch.readings, "losses": losses[:NUM_COMPARED]})
+    losses = train(job, timer, folder)
+    result = json.dumps({**timer.readings, "losses": losses[:NUM_COMPARED]})
     (folder / f"rank{os.environ['RANK']}.json").write_text(result)
     sys.stdout.flush()
     os._exit(0)  # a device mesh that is still alive may abort the interpreter's exit
 
 
-def _train_by_hand(side: str, job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+def _train_by_hand(side: str, job: dict[str, Any], timer: StepTimer, folder: Path) -> list[float]:
     import torch.distributed as dist
 
     from bench.handwritten import Settings, train
 
     settings = Settings(**job["settings"], parallel=HANDWRITTEN_LOOPS[side], log=folder / "log.jsonl")
-    losses = train(settings, watch.after_step)
+    losses = train(settings, timer.after_step)
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
     return losses
 
 
-def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Path) -> list[float]:
+def _train_with_trainer(side: str, job: dict[str, Any], timer: StepTimer, folder: Path) -> list[float]:
     from bench import variants
     from trainer import Trainer, load_config
     from trainer.metrics.record import Record
@@ -179,7 +183,7 @@ def _train_with_trainer(side: str, job: dict[str, Any], watch: Watch, folder: Pa
 
         def on_step(self, record: Record) -> None:
             records.append(record)
-            watch.after_step(record["step"])
+            timer.after_step(record["step"])
 
     overrides = overrides_of(side, [*job["overrides"], f"run.dir={folder / 'run'}"])
     trainer = TimedTrainer(load_config(job["recipe"], overrides))
@@ -364,11 +368,11 @@ def report(runs: dict[str, list[dict[str, Any]]], title: str) -> None:
         ratios = [trainer_run[name] / other_run[name] for trainer_run, other_run in zip(*runs.values(), strict=True)]
         spread = f"{min(ratios):.3f} - {max(ratios):.3f}"
         minima = [min(run[name] for run in side_runs) for side_runs in runs.values()]
-        bar = f"{BARS[name]:.2f}" if name in BARS and HANDWRITTEN_LOOPS.keys() & runs else ""
+        max_ratio = f"{MAX_RATIOS[name]:.2f}" if name in MAX_RATIOS and HANDWRITTEN_LOOPS.keys() & runs else ""
         figures = (f"{statistics.median(ratios):.3f}", f"{minima[0] / minima[1]:.3f}", spread)
-        rows.append([meaning, *(f"{m:.4g}" for m in medians), *figures, bar])
+        rows.append([meaning, *(f"{m:.4g}" for m in medians), *figures, max_ratio])
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    show(f"bench.step: {title}", ["measure", *runs, "ratio", "min/min", "from - to", "bar"], rows, device)
+    show(f"bench.step: {title}", ["measure", *runs, "ratio", "min/min", "from - to", "maximum"], rows, device)
 
 
 def main() -> int:
@@ -382,7 +386,7 @@ def main() -> int:
     parser.add_argument(
         "--against", default=HANDWRITTEN, metavar="SIDE", help=f"{sides}, or key=value; by default the first"
     )
-    for option in ("--job", "--side", "--folder"):  # internal: starts one rank
+    for option in ("--job", "--side", "--folder"):  # internal: runs one rank
         parser.add_argument(option, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side:

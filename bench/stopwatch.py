@@ -66,7 +66,7 @@ METHODS = {
 }
 """Functions that are timed, by module, and the part they belong to; a missing function is an error."""
 
-INTERPRETER, IMPORT, COLLECTING, REST = "interpreter", "import ", "garbage collection", "what is left"
+INTERPRETER, IMPORT, GARBAGE_COLLECTION, REST = "interpreter", "import ", "garbage collection", "everything else"
 
 
 class Stopwatch:
@@ -79,7 +79,7 @@ class Stopwatch:
     def _now(self) -> tuple[float, float]:
         return time.process_time(), time.perf_counter()
 
-    def _count(self) -> None:
+    def _attribute(self) -> None:
         now = self._now()
         times = self.parts.setdefault(self._stack[-1], [0.0, 0.0])
         for kind in (0, 1):
@@ -87,11 +87,11 @@ class Stopwatch:
         self._last = now
 
     def begin(self, part: str) -> None:
-        self._count()
+        self._attribute()
         self._stack.append(part)
 
     def end(self) -> None:
-        self._count()
+        self._attribute()
         self._stack.pop()
 
     @contextmanager
@@ -105,13 +105,13 @@ class Stopwatch:
     def on_collection(self, phase: str, info: dict[str, int]) -> None:
         """Callback for `gc.callbacks`: attribute garbage collection to its own part."""
         if phase == "start":
-            self.begin(COLLECTING)
+            self.begin(GARBAGE_COLLECTION)
         else:
             self.end()
 
     def result(self) -> dict[str, Any]:
         """Return the parts so far as [CPU s, wall s], and their sums."""
-        self._count()
+        self._attribute()
         cpu_s, wall_s = (sum(times[kind] for times in self.parts.values()) for kind in (0, 1))
         return {"cpu_s": cpu_s, "wall_s": wall_s, "parts": self.parts}
 
@@ -119,8 +119,10 @@ class Stopwatch:
 class TimingFinder:
     """Import finder that wraps Python's own and times the import of each listed module."""
 
-    def __init__(self, stopwatch: Stopwatch, is_first_line: Callable[[Any], bool], leave: Callable[[], None]) -> None:
-        self._stopwatch, self._is_first_line, self._leave = stopwatch, is_first_line, leave
+    def __init__(
+        self, stopwatch: Stopwatch, is_first_line: Callable[[Any], bool], exit_process: Callable[[], None]
+    ) -> None:
+        self._stopwatch, self._is_first_line, self._exit = stopwatch, is_first_line, exit_process
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -129,45 +131,45 @@ class TimingFinder:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = self._counted(name, spec.loader.exec_module)  # type: ignore[method-assign]
+            spec.loader.exec_module = self._timed(name, spec.loader.exec_module)  # type: ignore[method-assign]
         return spec
 
-    def _counted(self, name: str, execute: Callable[..., None]) -> Callable[[types.ModuleType], None]:
-        def counted(module: types.ModuleType) -> None:
+    def _timed(self, name: str, execute: Callable[..., None]) -> Callable[[types.ModuleType], None]:
+        def timed(module: types.ModuleType) -> None:
             if name in PACKAGES:
                 with self._stopwatch.during(IMPORT + PACKAGES[name]):
                     execute(module)
             else:
                 execute(module)
             for path, part in METHODS.get(name, {}).items():
-                self._watch(module, path, part)
+                self._time_function(module, path, part)
             if name == "trainer.metrics.sinks":
-                self._leave_after_first_line(module.Metrics)
+                self._exit_after_first_line(module.Metrics)
 
-        return counted
+        return timed
 
-    def _watch(self, module: types.ModuleType, path: str, part: str) -> None:
+    def _time_function(self, module: types.ModuleType, path: str, part: str) -> None:
         *owners, name = path.split(".")
         owner: Any = functools.reduce(getattr, owners, module)
         function = getattr(owner, name)
 
         @functools.wraps(function)
-        def watched(*args: Any, **kwargs: Any) -> Any:
+        def timed_function(*args: Any, **kwargs: Any) -> Any:
             with self._stopwatch.during(part):
                 return function(*args, **kwargs)
 
-        setattr(owner, name, watched)
+        setattr(owner, name, timed_function)
 
-    def _leave_after_first_line(self, metrics: Any) -> None:
+    def _exit_after_first_line(self, metrics: Any) -> None:
         write = metrics.write
 
-        def write_and_leave(sinks: Any, record: Any) -> Any:
+        def write_and_exit(sinks: Any, record: Any) -> Any:
             written = write(sinks, record)
             if self._is_first_line(record):
-                self._leave()
+                self._exit()
             return written
 
-        metrics.write = write_and_leave
+        metrics.write = write_and_exit
 
 
 def _launched() -> float:

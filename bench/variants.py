@@ -29,10 +29,10 @@ class ForeachAdamW(Trainer):
     """Uses torch's foreach AdamW, with a kernel for each operation, directly on the DTensor parameters."""
 
     def build_optimizer(self) -> torch.optim.Optimizer:
-        built = super().build_optimizer()
-        assert not isinstance(built, torch.optim.Optimizer)
+        default = super().build_optimizer()
+        assert not isinstance(default, torch.optim.Optimizer)
         # New groups, since the existing ones contain `fused=True`.
-        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in built.parts[0].param_groups]
+        groups = [{key: group[key] for key in ("params", "weight_decay")} for group in default.parts[0].param_groups]
         optim = self.config.optim
         return torch.optim.AdamW(groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, foreach=True)
 
@@ -51,7 +51,7 @@ def _clip_as_torch_does(model: nn.Module, mesh: DeviceMesh, max_norm: float | No
     return norm.full_tensor() if isinstance(norm, DTensor) else norm, None
 
 
-class FreeCollector(Trainer):
+class AutomaticGarbageCollection(Trainer):
     """Leaves Python's automatic garbage collection on, so that it may run in the middle of a step."""
 
     def fit(self) -> int:

@@ -1,6 +1,6 @@
 # meshtrainer on NVIDIA GPUs: docker build -f docker/cuda.Dockerfile -t meshtrainer:cuda .   (after: python -m build)
 #     docker run --gpus all --ipc=host -v "$PWD:/home/trainer" meshtrainer:cuda run recipe=llama_small nproc=8
-# torch's wheel has CUDA's libraries with it: the image needs no toolkit, and the host's driver does the rest.
+# The torch wheel includes the CUDA libraries, so the image needs no toolkit; the host provides the driver.
 FROM python:3.12-slim
 COPY dist/*.whl /tmp/
 RUN pip install --no-cache-dir torch

@@ -1,7 +1,9 @@
-"""Generates pages of docs/: from the code every setting with its type, default and meaning; from tutorials, notebooks.
+"""Generates the reference pages of all settings from the code, and notebooks from the tutorials.
 
-It also writes the table of docs/checkpoints.md that lists the settings a resume refuses to change.
-python docs/generate.py writes the pages; with --check it names the stale ones and exits with 1.
+    python docs/generate.py            # write the pages
+    python docs/generate.py --check    # only list the stale pages; exits with 1 if there are any
+
+The table in docs/checkpoints.md of settings that a resume refuses to change is generated too.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ _NOTEBOOKS = {
     "notebooks/train_from_scratch.ipynb": "tutorial_scratch.md",
     "notebooks/fine_tune.ipynb": "tutorial_fine_tuning.md",
 }
-"""The notebooks, and the tutorials that they are made of."""
+"""The notebooks, and the tutorials that they are generated from."""
 _MODELS = "configuration_models.md"
 _CHECKPOINTS = "checkpoints.md"
 _BEGIN, _END = (
@@ -42,7 +44,7 @@ terminal, and with `recipe=NAME` also the values of that recipe. Set a key on th
 or in a [recipe file](models.md).
 
 `python -m trainer.run recipe=NAME --print-config` prints all values of a run as a recipe file. With `--why`, a comment
-on each value that is not a default tells where it came from:
+on each value that is not a default says where it came from:
 
 ```yaml
 optim:
@@ -63,32 +65,33 @@ More settings: [mesh, fsdp, checkpoint, log, lora, objective](configuration_scal
 
 
 def pages() -> dict[str, str]:
-    """Return the pages by their names."""
-    known = {section.name for section in dataclasses.fields(RunConfig)}
-    listed = {section for _, sections in _PAGES.values() for section in sections}
-    assert listed == known - {"model"}, f"sections that no page lists: {known - {'model'} - listed}"
-    found = {}
+    """Return the content of the generated pages, by file name."""
+    all_sections = {section.name for section in dataclasses.fields(RunConfig)}
+    listed_sections = {section for _, sections in _PAGES.values() for section in sections}
+    missing = all_sections - {"model"} - listed_sections
+    assert not missing, f"sections that no page lists: {missing}"
+    contents = {}
     for name, (title, sections) in _PAGES.items():
         tables = [_section(section) for section in sections]
         intro = _INTRO if name == "configuration.md" else f"{_NOTE} See also [Settings](configuration.md).\n"
-        found[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
+        contents[name] = f"# {title}\n\n{intro}\n" + "\n".join(tables)
     models = [
         _table(f"model.name={recipe.name}", "", declared_keys(recipe.config), "model")
         for recipe in sorted(all_recipes(), key=lambda recipe: recipe.name)
         if f"{recipe.config.__module__}.".startswith(f"trainer.recipes.{recipe.name}.")
     ]
     intro = f"{_NOTE} See also [Settings](configuration.md).\n"
-    found[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
+    contents[_MODELS] = f"# Fields of the models\n\n{intro}\n" + "\n".join(models)
     before, begin, rest = (FOLDER / _CHECKPOINTS).read_text().partition(_BEGIN)
     _, end, after = rest.partition(_END)
     assert begin, f"{_CHECKPOINTS} has no marker {_BEGIN}"
     assert end, f"{_CHECKPOINTS} has no marker {_END}"
-    found[_CHECKPOINTS] = f"{before}{begin}\n\n{_refused_on_resume()}\n{end}{after}"
-    return found | {name: notebook((FOLDER / page).read_text()) for name, page in _NOTEBOOKS.items()}
+    contents[_CHECKPOINTS] = f"{before}{begin}\n\n{_refused_on_resume()}\n{end}{after}"
+    return contents | {name: notebook((FOLDER / page).read_text()) for name, page in _NOTEBOOKS.items()}
 
 
 def notebook(page: str) -> str:
-    """Return a tutorial as a Jupyter notebook: its commands are cells that run them in a shell."""
+    """Return a tutorial as a Jupyter notebook, with cells that run its commands in a shell."""
     cells: list[dict[str, Any]] = []
     for part in re.split(r"((?:^ {4}\S.*\n)+)", page, flags=re.MULTILINE):
         lines = [line.strip() for line in part.strip().splitlines()]
@@ -134,12 +137,12 @@ def _summary(owner: type) -> str:
 
 
 def _table(title: str, text: str, keys: Mapping[str, dataclasses.Field[Any]], section: str) -> str:
-    heads = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    lines = [f"## {title}", "", *([text, ""] if text else []), *heads]
+    header = ["| key | type | default | meaning |", "|---|---|---|---|"]
+    lines = [f"## {title}", "", *([text, ""] if text else []), *header]
     for key, item in keys.items():
-        own, _, name = key.partition(".")
+        owner, _, name = key.partition(".")
         meaning = str(item.metadata.get("meaning", ""))
-        if own == section and (meaning or name != "name"):
+        if owner == section and (meaning or name != "name"):
             assert meaning, f"{key} has no meaning"
             kind = str(item.metadata.get("form", type_name(item.type)))
             default = "" if item.default is dataclasses.MISSING else _format(item.default)
@@ -154,14 +157,14 @@ def _format(value: object) -> str:
 
 
 def _cell(text: str) -> str:
-    """Return text as a cell: what Markdown or HTML would read otherwise is written out."""
-    for char, instead in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("*", "\\*"), ("_", "\\_")):
-        text = text.replace(char, instead)
+    """Return the text of a table cell, with the special characters of Markdown and HTML escaped."""
+    for char, escaped in (("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("|", "\\|"), ("*", "\\*"), ("_", "\\_")):
+        text = text.replace(char, escaped)
     return text
 
 
 def main(arguments: list[str]) -> int:
-    """Write the pages, or only compare them.  Returns the exit code."""
+    """Write the pages, or only check them, and return the exit code."""
     stale = [name for name, text in pages().items() if _read(FOLDER / name) != text]
     for name in stale:
         if "--check" in arguments:

@@ -3,9 +3,9 @@
     python examples/grpo.py recipe=examples/grpo.yaml [section.key=value ...]
     torchrun --nproc-per-node 2 examples/grpo.py recipe=examples/grpo.yaml train.steps=100
 
-The first `SUPERVISED_STEPS` steps train on right answers.  Each later step generates `GROUP` answers to each prompt of
-the global batch, and makes those with a higher reward than their group's mean more likely.  Prompts and rewards are in
-`sort_digits.py`.  Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, without the division by the group's
+The first `SUPERVISED_STEPS` steps train on correct answers.  Each later step generates `GROUP` answers to each prompt
+of the global batch, and makes those with a higher reward than their group's mean more likely.  Prompts and rewards are
+in `sort_digits.py`.  Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, without the division by the group's
 standard deviation and the mean over each text (Liu et al. 2025, "Understanding R1-Zero-Like Training",
 arXiv:2503.20783), and without a reference model.
 """
@@ -28,14 +28,14 @@ NUM_EVAL_PROMPTS = 256
 class GRPOTrainer(Trainer):
     """Trains on the rewards of texts that the model generates itself.
 
-    A sample is a prompt with a right answer: the tokens up to the first target are the prompt.
+    A sample is a prompt with a correct answer: the tokens before the first target are the prompt.
     """
 
     def build_loader(self):
         return TrainLoader.from_config(task.SOURCE, self.config, self.world.rank, self.world.size, self.world.device)
 
     def build_eval_loader(self):
-        """Return this rank's share of the last samples, which training does not get to."""
+        """Return this rank's share of the last samples, which training does not reach."""
         last = range(len(task.SOURCE) - NUM_EVAL_PROMPTS + self.world.rank, len(task.SOURCE), self.world.size)
         return [{name: torch.from_numpy(entry) for name, entry in task.SOURCE.batch(list(last)).items()}]
 
@@ -59,13 +59,19 @@ class GRPOTrainer(Trainer):
         self.log("reward", rewards.sum(), over=len(rewards))
         advantages = rewards.view(-1, GROUP) - rewards.view(-1, GROUP).mean(1, keepdim=True)
         shape = (len(prompts), self.config.data.seq_len)
-        tokens, targets, drawn = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORE), torch.zeros(shape)
+        tokens, targets = torch.zeros(shape, dtype=torch.long), torch.full(shape, IGNORE)
+        old_logprobs = torch.zeros(shape)
         for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            whole, generated = prompt + text.tokens, slice(len(prompt) - 1, len(prompt) - 1 + len(text.tokens))
-            tokens[row, : len(whole) - 1] = torch.tensor(whole[:-1])
+            sequence, generated = prompt + text.tokens, slice(len(prompt) - 1, len(prompt) - 1 + len(text.tokens))
+            tokens[row, : len(sequence) - 1] = torch.tensor(sequence[:-1])
             targets[row, generated] = torch.tensor(text.tokens)
-            drawn[row, generated] = torch.tensor(text.logprobs)
-        return {"tokens": tokens, "targets": targets, "drawn": drawn, "advantages": advantages.flatten()}
+            old_logprobs[row, generated] = torch.tensor(text.logprobs)
+        return {
+            "tokens": tokens,
+            "targets": targets,
+            "old_logprobs": old_logprobs,
+            "advantages": advantages.flatten(),
+        }
 
     def generate(self, prompts, sampling, indices=None):
         return generate_batch(
@@ -80,7 +86,7 @@ class GRPOTrainer(Trainer):
         )
 
     def count(self, batch):
-        """Return the number of tokens to learn from; in an evaluation, of prompts."""
+        """Return the number of generated tokens; in an evaluation, the number of prompts."""
         return super().count(batch) if self.model.training else len(batch["tokens"])
 
     def loss(self, batch):
@@ -89,11 +95,11 @@ class GRPOTrainer(Trainer):
         if "advantages" not in batch:
             return super().loss(batch)
         logprobs, advantages = token_logprobs(self.model, batch), batch["advantages"].unsqueeze(1)
-        counts, change = batch["targets"] != IGNORE, logprobs - batch["drawn"]
+        counts, change = batch["targets"] != IGNORE, logprobs - batch["old_logprobs"]
         self.log("drift", (change.abs() * counts).sum(), over=counts.sum())
         ratio = change.exp()
-        gains = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-        return -(gains * counts).sum()
+        objective = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        return -(objective * counts).sum()
 
     def error(self, batch):
         """Return the sum of 1 - reward over the greedy answers to a batch of prompts: lower is better."""

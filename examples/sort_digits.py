@@ -1,6 +1,6 @@
-"""A task for `grpo.py`: sort four to six digits.  Prompts, right answers for a first supervised phase, and the reward.
+"""A task for `grpo.py`, sorting four to six digits: prompts, correct answers for the supervised phase, and rewards.
 
-Replace this file by a task of your own: `SOURCE`, `END`, `MAX_TOKENS` and `reward` are all that `grpo.py` uses.
+Replace this file with a task of your own: `SOURCE`, `END`, `MAX_TOKENS` and `reward` are all that `grpo.py` uses.
 """
 
 import numpy as np
@@ -37,6 +37,6 @@ SOURCE = Digits()
 
 
 def reward(prompt, answer):
-    """Return the share of the answer's tokens that are right, from 0 to 1."""
+    """Return the fraction of the answer's tokens that are correct, from 0 to 1."""
     expected = [*sorted(prompt[:-1]), END]
     return sum(a == b for a, b in zip(answer, expected, strict=False)) / max(len(answer), len(expected))

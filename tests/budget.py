@@ -15,16 +15,16 @@ from typing import Any
 
 TIERS = ("fast", "test", "campaign")
 
-SHARE_S = {"fast": 5.0, "test": 20.0, "campaign": 600.0}
-"""Limit for a test without a record, because it is new or was short. The first one includes imports."""
+DEFAULT_LIMIT_S = {"fast": 5.0, "test": 20.0, "campaign": 600.0}
+"""Limit for a test without a recorded duration, because it is new or was short. That of fast tests includes imports."""
 
-SEVERAL = 4.0
-"""The limit as a multiple of the recorded duration. Two busy loops on two cores double it, at times triple it."""
+LIMIT_FACTOR = 4.0
+"""Limit as a multiple of the recorded duration. On two cores, two busy loops double durations or even triple them."""
 
-STALL_S = 5.0
-"""Allowance for a slow disk flush, and for load that has ended when the reference is measured."""
+ALLOWANCE_S = 5.0
+"""Extra seconds for a slow disk flush, or for a load that ends before the reference is measured."""
 
-SHORT_S = 0.5
+MIN_RECORDED_S = 0.5
 """Shorter durations are not recorded."""
 
 PATH = Path(__file__).parent / "durations.json"
@@ -37,18 +37,18 @@ def tier_of(item: Any) -> str:
     return "test" if item.get_closest_marker("slow") else "fast"
 
 
-def seconds_on_record() -> dict[str, Any]:
+def recorded_durations() -> dict[str, Any]:
     return json.loads(PATH.read_text()) if PATH.exists() else {"reference_s": 0.0, "tests": {}}
 
 
 def reference_s() -> float:
-    """Return how long a fixed piece of work takes now: interpreter, tensors and files."""
+    """Return the seconds that a fixed piece of work takes now: Python code, tensor operations and file writes."""
     import tempfile
 
     import torch
 
     def once() -> float:
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         sum(number * number for number in range(200_000))
         matrix = torch.ones(192, 192)
         for _ in range(40):
@@ -56,21 +56,21 @@ def reference_s() -> float:
         with tempfile.TemporaryDirectory() as folder:
             for number in range(20):
                 Path(folder, str(number)).write_bytes(bytes(10_000))
-        return time.perf_counter() - began
+        return time.perf_counter() - start_time
 
     return sorted(once() for _ in range(5))[2]
 
 
 def machine_scale() -> float:
     """Return how many times slower this machine is now than the recorded one; at least 1."""
-    return max(1.0, reference_s() / (seconds_on_record()["reference_s"] or 1.0))
+    return max(1.0, reference_s() / (recorded_durations()["reference_s"] or 1.0))
 
 
 @dataclass
 class Budget:
-    """The limits that follow from the recorded durations."""
+    """The limits of all tests, computed from the recorded durations."""
 
-    record_of_tests: Mapping[str, Any]
+    records: Mapping[str, Any]
     measure: Any = reference_s
     _scale: float = field(default=0.0, init=False)
 
@@ -79,20 +79,21 @@ class Budget:
 
         The machine's speed is measured only if it matters, and each time, because the machine may have become busy.
         """
-        recorded = self.record_of_tests["tests"].get(nodeid, 0.0)
-        share = max(SHARE_S[tier], SEVERAL * recorded)
-        if seconds <= share:
+        recorded = self.records["tests"].get(nodeid, 0.0)
+        limit_s = max(DEFAULT_LIMIT_S[tier], LIMIT_FACTOR * recorded)
+        if seconds <= limit_s:
             return ""
-        self._scale = max(1.0, self._scale, self.measure() / (self.record_of_tests["reference_s"] or 1.0))
-        if seconds <= share * self._scale + STALL_S:
+        self._scale = max(1.0, self._scale, self.measure() / (self.records["reference_s"] or 1.0))
+        if seconds <= limit_s * self._scale + ALLOWANCE_S:
             return ""
-        known = f"{recorded:.1f} s are on record" if recorded else f"a new test of its tier may take {share:.0f} s"
+        new_limit = f"the limit for a new test of its tier is {limit_s:.0f} s"
+        explanation = f"{recorded:.1f} s were recorded" if recorded else new_limit
         return (
-            f"{nodeid} took {seconds:.1f} s: {known}, and this machine is {self._scale:.1f} times as slow as when "
-            "tests were recorded. Make it faster, move it to another tier, or record durations again (make durations)."
+            f"{nodeid} took {seconds:.1f} s: {explanation}, and this machine is {self._scale:.1f} times as slow as "
+            "when durations were recorded. Make the test faster, move it to another tier, or run make durations."
         )
 
     def record(self, durations: Mapping[str, float]) -> None:
         """Write the durations of this run's tests, which must be all tests of a tier: other records are dropped."""
-        tests = {name: round(s, 1) for name, s in sorted(durations.items()) if s >= SHORT_S}
+        tests = {name: round(s, 1) for name, s in sorted(durations.items()) if s >= MIN_RECORDED_S}
         PATH.write_text(json.dumps({"reference_s": round(self.measure(), 4), "tests": tests}, indent=1) + "\n")

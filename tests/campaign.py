@@ -1,8 +1,8 @@
-"""Runs the campaign, which has the tests that are too slow for every change, part by part.
+"""Runs the campaign, part by part: the tests that are too slow to run on every change.
 
     python -m tests.campaign                    # all parts
-    python -m tests.campaign --minutes 40       # the parts that fit into the time; the others are listed
-    python -m tests.campaign faults slurm       # only these
+    python -m tests.campaign --minutes 40       # the parts that fit into this time; lists the others
+    python -m tests.campaign faults slurm       # only these parts
 
 The most important parts come first. Parts that measure time, or that use the machine as a cluster, run alone.
 """
@@ -24,27 +24,27 @@ from tests.promises import TESTS, path_of
 
 @dataclass(frozen=True)
 class Part:
-    """A number of test files, the number of pytest workers for them, and the minutes that they take on two cores."""
+    """Test files, the number of pytest workers that run them, and how many minutes they take on two cores."""
 
     name: str
     files: tuple[str, ...]
     minutes: float
     workers: int = 2
     command: tuple[str, ...] = ()
-    """Arguments of Python, instead of pytest's."""
+    """Arguments of the Python interpreter, for a part that pytest does not run."""
     needs: str = ""
-    """A package that all its tests need; without it the part is not run."""
+    """A package that all of its tests need; without it the part is skipped."""
 
     @property
-    def line(self) -> list[str]:
+    def command_line(self) -> list[str]:
         if self.command:
             return [sys.executable, *self.command]
-        spread = ["-n", str(self.workers), "--dist", "worksteal"] if self.workers > 1 else []
+        distribution = ["-n", str(self.workers), "--dist", "worksteal"] if self.workers > 1 else []
         files = [path_of(name) for name in self.files]
-        return [sys.executable, "-m", "pytest", "-q", "-m", "campaign", *spread, *files]
+        return [sys.executable, "-m", "pytest", "-q", "-m", "campaign", *distribution, *files]
 
 
-_ALONE = [
+_NAMED_PARTS = [
     Part("faults", ("test_faults.py",), 9.0),
     Part("real", ("test_real_model.py",), 3.0, workers=1),  # each test holds one or two models in memory
     Part("slurm", ("test_slurm.py",), 6.0, workers=1),
@@ -68,43 +68,45 @@ _ALONE = [
 ]
 
 
-def _others() -> tuple[str, ...]:
-    named = {name for part in _ALONE for name in part.files}
+def _other_files() -> tuple[str, ...]:
+    named = {name for part in _NAMED_PARTS for name in part.files}
     files = sorted(path for path in TESTS.rglob("test_*.py") if path.name not in named)
     return tuple(path.name for path in files if "mark.campaign" in path.read_text())
 
 
-REST = Part("meshes, and all others", _others(), 28.0)
+REST = Part("meshes, and all others", _other_files(), 28.0)
 PARTS = [
-    *_ALONE[:2],
+    *_NAMED_PARTS[:2],
     REST,
-    *_ALONE[2:4],
+    *_NAMED_PARTS[2:4],
     Part("defects", (), 20.0, command=("-m", "tests.defects")),
-    *_ALONE[4:],
+    *_NAMED_PARTS[4:],
 ]
 
 
 def run(parts: Sequence[Part], minutes: float) -> int:
-    """Run the parts that fit into `minutes`, print the duration of each, and return 1 if one failed."""
-    began, pace = time.monotonic(), 1.0
+    """Run the parts that fit into `minutes`, print a summary, and return 1 if a part failed."""
+    start_time, pace = time.monotonic(), 1.0
     rows, failed = [], False
     for part in parts:
         if part.needs and find_spec(part.needs) is None:
             rows.append((part.name, "-", f"not run: {part.needs} is not installed"))
             continue
-        left = minutes - (time.monotonic() - began) / 60
-        if pace * part.minutes > left:
-            rows.append((part.name, "-", f"not run: {left:.0f} minutes left, it takes {pace * part.minutes:.0f} here"))
+        minutes_left = minutes - (time.monotonic() - start_time) / 60
+        if pace * part.minutes > minutes_left:
+            outcome = f"not run: {minutes_left:.0f} minutes left, it needs {pace * part.minutes:.0f} here"
+            rows.append((part.name, "-", outcome))
             continue
-        since = time.monotonic()
+        part_start_time = time.monotonic()
         outcome = run_part(part)
-        took = (time.monotonic() - since) / 60
-        pace = max(pace, took / part.minutes)  # this machine may be slower than the one on which minutes were measured
+        minutes_taken = (time.monotonic() - part_start_time) / 60
+        # This machine may be slower than the one on which the minutes were measured.
+        pace = max(pace, minutes_taken / part.minutes)
         failed |= outcome.startswith("exit")
-        rows.append((part.name, f"{took:.1f} min", outcome))
+        rows.append((part.name, f"{minutes_taken:.1f} min", outcome))
     print("\nThe campaign:")
-    for name, took_, outcome in rows:
-        print(f"  {name:24} {took_:>9}  {outcome}")
+    for name, duration, outcome in rows:
+        print(f"  {name:24} {duration:>9}  {outcome}")
     counts = [re.findall(r"(\d+) (passed|failed)\b", outcome) for _, _, outcome in rows]
     total = {word: sum(int(n) for found in counts for n, w in found if w == word) for word in ("passed", "failed")}
     print(f"  {total['passed']} passed, {total['failed']} failed in all")
@@ -112,9 +114,9 @@ def run(parts: Sequence[Part], minutes: float) -> int:
 
 
 def run_part(part: Part) -> str:
-    """Run one part, show what it prints, and return its outcome."""
-    print(f"+ {' '.join(part.line)}", flush=True)
-    with subprocess.Popen(part.line, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+    """Run one part, print its output, and return its outcome."""
+    print(f"+ {' '.join(part.command_line)}", flush=True)
+    with subprocess.Popen(part.command_line, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         last = ""
         for line in process.stdout:
@@ -126,11 +128,11 @@ def run_part(part: Part) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaign, or some of its parts."""
+    """Run the command line."""
     names = [re.match(r"\w+", part.name)[0] for part in PARTS]  # type: ignore[index]
     parser = argparse.ArgumentParser(prog="python -m tests.campaign", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("parts", nargs="*", metavar="part", help=f"of {', '.join(names)} (default: all)")
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="how long it may take")
+    parser.add_argument("parts", nargs="*", metavar="part", help=f"some of {', '.join(names)} (default: all)")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="time limit in minutes")
     chosen = parser.parse_args(argv)
     unknown = set(chosen.parts) - set(names)
     if unknown:

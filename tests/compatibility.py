@@ -1,12 +1,12 @@
-"""Tries which model kinds and features work together, two tiny training steps each, on two ranks.
+"""Finds out which kinds of model and features work together, by training tiny models for two steps on two ranks.
 
     python -m tests.compatibility            # try all pairs and print what does not work
     python -m tests.compatibility --write    # also write docs/compatibility.md
 
 Each kind of model is tried with each feature, and each pair of features on a Llama, or on a Qwen3-MoE if one of them
-concerns experts.  A try builds the Trainer from a configuration, as any run does, and trains two steps.  A refusal is
-recorded as the first line of its message.  `train.compile` uses the backend aot_eager, which traces like the default
-and generates no machine code; float8 is emulated.
+concerns experts.  Each attempt builds a Trainer from a configuration, as any run does, and trains two steps.  If the
+configuration is rejected, the first line of the message is recorded.  `train.compile` uses the backend aot_eager, which
+traces like the default and generates no machine code; float8 is emulated.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of model: what the page calls it, and its tiny shape."""
+    """A kind of model: its title on the page, and its tiny shape."""
 
     title: str
     fields: tuple[str, ...] = ()
-    """Of a native recipe, as overrides."""
-    theirs: str = ""
-    """Of `model.name=hf`: the name of the model in tests/helpers/hf_models.py."""
+    """For a native recipe: overrides."""
+    transformers_model: str = ""
+    """For `model.name=hf`: the name of the model in tests/helpers/hf_models.py."""
     changes: tuple[tuple[str, Any], ...] = ()
-    """Of `model.name=hf`: changes of that model's settings."""
+    """For `model.name=hf`: changes to that model's settings."""
 
 
 _HEADS = ("model.num_layers=2", "model.num_heads=4", "model.dim=64", "model.init_std=0.1", "model.vocab_size=257")
@@ -81,11 +81,11 @@ KINDS = {
             *("model.rope_dim=8", "model.value_dim=16", "model.balance_rate=0"),
         ),
     ),
-    "hf_dense": Kind("hf: dense", theirs="llama", changes=_WIDE),
-    "hf_mixture": Kind("hf: mixture", theirs="qwen3_moe", changes=(*_WIDE, ("moe_intermediate_size", 64))),
+    "hf_dense": Kind("hf: dense", transformers_model="llama", changes=_WIDE),
+    "hf_mixture": Kind("hf: mixture", transformers_model="qwen3_moe", changes=(*_WIDE, ("moe_intermediate_size", 64))),
     "hf_hybrid": Kind(
         "hf: hybrid",
-        theirs="qwen3_next",
+        transformers_model="qwen3_next",
         changes=(
             *(*_WIDE, ("num_hidden_layers", 4), ("moe_intermediate_size", 64)),
             *(("shared_expert_intermediate_size", 64), ("linear_key_head_dim", 16), ("linear_value_head_dim", 16)),
@@ -98,14 +98,14 @@ and a Qwen3-Next."""
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature: what the page calls it, the head of its column, and the overrides that switch it on."""
+    """A feature: its title on the page, the header of its column, and the overrides that enable it."""
 
     title: str
     head: str
     overrides: tuple[str, ...]
     """`{folder}` is the folder of the data, `{weights}` that of the kind's weights in Hugging Face's format."""
     needs_weights: bool = False
-    of_experts: bool = False
+    concerns_experts: bool = False
 
 
 _LORA = ("lora.rank=4",)
@@ -121,16 +121,16 @@ FEATURES = {
     "replicate": Feature("Replicas: `mesh.replicate=2`", "replicas", ("mesh.replicate=2",)),
     "context": Feature("Split sequences: `mesh.context=2`", "context", ("mesh.context=2",)),
     "exchange": Feature(
-        "Shared-out experts, tokens exchanged: `mesh.expert=2 mesh.expert_method=exchange`",
+        "Divided experts, tokens exchanged: `mesh.expert=2 mesh.expert_method=exchange`",
         "expert exchange",
         ("mesh.expert=2", "mesh.expert_method=exchange"),
-        of_experts=True,
+        concerns_experts=True,
     ),
     "gather": Feature(
-        "Shared-out experts, tokens gathered: `mesh.expert=2 mesh.expert_method=gather`",
+        "Divided experts, tokens gathered: `mesh.expert=2 mesh.expert_method=gather`",
         "expert gather",
         ("mesh.expert=2", "mesh.expert_method=gather"),
-        of_experts=True,
+        concerns_experts=True,
     ),
     "lora": Feature("Adapters: `lora.rank=4`", "LoRA", _LORA, needs_weights=True),
     "lora_experts": Feature(
@@ -138,7 +138,7 @@ FEATURES = {
         "LoRA experts",
         (*_LORA, "lora.targets=[experts]"),
         needs_weights=True,
-        of_experts=True,
+        concerns_experts=True,
     ),
     "nf4": Feature(
         "Base in 4 bits: `lora.rank=4 lora.base_dtype=nf4`", "nf4", (*_LORA, "lora.base_dtype=nf4"), needs_weights=True
@@ -192,14 +192,14 @@ BASE = (
     *("eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "schedule.warmup_steps=0", "run.threads=1"),
     *("run.device=cpu", "run.timeout_s=120"),
 )
-"""The settings of all tries; features replace some."""
+"""The settings of all attempts; features override some of them."""
 
 WORKS = "works"
 
 
 @dataclass(frozen=True)
 class Pair:
-    """What is tried: a kind of model and one or two features."""
+    """A combination to try: a kind of model and one or two features."""
 
     kind: str
     features: tuple[str, ...]
@@ -211,13 +211,13 @@ class Pair:
 
     @property
     def num_ranks(self) -> int:
-        """Two, or four for replicas whose ranks split sequences or share out experts."""
+        """Two, or four for replicas whose ranks split sequences or divide experts."""
         splits = {"context", "exchange", "gather"} & {*self.features}
         return 4 if "replicate" in self.features and splits else 2
 
     @property
-    def are_alternatives(self) -> bool:
-        """Whether the features give one setting two values."""
+    def has_conflict(self) -> bool:
+        """Whether the features set the same key to different values."""
         return len(set(self.overrides)) != len({item.partition("=")[0] for item in self.overrides})
 
 
@@ -226,19 +226,19 @@ def pairs_of_kinds(features: Sequence[str]) -> list[Pair]:
     return [Pair(kind, (feature,)) for kind in KINDS for feature in features]
 
 
-def base_kind(features: Sequence[str]) -> str:
+def kind_for(features: Sequence[str]) -> str:
     """Return the kind of model on which two features are tried."""
-    return "qwen3_moe" if any(FEATURES[name].of_experts for name in features) else "llama"
+    return "qwen3_moe" if any(FEATURES[name].concerns_experts for name in features) else "llama"
 
 
 def pairs_of_features(features: Sequence[str]) -> list[Pair]:
     """Return each pair of features that can be set together, with the kind on which it is tried."""
-    found = [Pair(base_kind(both), both) for both in itertools.combinations(features, 2)]
-    return [pair for pair in found if not pair.are_alternatives]
+    found = [Pair(kind_for(both), both) for both in itertools.combinations(features, 2)]
+    return [pair for pair in found if not pair.has_conflict]
 
 
-def features_here() -> list[str]:
-    """Return the names of the features that this machine can try: float8 needs torchao."""
+def available_features() -> list[str]:
+    """Return the names of the features that can be tried with the installed packages: float8 needs torchao."""
     return [name for name in FEATURES if name != "float8" or HAS_TORCHAO]
 
 
@@ -278,8 +278,8 @@ def write_weights(name: str, folder: Path) -> None:
     from trainer.weights.exporting import export
 
     kind = KINDS[name]
-    if kind.theirs:
-        hf_models.folder_of(folder, kind.theirs, **dict(kind.changes))
+    if kind.transformers_model:
+        hf_models.folder_of(folder, kind.transformers_model, **dict(kind.changes))
         (folder / "chat_template.jinja").unlink()
         (folder / "tokenizer_config.json").unlink()
         return
@@ -289,21 +289,21 @@ def write_weights(name: str, folder: Path) -> None:
 
 
 def prepare(folder: Path, kinds: Iterable[str] = tuple(KINDS)) -> None:
-    """Write all that tries of these kinds read."""
+    """Write the data, and the weights of these kinds, that attempts read."""
     write_data(folder)
     for kind in kinds:
         write_weights(kind, folder / "weights" / kind)
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Tries
+# Attempts
 
 
 def config_of(pair: Pair, folder: Path) -> RunConfig:
-    """Return the configuration of a try; `folder` is as `prepare` left it.  Raises UserError."""
+    """Return the configuration of an attempt.  `folder` is the one that `prepare` has filled.  Raises UserError."""
     weights = folder / "weights" / pair.kind
     own = list(dict.fromkeys(pair.overrides))
-    if KINDS[pair.kind].theirs:
+    if KINDS[pair.kind].transformers_model:
         model = ["model.name=hf", f"model.path={weights}"]
     elif any(FEATURES[name].needs_weights for name in pair.features):
         model = [f"model.name={pair.kind}", f"train.init_from={weights}"]
@@ -314,8 +314,8 @@ def config_of(pair: Pair, folder: Path) -> RunConfig:
     return load_config("llama_small", [*model, *items, run])
 
 
-def sentence(error: BaseException, folder: Path) -> str:
-    """Return the first line of a message, without the folder of the tries."""
+def first_line(error: BaseException, folder: Path) -> str:
+    """Return the first line of an error message, without the temporary folder."""
     return str(error).splitlines()[0].replace(str(folder), "FOLDER")
 
 
@@ -332,7 +332,7 @@ def quick_kernels() -> Iterator[None]:
 
 
 def attempt(pair: Pair, folder: Path) -> str:
-    """Train two steps on this rank; return `WORKS`, the sentence of a refusal, or a defect, which begins with a `!`."""
+    """Train two steps on this rank; return `WORKS`, the message of a rejection, or a defect, which begins with `!`."""
     trainer = None
     try:
         config = config_of(pair, folder)
@@ -340,12 +340,12 @@ def attempt(pair: Pair, folder: Path) -> str:
         losses = [record.loss for record in itertools.islice(trainer.steps(), NUM_STEPS)]
         return WORKS if all(map(math.isfinite, losses)) else f"! the losses are {losses}"
     except UserError as error:
-        return sentence(error, folder)
+        return first_line(error, folder)
     except PeerFailed:
         return ""
     except Exception as error:
         traceback.print_exc()
-        return f"! {type(error).__name__}: {sentence(error, folder) if str(error) else ''}"
+        return f"! {type(error).__name__}: {first_line(error, folder) if str(error) else ''}"
     finally:
         if trainer is not None:
             trainer.close()
@@ -361,7 +361,7 @@ def attempt_each(pairs: Sequence[Pair], folder: str) -> None:
 
 
 def read_results(folder: Path) -> dict[Pair, str]:
-    """Return the results of the tries that all ranks have finished."""
+    """Return the results of the attempts that all ranks have finished."""
     found: dict[Pair, list[str]] = {}
     for path in folder.glob("results*.jsonl"):
         for line in path.read_text().splitlines():
@@ -371,12 +371,12 @@ def read_results(folder: Path) -> dict[Pair, str]:
 
 
 def worst(results: Sequence[str]) -> str:
-    """Return the result of the ranks' results: a defect, else a refusal, else that it works."""
+    """Combine the results of the ranks: a defect if there is one, else a rejection, else `WORKS`."""
     return min(results, key=lambda result: (not result.startswith("!"), result in (WORKS, "")))
 
 
 def try_pairs(pairs: Sequence[Pair], folder: Path) -> dict[Pair, str]:
-    """Try pairs on forked ranks.  A pair whose ranks die or hang is a defect; new ranks try the others."""
+    """Try pairs on forked ranks.  If the ranks die or hang, that is a defect of the pair, and new ranks continue."""
     found: dict[Pair, str] = {}
     while left := [pair for pair in pairs if pair not in found]:
         same = [pair for pair in left if pair.num_ranks == left[0].num_ranks]
@@ -411,11 +411,11 @@ Each kind of model was tried with each feature, and each feature with each other
 model on two or four ranks. A check mark means that it trains, and that the losses are finite. A number stands for the
 reason below, which is the first line of the message that the run prints. A dash means two values of one setting.
 
-This page is written by `python -m tests.compatibility --write`; a test holds it.
+This page is written by `python -m tests.compatibility --write`; a test checks it.
 """
 _TRIED = """\
-- Each try has `mesh.shard=2`, or what its row says. Compiled blocks were tried with the backend `aot_eager`, which
-  traces as usual and generates no code, and float8 with emulated products, on a CPU.
+- Each attempt has `mesh.shard=2`, unless its row says otherwise. Compiled blocks were tried with the backend
+  `aot_eager`, which traces as usual and generates no code, and float8 with emulated products, on a CPU.
 - Adapters, packed bases and objectives start from weights in Hugging Face's format. Objectives other than `distill`
   read chats or labelled texts, all others read text.
 - `hf` is [any model of transformers](any-model.md): dense is a Llama, mixture a Qwen3-MoE, hybrid a Qwen3-Next. Another
@@ -426,13 +426,13 @@ _TRIED = """\
 
 
 class Footnotes:
-    """The reasons, numbered in the order in which they are first asked for."""
+    """The reasons for rejections, numbered in the order of their first use."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
 
     def mark(self, result: str) -> str:
-        """Return what a table shows for a result."""
+        """Return the text of a table cell for a result."""
         return "✓" if result == WORKS else str(self.numbers.setdefault(result, len(self.numbers) + 1))
 
     def lines(self) -> list[str]:
@@ -446,8 +446,8 @@ def page(results: dict[Pair, str]) -> str:
     names = list(FEATURES)
     kinds = ["| | " + " | ".join(kind.title for kind in KINDS.values()) + " |", "|---" * (len(KINDS) + 1) + "|"]
     for name, feature in FEATURES.items():
-        marks = [notes.mark(results[Pair(kind, (name,))]) for kind in KINDS]
-        kinds.append(f"| {feature.title} | " + " | ".join(marks) + " |")
+        cells = [notes.mark(results[Pair(kind, (name,))]) for kind in KINDS]
+        kinds.append(f"| {feature.title} | " + " | ".join(cells) + " |")
     by_features = {pair.features: result for pair, result in results.items() if len(pair.features) == 2}
     heads = [FEATURES[name].head for name in names]
     both = ["| | " + " | ".join(heads[:-1]) + " |", "|---" * len(heads) + "|"]
@@ -473,15 +473,15 @@ def read_page(text: str) -> dict[Pair, str]:
     by_head = {feature.head: name for name, feature in FEATURES.items()}
     found = {}
     for (_, *heads), *rows in tables[:1]:
-        for title, *marks in rows:
-            for head, mark in zip(heads, marks, strict=True):
+        for title, *cells in rows:
+            for head, mark in zip(heads, cells, strict=True):
                 found[Pair(by_title[head], (by_name[title],))] = reasons.get(mark, WORKS)
     for (_, *heads), *rows in tables[1:2]:
-        for title, *marks in rows:
-            for head, mark in zip(heads, marks, strict=True):
+        for title, *cells in rows:
+            for head, mark in zip(heads, cells, strict=True):
                 if mark not in ("", "-"):
                     features = (by_head[head], by_head[title])
-                    found[Pair(base_kind(features), features)] = reasons.get(mark, WORKS)
+                    found[Pair(kind_for(features), features)] = reasons.get(mark, WORKS)
     return found
 
 
@@ -490,7 +490,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="write docs/compatibility.md; needs torchao, for float8")
     chosen = parser.parse_args()
-    names = features_here()
+    names = available_features()
     results = try_all([*pairs_of_kinds(names), *pairs_of_features(names)])
     for pair, result in results.items():
         if result != WORKS:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.budget import TIERS, Budget, seconds_on_record, tier_of
+from tests.budget import TIERS, Budget, recorded_durations, tier_of
 from tests.helpers.forked import fork_server, kill_leftover_processes
 from tests.helpers.runs import four, one, two
 from trainer import errors, stopping
@@ -29,20 +29,22 @@ _RECORD = "--record-durations"
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        _RECORD, action="store_true", help="write how long each test took to tests/durations.json, instead of judging"
+        _RECORD,
+        action="store_true",
+        help="record the duration of each test in tests/durations.json instead of enforcing limits",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_BUDGET] = Budget(seconds_on_record())
+    config.stash[_BUDGET] = Budget(recorded_durations())
     _catch_ignored_signals()
     _use_separate_caches()
 
 
 def _catch_ignored_signals() -> None:
-    """Give processes that the tests start the ordinary signals, also under `nohup` or in the background of a script.
+    """Catch signals that this process ignores, for example under `nohup` or in the background of a script.
 
-    Children inherit ignored signals, but not caught ones.
+    Processes started by tests would inherit ignored signals, but do not inherit handlers.
     """
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -50,11 +52,11 @@ def _catch_ignored_signals() -> None:
 
 
 def _use_separate_caches() -> None:
-    """Do not use the user's caches: their calibration would change plans. The folder is kept between runs."""
+    """Use a separate cache folder, kept between runs, because a calibration in the user's cache would change plans."""
     folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
-    os.environ["HF_HUB_OFFLINE"] = "1"  # a test that uses the Hub brings its own
+    os.environ["HF_HUB_OFFLINE"] = "1"  # a test that uses the Hub starts its own server
     os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
 
 
@@ -63,26 +65,26 @@ _SECONDS = pytest.StashKey[float]()
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Shared state is restored
+# Restoring shared state
 
 
 @pytest.fixture(autouse=True)
-def signals_as_before() -> Iterator[None]:
-    """Restore signal handlers: a command that ends in the tests' own process leaves signals ignored.
+def restore_signal_handlers() -> Iterator[None]:
+    """Restore signal handlers after each test, since commands that run in this process leave signals ignored.
 
-    Children inherit ignored signals, which a shell cannot even trap.
+    Child processes would inherit that, and a shell cannot trap an ignored signal.
     """
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
-    for prompt in list(stopping._active):  # of a Trainer that was not closed: the next signal would end the tests
+    for prompt in list(stopping._active):  # left by a Trainer that was not closed: the next signal would end the tests
         prompt.cancel()
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import slow modules before the first test, so that no test is charged for them."""
+    """Import slow modules before the first test, so that they do not count toward its duration."""
     if not session.config.option.collectonly:
         import matplotlib.font_manager  # noqa: F401  runs system programs to list fonts, once
         import torch._dynamo
@@ -95,7 +97,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(autouse=True)
 def forget_secrets() -> Iterator[None]:
-    """Forget secrets of earlier tests: a process masks every secret that it has seen, even if it is a common word."""
+    """Forget the secrets of each test: they may be common words, and would be masked in the output of later tests."""
     yield
     errors._known_secrets.clear()
 
@@ -109,14 +111,15 @@ def freeze_imported_objects() -> None:
 
 
 @pytest.fixture(autouse=True)
-def server_of_slow_tests(request: pytest.FixtureRequest) -> None:
+def start_fork_server(request: pytest.FixtureRequest) -> None:
+    """Start the fork server before a slow test, so that its start does not count toward the test's duration."""
     if tier_of(request.node) != TIERS[0]:
         fork_server()
 
 
 @pytest.fixture(autouse=True)
 def kill_leftovers() -> Iterator[None]:
-    """Kill processes left by a failed test: they would slow down all others."""
+    """Kill processes that a failed test left behind, since they would slow down the other tests."""
     yield
     kill_leftover_processes()
 
@@ -133,18 +136,18 @@ def destroy_leftover_process_group() -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------------
 # A fast test starts no process
 
-_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "tests.fork"}
-_forbidding = False
+_PROCESS_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "tests.fork"}
+_is_start_forbidden = False
 _started: list[str] = []
 
 
 def _watch(name: str, arguments: tuple[Any, ...]) -> None:
-    if _forbidding and name in _STARTS:
+    if _is_start_forbidden and name in _PROCESS_STARTS:
         if name == "os.fork" and sys._getframe(1).f_code is trial.__code__:
-            return  # a chat template is tried in a child, for milliseconds
-        what = str(arguments[1]) if name == "subprocess.Popen" else name
-        _started.append(what)
-        raise RuntimeError(f"a fast test starts a process ({what}): mark it pytest.mark.slow")
+            return  # a chat template is tried out in a child process that lives for milliseconds
+        program = str(arguments[1]) if name == "subprocess.Popen" else name
+        _started.append(program)
+        raise RuntimeError(f"a fast test starts a process ({program}): mark it pytest.mark.slow")
 
 
 sys.addaudithook(_watch)
@@ -152,24 +155,24 @@ sys.addaudithook(_watch)
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    global _forbidding  # while fixtures are set up and torn down, too
+    global _is_start_forbidden  # also during the setup and teardown of fixtures
     _started.clear()
-    _forbidding = tier_of(item) == TIERS[0]
+    _is_start_forbidden = tier_of(item) == TIERS[0]
     try:
         return (yield)
     finally:
-        _forbidding = False
+        _is_start_forbidden = False
 
 
 @pytest.fixture(autouse=True)
 def no_process_in_a_fast_test() -> Iterator[None]:
-    """Starting a process raises; this notices it even if the test caught the exception."""
+    """Fail if a test started a process, even if it caught the exception that this raised."""
     yield
     assert not _started, f"a fast test has started {_started}: mark it pytest.mark.slow"
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Limits of durations
+# Duration limits
 
 
 @pytest.hookimpl(wrapper=True)

@@ -4,9 +4,9 @@
     python -m tests.defects --campaign          # also against the tests of the campaign
     python -m tests.defects loss-scale --keep   # a single one; the copy is kept
 
-Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. It is located by the
-function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is missing
-or cannot fail.
+Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. The place is given by
+the function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is
+missing or cannot fail.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "a-card-with-local-paths",
         "push",
-        "_public",
+        "_public_name",
         'return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]',
         "return path",
     ),
@@ -279,7 +279,7 @@ DEFECTS: list[Defect] = [
         "printed-unchecked",
         "print-config",
         "trainer.run:_load",
-        "        _check_to_print(config, arguments.nproc, env)",
+        "        _check_before_printing(config, arguments.nproc, env)",
         "        pass",
     ),
     Defect(
@@ -426,7 +426,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "evaluated-as-its-own-reference",
         "tuned-models",
-        "trainer.evaluate:_first_weights",
+        "trainer.evaluate:_init_from_value",
         "    if external is None:",
         "    if external is None or True:",
         by_campaign=True,
@@ -994,8 +994,8 @@ DEFECTS: list[Defect] = [
         "what-came-forgotten",
         "source-files-exported",
         "model_files_of",
-        "origin.files = read_model_files(source.description)",
-        "origin.files = {}",
+        "model_files.files = read_model_files(source.description)",
+        "model_files.files = {}",
     ),
     Defect(
         "reference-with-adapters",
@@ -1057,7 +1057,7 @@ DEFECTS: list[Defect] = [
         "any-base-will-do",
         "adapters",
         "BaseWeights.changes_outside",
-        'plain["checksum"] == self.checksum',
+        'stored["checksum"] == self.checksum',
         "True",
     ),
     Defect(
@@ -1248,7 +1248,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "said-by-every-rank",
         "mistakes-once",
-        "report",
+        "report_error",
         "    if env.rank == 0:",
         "    if env.local_rank >= 0:",
     ),

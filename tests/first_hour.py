@@ -1,7 +1,7 @@
-"""A newcomer's first hour, timed: clone, first loss, Ctrl-C, resume, change, compare, generate, export.
+"""Times a new user's first hour: clone, first loss, Ctrl-C, resume, change, compare, generate, export.
 
-    python -m tests.first_hour FOLDER            # as the quickstart has it: some six minutes on two cores
-    python -m tests.first_hour FOLDER --small    # a smaller model: a minute
+    python -m tests.first_hour FOLDER            # as in the quickstart: about six minutes on two cores
+    python -m tests.first_hour FOLDER --small    # a smaller model: about a minute
 
 Each step is one command, typed in the clone.  Nothing is deleted or edited by hand between them.
 """
@@ -30,13 +30,13 @@ LIMIT_S = 1800.0
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a newcomer: a command and its exit code."""
+    """One step of a new user: a command and its expected exit code."""
 
     aim: str
     command: str
     exit_code: int = FINISHED
     ctrl_c_after: str = ""
-    """The text on the screen after which Ctrl-C is pressed; empty: the command ends by itself."""
+    """Output after which to press Ctrl-C; empty if the command ends by itself."""
 
 
 STEPS = (
@@ -48,69 +48,71 @@ STEPS = (
     Step("generate", 'python -m trainer.generate runs/llama_small --prompt "def main(" --max-tokens 40'),
     Step("export", "python -m trainer.export runs/llama_small exported"),
 )
-LEFT = ("runs/llama_small/metrics.jsonl", "runs/hot/metrics.jsonl", "comparison.html", "exported/config.json")
+EXPECTED_FILES = ("runs/llama_small/metrics.jsonl", "runs/hot/metrics.jsonl", "comparison.html", "exported/config.json")
 
 
 @dataclass(frozen=True)
-class Taken:
-    """A step that was taken: seconds to the text that was waited for, seconds in all, exit code, and the screen."""
+class StepResult:
+    """A finished step: seconds until `ctrl_c_after` appeared, seconds in total, exit code, and output."""
 
     step: Step
-    seen_s: float | None
+    text_seen_s: float | None
     seconds: float
     exit_code: int
     screen: str
 
     @property
-    def complaint(self) -> str:
-        """Return the error of a step; empty if there is none."""
+    def problem(self) -> str:
+        """What is wrong with the result; empty if nothing is."""
         if self.exit_code != self.step.exit_code:
             return f"exit code {self.exit_code}, not {self.step.exit_code}"
         bad = next((text for text in ("Traceback", "nothing to do", "error: ") if text in self.screen), "")
         return f"the screen says {bad!r}" if bad else ""
 
 
-def walk(folder: Path, settings: Sequence[str] = ()) -> Iterator[Taken]:
-    """Clone the repository into `folder` and take the steps there, in order; `settings` go to each training run."""
-    started = time.monotonic()
+def run_steps(folder: Path, settings: Sequence[str] = ()) -> Iterator[StepResult]:
+    """Clone the repository into `folder` and run the steps there; `settings` are added to training commands."""
+    start_time = time.monotonic()
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(folder)], check=True)
-    cloned_s = time.monotonic() - started
+    cloned_s = time.monotonic() - start_time
     for number, step in enumerate(STEPS):
-        taken = take(step, folder, settings)
-        if number == 0 and taken.seen_s is not None:
-            taken = Taken(step, cloned_s + taken.seen_s, cloned_s + taken.seconds, taken.exit_code, taken.screen)
-        yield taken
+        result = run_step(step, folder, settings)
+        if number == 0 and result.text_seen_s is not None:
+            result = StepResult(
+                step, cloned_s + result.text_seen_s, cloned_s + result.seconds, result.exit_code, result.screen
+            )
+        yield result
 
 
-def take(step: Step, folder: Path, settings: Sequence[str]) -> Taken:
-    """Run the command of a step as typed, plus `settings`, and read its output."""
+def run_step(step: Step, folder: Path, settings: Sequence[str]) -> StepResult:
+    """Run the command of a step as it is typed, plus `settings` if it trains, and read its output."""
     words = [*shlex.split(step.command), *(settings if step.command.startswith(TRAIN) else ())]
     environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONUNBUFFERED": "1"}
-    started, seen_s, screen = time.monotonic(), None, []
+    start_time, text_seen_s, screen = time.monotonic(), None, []
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = popen([sys.executable, *words[1:]], cwd=folder, env=environment, **pipes)
     for line in process.stdout or ():
         screen.append(line)
-        if seen_s is None and step.ctrl_c_after and step.ctrl_c_after in line:
-            seen_s = time.monotonic() - started
+        if text_seen_s is None and step.ctrl_c_after and step.ctrl_c_after in line:
+            text_seen_s = time.monotonic() - start_time
             process.send_signal(signal.SIGINT)
-    return Taken(step, seen_s, time.monotonic() - started, process.wait(LIMIT_S), "".join(screen))
+    return StepResult(step, text_seen_s, time.monotonic() - start_time, process.wait(LIMIT_S), "".join(screen))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Walk, and print a line for each step.  Returns 1 if one of them went wrong."""
+    """Run all steps and print a line for each; return 1 if one of them has a problem."""
     parser = argparse.ArgumentParser(prog="python -m tests.first_hour", description=__doc__)
     parser.add_argument("folder", type=Path, help="where to clone to; it must not exist")
     parser.add_argument("--small", action="store_true", help="train a smaller model")
     chosen = parser.parse_args(arguments)
-    wrong = False
-    for taken in walk(chosen.folder, SMALL if chosen.small else ()):
-        seen = "" if taken.seen_s is None else f"  (first loss {taken.seen_s:.1f} s after the clone began)"
-        print(f"{taken.seconds:6.1f} s  {taken.step.aim}: {taken.step.command}{seen}", flush=True)
-        if taken.complaint:
-            wrong = True
-            print(f"          {taken.complaint}\n{taken.screen}")
-    return int(wrong)
+    has_problem = False
+    for result in run_steps(chosen.folder, SMALL if chosen.small else ()):
+        seen = "" if result.text_seen_s is None else f"  (first loss {result.text_seen_s:.1f} s after the clone began)"
+        print(f"{result.seconds:6.1f} s  {result.step.aim}: {result.step.command}{seen}", flush=True)
+        if result.problem:
+            has_problem = True
+            print(f"          {result.problem}\n{result.screen}")
+    return int(has_problem)
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ from typing import Any
 
 from tests.defects import DEFECTS
 from tests.distributed.test_processes import processes_of
-from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.forked import REPOSITORY, Forked, kill_leftover_processes, nproc_worker_variables, start_run
-from tests.helpers.ranks import Ran
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
+from tests.helpers.forked import REPOSITORY, ForkedRanks, kill_leftover_processes, nproc_worker_variables, start_run
+from tests.helpers.ranks import CommandResult
 
 START_S = 240.0
 """Time limit in seconds for one attempt, on a busy machine."""
@@ -146,34 +146,34 @@ GLOBAL_BATCH = 24
 """Divides by the ranks of every mesh above and by both micro-batch sizes."""
 
 
-def draw(seed: int, material: Path) -> Case:
-    """Return the case of a seed; `material` has the data, see `write_material`."""
-    drawn = random.Random(f"fuzz {seed}")
-    chance = lambda share: drawn.random() < share  # noqa: E731
+def draw(seed: int, inputs: Path) -> Case:
+    """Return the case of a seed; `inputs` has the data, see `write_inputs`."""
+    rng = random.Random(f"fuzz {seed}")
+    chance = lambda share: rng.random() < share  # noqa: E731
 
-    kind = drawn.choice(["tokens", "text", "mixture", "chat", "dpo", "synthetic"])
-    model = drawn.choice(["llama", "llama", "gpt2", "qwen3", "moe", "hf"])
+    kind = rng.choice(["tokens", "text", "mixture", "chat", "dpo", "synthetic"])
+    model = rng.choice(["llama", "llama", "gpt2", "qwen3", "moe", "hf"])
     if kind in ("chat", "dpo"):
         model = "folder"
     overrides = list(COMMON)
     if model == "folder":
-        overrides += [f"recipe={'dpo' if kind == 'dpo' else 'sft'}", f"model.path={material / 'model'}"]
+        overrides += [f"recipe={'dpo' if kind == 'dpo' else 'sft'}", f"model.path={inputs / 'model'}"]
         overrides += ["model.name=hf"] if chance(0.3) else []
-        overrides += [f"data.cache_dir={material / 'cache'}", "data.seq_len=48", "data.trim_rows=false"]
-        overrides += [f"data.path={material / ('pairs' if kind == 'dpo' else 'chats')}.jsonl"]
+        overrides += [f"data.cache_dir={inputs / 'cache'}", "data.seq_len=48", "data.trim_rows=false"]
+        overrides += [f"data.path={inputs / ('pairs' if kind == 'dpo' else 'chats')}.jsonl"]
         overrides += ["train.epochs=null", "train.small_model_steps=0"] if kind == "chat" else ["train.epochs=null"]
     elif model == "hf":
-        overrides += ["recipe=llama_small", "model.name=hf", f"model.path={material / 'model'}"]
+        overrides += ["recipe=llama_small", "model.name=hf", f"model.path={inputs / 'model'}"]
     else:
         overrides += MODELS[model]
     has_documents = kind in ("text", "mixture")
     documents = "joined"
     if kind == "tokens":
-        overrides += ["data.source=tokens", f"data.path={material / 'shards'}/*.bin"]
+        overrides += ["data.source=tokens", f"data.path={inputs / 'shards'}/*.bin"]
     elif kind == "text":
-        overrides += ["data.source=tokens", f"data.path={material / 'a.jsonl'}", "data.bad=skip"]
+        overrides += ["data.source=tokens", f"data.path={inputs / 'a.jsonl'}", "data.bad=skip"]
     elif kind == "mixture":
-        paths = f"{{a: '{material / 'a.jsonl'}', b: '{material / 'b.jsonl'}'}}"
+        paths = f"{{a: '{inputs / 'a.jsonl'}', b: '{inputs / 'b.jsonl'}'}}"
         overrides += ["data.source=tokens", f"data.path={paths}"]
         if chance(0.5):
             overrides.append("data.phases=[{from: 1, weights: {a: 3, b: 1}}, {from: 7, weights: {a: 1, b: 2}}]")
@@ -182,67 +182,67 @@ def draw(seed: int, material: Path) -> Case:
     elif kind == "synthetic":
         overrides.append("data.source=synthetic")
     if has_documents:
-        overrides.append(f"data.cache_dir={material / 'cache'}")
-        documents = drawn.choice(["joined", "masked", "apart"] if model != "gpt2" else ["joined", "apart"])
+        overrides.append(f"data.cache_dir={inputs / 'cache'}")
+        documents = rng.choice(["joined", "masked", "apart"] if model != "gpt2" else ["joined", "apart"])
         overrides.append(f"data.documents={documents}")
 
     has_lora = chance(0.6 if model == "folder" else 0.15) and model != "moe"
     dropout = has_lora and chance(0.3)
     if has_lora:
         overrides += ["lora.rank=4"] + ["lora.dropout=0.1"] * dropout
-        overrides += [f"train.init_from={material / 'model'}"] * (model == "llama")
+        overrides += [f"train.init_from={inputs / 'model'}"] * (model == "llama")
     if model != "folder":  # whose data are made of the model's own tokens
         overrides.append("checkpoint.allow_changes=[data.tokenizer]")
-    optimizer = drawn.choice(["adamw", "adamw", "adamw", "sgd", "muon"])
+    optimizer = rng.choice(["adamw", "adamw", "adamw", "sgd", "muon"])
     if has_lora:
         optimizer = "adamw"
     overrides += [f"optim.name={optimizer}", f"optim.lr={ {'adamw': 1e-3, 'sgd': 1e-2, 'muon': 1e-3}[optimizer] }"]
     overrides += ["optim.muon.dtype=float32"] * (optimizer == "muon")
-    overrides += [f"optim.weight_decay={drawn.choice([0.0, 0.1])}", f"optim.max_grad_norm={drawn.choice([0.1, 1.0])}"]
-    overrides += [f"schedule.name={drawn.choice(['cosine', 'linear', 'wsd', 'constant'])}"]
-    overrides += [f"schedule.warmup_steps={drawn.choice([0, 3])}", "schedule.warmup_ratio=0"]
+    overrides += [f"optim.weight_decay={rng.choice([0.0, 0.1])}", f"optim.max_grad_norm={rng.choice([0.1, 1.0])}"]
+    overrides += [f"schedule.name={rng.choice(['cosine', 'linear', 'wsd', 'constant'])}"]
+    overrides += [f"schedule.warmup_steps={rng.choice([0, 3])}", "schedule.warmup_ratio=0"]
     ema = chance(0.25)
     overrides += ["train.ema=0.9"] * ema
-    overrides += ["train.activation_checkpoint=" + drawn.choice(["none", "none", "full", "selective", "1"])]
-    overrides += ["fsdp.reshard_after_forward=" + drawn.choice(["default", "always", "never"])]
+    overrides += ["train.activation_checkpoint=" + rng.choice(["none", "none", "full", "selective", "1"])]
+    overrides += ["fsdp.reshard_after_forward=" + rng.choice(["default", "always", "never"])]
     low = chance(0.15)
     overrides += ["fsdp.param_dtype=bfloat16" if low else "fsdp.param_dtype=float32"]
-    overrides += [f"checkpoint.mode={drawn.choice(['async', 'async', 'sync'])}"]
-    overrides += [f"checkpoint.every={drawn.randint(2, 6)}", f"data.num_workers={int(chance(0.2))}"]
+    overrides += [f"checkpoint.mode={rng.choice(['async', 'async', 'sync'])}"]
+    overrides += [f"checkpoint.every={rng.randint(2, 6)}", f"data.num_workers={int(chance(0.2))}"]
     evaluates = chance(0.3) and kind in ("synthetic", "text")
     overrides += ["eval.every=5", "eval.steps=1"] if evaluates else ["eval.every=0"]
     overrides += ["data.holdout=0.2"] if evaluates and kind == "text" else []
-    steps = drawn.randint(12, 24)
-    overrides += [f"train.steps={steps}", f"train.global_batch_size={GLOBAL_BATCH}", f"run.seed={drawn.randint(0, 99)}"]
+    steps = rng.randint(12, 24)
+    overrides += [f"train.steps={steps}", f"train.global_batch_size={GLOBAL_BATCH}", f"run.seed={rng.randint(0, 99)}"]
 
     context = kind in ("tokens", "text", "synthetic") and model in ("llama", "qwen3") and documents == "joined"
     meshes = MESHES + (CONTEXT_MESHES if context and not has_lora else []) + EXPERT_MESHES * (model == "moe")
-    mesh, micro_batch_size = drawn.choice(meshes), drawn.choice([1, 2])
+    mesh, micro_batch_size = rng.choice(meshes), rng.choice([1, 2])
     # Only fp32 without dropout is promised to agree between meshes.  Which experts a token goes to is decided by
     # comparing, so that the last bit can change a whole token's output.
     moves = chance(0.5) and not (low or dropout or model == "moe")
     disturbances = []
-    for after in sorted(drawn.sample(range(1, steps - 2), drawn.randint(1, 3))):
-        then = (drawn.choice(meshes), drawn.choice([1, 2])) if moves else (mesh, micro_batch_size)
+    for after in sorted(rng.sample(range(1, steps - 2), rng.randint(1, 3))):
+        then = (rng.choice(meshes), rng.choice([1, 2])) if moves else (mesh, micro_batch_size)
         before = disturbances[-1].mesh if disturbances else mesh
-        what = drawn.choice(["kill one", "kill all", "kill all", "stop"])
-        disturbances.append(Disturbance(what, after, drawn.randrange(before.ranks), *then))
+        kind_of_disturbance = rng.choice(["kill one", "kill all", "kill all", "stop"])
+        disturbances.append(Disturbance(kind_of_disturbance, after, rng.randrange(before.ranks), *then))
     extras = [optimizer, *["lora"] * has_lora, *["dropout"] * dropout, *["ema"] * ema, *["bf16"] * low, documents]
     task = f"{model} on {kind}, {', '.join(extras)}, {steps} steps"
     reference = Mesh() if moves else mesh
     return Case(seed, task, overrides, steps, mesh, micro_batch_size, disturbances, reference)
 
 
-def write_material(folder: Path) -> Path:
+def write_inputs(folder: Path) -> Path:
     """Write the inputs of the tasks: token shards, two text files, chats, preference pairs, a model with weights."""
     import torch
     import transformers
 
-    drawn = random.Random("material")
+    rng = random.Random("material")
     words = ["Hi", "Yes", "No", "two", "four", "Bye", "so", "now"]
     folder.mkdir(parents=True, exist_ok=True)
     for name, number in (("a", 300), ("b", 120)):
-        lines = [{"text": " ".join(drawn.choices(words, k=drawn.randint(1, 30)))} for _ in range(number)]
+        lines = [{"text": " ".join(rng.choices(words, k=rng.randint(1, 30)))} for _ in range(number)]
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     with tempfile.TemporaryFile("w+") as quiet:
         code = subprocess.run(
@@ -252,12 +252,12 @@ def write_material(folder: Path) -> Path:
             stderr=quiet,
         ).returncode
     assert code == 0
-    chats = [said(*(" ".join(drawn.choices(words, k=drawn.randint(1, 4))) for _ in range(2))) for _ in range(60)]
+    chats = [conversation(*(" ".join(rng.choices(words, k=rng.randint(1, 4))) for _ in range(2))) for _ in range(60)]
     (folder / "chats.jsonl").write_text("".join(f"{json.dumps({'messages': chat})}\n" for chat in chats))
     answers = [[{"role": "assistant", "content": text}] for text in words]
     pairs = [
-        {"prompt": said(" ".join(drawn.choices(words, k=2))), "chosen": chosen, "rejected": rejected}
-        for chosen, rejected in (drawn.sample(answers, 2) for _ in range(60))
+        {"prompt": conversation(" ".join(rng.choices(words, k=2))), "chosen": chosen, "rejected": rejected}
+        for chosen, rejected in (rng.sample(answers, 2) for _ in range(60))
     ]
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair)}\n" for pair in pairs))
 
@@ -283,40 +283,40 @@ def write_material(folder: Path) -> Path:
 
 
 def run_case(case: Case, folder: Path) -> int:
-    """Run a case; return how many of its disturbances came before the run had ended.  Raises Mismatch."""
-    calm, rough = folder / "undisturbed", folder / "disturbed"
-    started = _start(case, calm, case.reference, case.micro_batch_size, folder)
+    """Run a case; return how many of its disturbances were applied before the run had ended.  Raises Mismatch."""
+    undisturbed, disturbed = folder / "undisturbed", folder / "disturbed"
+    started = _start(case, undisturbed, case.reference, case.micro_batch_size, folder)
     _finish(started, "the undisturbed run")
-    mesh, micro_batch_size, came = case.mesh, case.micro_batch_size, 0
+    mesh, micro_batch_size, num_applied = case.mesh, case.micro_batch_size, 0
     for disturbance in case.disturbances:
-        started = _start(case, rough, mesh, micro_batch_size, folder)
-        came += _disturb(started, disturbance, rough)
+        started = _start(case, disturbed, mesh, micro_batch_size, folder)
+        num_applied += _disturb(started, disturbance, disturbed)
         mesh, micro_batch_size = disturbance.mesh, disturbance.micro_batch_size
-    started = _start(case, rough, mesh, micro_batch_size, folder)
+    started = _start(case, disturbed, mesh, micro_batch_size, folder)
     _finish(started, f"after {case.disturbances[-1]}")
     deadline = time.monotonic() + 30
     while left := processes_of(folder):
         if time.monotonic() > deadline:
             raise Mismatch(f"left over: {left}")
         time.sleep(0.1)
-    compare(Ran(0, "", "", calm), Ran(0, "", "", rough), case)
-    return came
+    compare(CommandResult(0, "", "", undisturbed), CommandResult(0, "", "", disturbed), case)
+    return num_applied
 
 
-def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: Path) -> Forked:
+def _start(case: Case, run_dir: Path, mesh: Mesh, micro_batch_size: int, logs: Path) -> ForkedRanks:
     own = Path(tempfile.mkdtemp(prefix="logs-", dir=logs))
     arguments = case.arguments(run_dir, mesh, micro_batch_size)
     return start_run(arguments, own, mesh.ranks, nproc_worker_variables(mesh.ranks) if mesh.ranks > 1 else {})
 
 
-def _finish(started: Forked, what: str) -> None:
+def _finish(started: ForkedRanks, attempt: str) -> None:
     codes = started.wait_like_launcher(START_S)
     if set(codes) != {0}:
-        raise Mismatch(f"{what}: exit codes {codes}\n{started.stderr}")
+        raise Mismatch(f"{attempt}: exit codes {codes}\n{started.stderr}")
 
 
-def _disturb(started: Forked, disturbance: Disturbance, run_dir: Path) -> bool:
-    """Wait for the step, strike, and wait until all ranks have gone; False if the run was over first."""
+def _disturb(started: ForkedRanks, disturbance: Disturbance, run_dir: Path) -> bool:
+    """Wait for the step, disturb the run, and wait until all ranks have ended; False if the run ended first."""
     deadline = time.monotonic() + START_S
     while _last_step(run_dir) < disturbance.after_step and any(each.exitcode is None for each in started.processes):
         if time.monotonic() > deadline:
@@ -348,16 +348,17 @@ def _last_step(run_dir: Path) -> int:
     return max(steps, default=0)
 
 
-def compare(calm: Ran, rough: Ran, case: Case) -> None:
+def compare(undisturbed: CommandResult, disturbed: CommandResult, case: Case) -> None:
     """Raise Mismatch where the two runs differ by more than is promised."""
     exact = case.stays_on_its_mesh
-    for run in (calm, rough):
+    for run in (undisturbed, disturbed):
         if run.train("step") != list(range(1, case.steps + 1)):
             raise Mismatch(f"{run.folder.name} has the steps {run.train('step')}, not 1 to {case.steps} once each")
-    names = sorted({name for line in calm.metrics for name in line if name in ("loss", "grad_norm", "lr", "tokens")})
-    names += sorted({name for line in calm.metrics for name in line if name.startswith(("loss_", "epoch_"))})
+    fields = sorted({name for line in undisturbed.metrics for name in line})
+    names = [name for name in fields if name in ("loss", "grad_norm", "lr", "tokens")]
+    names += [name for name in fields if name.startswith(("loss_", "epoch_"))]
     for kind in ("train", "eval"):
-        pairs = [[line for line in run.metrics if line["kind"] == kind] for run in (calm, rough)]
+        pairs = [[line for line in run.metrics if line["kind"] == kind] for run in (undisturbed, disturbed)]
         if len(pairs[0]) != len(pairs[1]):
             raise Mismatch(f"{len(pairs[0])} lines of kind {kind} in the undisturbed run, {len(pairs[1])} in the other")
         for one, other in zip(*pairs, strict=True):
@@ -367,7 +368,7 @@ def compare(calm: Ran, rough: Ran, case: Case) -> None:
                     where = f"{kind} {name} at step {one['step']}"
                     raise Mismatch(f"{where}: {one.get(name)!r} undisturbed, {other.get(name)!r} disturbed")
     if exact:
-        differing = _differing_tensors(calm.folder, rough.folder, case.steps)
+        differing = _differing_tensors(undisturbed.folder, disturbed.folder, case.steps)
         if differing:
             raise Mismatch(f"tensors that differ after the last step: {', '.join(differing[:5])}")
 
@@ -378,17 +379,18 @@ def _agree(one: Any, other: Any, tolerance: float) -> bool:
     return math.isclose(one, other, rel_tol=tolerance, abs_tol=1e-7)
 
 
-def _differing_tensors(calm: Path, rough: Path, step: int) -> list[str]:
+def _differing_tensors(undisturbed: Path, disturbed: Path, step: int) -> list[str]:
     """Return the weights and optimizer states that are not bit-identical in the checkpoints of a step."""
     from trainer.checkpoint.reader import StoredWeights, find_checkpoint
     from trainer.checkpoints import compare_tensors
 
-    weights = [StoredWeights(find_checkpoint(str(run / "checkpoints" / f"step_{step:08d}"))) for run in (calm, rough)]
+    paths = [run / "checkpoints" / f"step_{step:08d}" for run in (undisturbed, disturbed)]
+    weights = [StoredWeights(find_checkpoint(str(path))) for path in paths]
     return [change.key for change in compare_tensors(*weights)]
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Does the fuzz notice?
+# Whether the comparison notices planted defects
 
 
 PLANTED = (
@@ -407,39 +409,41 @@ PLANTED = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run seeds, or the planted defects; return 1 if a seed fails, or a defect is not noticed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--seeds", default="", help="such as 7, 0-99 or 3,8,20-29 (default: one, drawn anew)")
-    parser.add_argument("--keep", action="store_true", help="leave the folders of the runs")
+    parser.add_argument("--seeds", default="", help="such as 7, 0-99 or 3,8,20-29 (default: one, a random one)")
+    parser.add_argument("--keep", action="store_true", help="keep the folders of the runs")
     parser.add_argument("--defects", action="store_true", help="plant defects, and see whether the seeds notice")
-    parser.add_argument("--material", type=Path, help="a folder for the data, to use it again")
+    parser.add_argument("--inputs", type=Path, help="a folder for the data, to use it again")
     chosen = parser.parse_args(argv)
     if chosen.defects:
         return _try_defects(parse_seeds(chosen.seeds) if chosen.seeds else list(range(24)))
     seeds = parse_seeds(chosen.seeds) if chosen.seeds else [random.SystemRandom().randrange(10**6)]
     root = Path(tempfile.mkdtemp(prefix="fuzz-"))
-    material = chosen.material or root / "material"
-    if not (material / "pairs.jsonl").exists():
-        write_material(material)
+    inputs = chosen.inputs or root / "inputs"
+    if not (inputs / "pairs.jsonl").exists():
+        write_inputs(inputs)
     failed = []
     for seed in seeds:
-        case = draw(seed, material)
+        case = draw(seed, inputs)
         folder = root / str(seed)
         folder.mkdir()
         since = time.monotonic()
         try:
-            came = run_case(case, folder)
+            num_applied = run_case(case, folder)
         except (Mismatch, AssertionError) as error:
             failed.append(seed)
             print(f"FAILED {case}\n  {shlex.join(case.arguments(folder, case.mesh, case.micro_batch_size))}\n{error}")
         else:
             how = "bit-identical" if case.stays_on_its_mesh else "within 1e-5"
-            print(f"{how:13} {case} ({came} of {len(case.disturbances)} came, {time.monotonic() - since:.0f} s)")
+            print(
+                f"{how:13} {case} ({num_applied} of {len(case.disturbances)} applied, {time.monotonic() - since:.0f} s)"
+            )
         sys.stdout.flush()
         if not chosen.keep and seed not in failed:
             shutil.rmtree(folder, ignore_errors=True)
     kill_leftover_processes()
     if not (failed or chosen.keep):
         shutil.rmtree(root, ignore_errors=True)
-    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds held" + (f"; look at {root}" if failed else ""))
+    print(f"{len(seeds) - len(failed)} of {len(seeds)} seeds passed" + (f"; look at {root}" if failed else ""))
     return 1 if failed else 0
 
 
@@ -462,9 +466,9 @@ def _try_defects(seeds: Sequence[int]) -> int:
             shutil.copytree(REPOSITORY, root, ignore=ignored)
             defect.plant(root)
             noticed = ""
-            material = ["--material", str(Path(folder) / "material")]
+            inputs = ["--inputs", str(Path(folder) / "inputs")]
             for seed in seeds:
-                command = [sys.executable, "-m", "tests.fuzz", "--seeds", str(seed), *material]
+                command = [sys.executable, "-m", "tests.fuzz", "--seeds", str(seed), *inputs]
                 ran = subprocess.run(command, cwd=root, capture_output=True, text=True)
                 if ran.returncode == 1 and "FAILED" in ran.stdout:
                     noticed = f"noticed by seed {seed}: {ran.stdout.strip().splitlines()[2][:120]}"

@@ -1,4 +1,4 @@
-"""Reads the table of tests/README.md: which tests hold each promise, and in which tier."""
+"""Reads the table in tests/README.md, which lists the tests that check each promise, by tier."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Promise:
     campaign: tuple[str, ...]
     """Further tests in `make test-campaign`."""
     reason: str
-    """Why no test in `make test` holds it; empty if one does."""
+    """Why no test in `make test` checks it; empty if one does."""
 
 
 def read_promises() -> dict[str, Promise]:
@@ -31,9 +31,9 @@ def read_promises() -> dict[str, Promise]:
     found = {}
     for name, text, tests, campaign in _ROW.findall(TABLE.read_text()):
         assert name not in found, f"two rows have the name {name}"
-        held, more = tuple(_TEST.findall(tests)), tuple(_TEST.findall(campaign))
-        reason = "" if held else _TEST.sub("", campaign).strip(" ,:;")
-        found[name] = Promise(name, text, held, more, reason)
+        regular_tests, campaign_tests = tuple(_TEST.findall(tests)), tuple(_TEST.findall(campaign))
+        reason = "" if regular_tests else _TEST.sub("", campaign).strip(" ,:;")
+        found[name] = Promise(name, text, regular_tests, campaign_tests, reason)
     return found
 
 

@@ -5,7 +5,7 @@
 
 A path begins when its entry function is called and ends when that returns.  A file counts if a function defined in it
 is called in between, on the main thread of rank 0 or on a thread that is started in between.  Code that runs because a
-module is imported does not count, and neither do a few files that are used everywhere (`LEFT_OUT`).  The run has two
+module is imported does not count, and neither do a few files that are used everywhere (`EXCLUDED`).  The run has two
 ranks on CPUs, so that the model is sharded.
 """
 
@@ -32,8 +32,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "architecture.md"
 SOURCE = REPOSITORY / "trainer"
 BEGIN, END = "<!-- walks: begin, written by python -m tests.walks --write -->", "<!-- walks: end -->"
-LEFT_OUT = ("errors.py", "files.py", "stopping.py", "tables.py")
-"""Files on which all others rely, which do not count."""
+EXCLUDED = ("errors.py", "files.py", "stopping.py", "tables.py")
+"""Files that do not count, because they are used everywhere."""
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,26 @@ WALKS = {
 
 @contextmanager
 def walk(name: str, files: dict[str, list[str]]) -> Iterator[None]:
-    """Add to `files`, under `name`, the files that this thread and threads started in the block enter in it."""
+    """Add to `files`, under `name`, the files that this thread and threads started in the block enter during it."""
     found: dict[str, None] = {}
     importing = threading.local()
 
-    def note(frame: FrameType, event: str, argument: Any) -> None:
+    def record_file(frame: FrameType, event: str, argument: Any) -> None:
         depth = getattr(importing, "depth", 0)
         if frame.f_code.co_name == "<module>" and event in ("call", "return"):
             importing.depth = max(0, depth + (1 if event == "call" else -1))
         elif event == "call" and depth == 0:
             found.setdefault(frame.f_code.co_filename)
 
-    threading.setprofile(note)
-    sys.setprofile(note)
+    threading.setprofile(record_file)
+    sys.setprofile(record_file)
     try:
         yield
     finally:
         sys.setprofile(None)
         threading.setprofile(None)
     inside = [Path(file).relative_to(SOURCE).as_posix() for file in list(found) if Path(file).is_relative_to(SOURCE)]
-    files[name] = [file for file in inside if file not in LEFT_OUT]
+    files[name] = [file for file in inside if file not in EXCLUDED]
 
 
 def traced(name: str, function: Callable[..., Any], files: dict[str, list[str]]) -> Callable[..., Any]:
@@ -88,7 +88,7 @@ def traced(name: str, function: Callable[..., Any], files: dict[str, list[str]])
     return call
 
 
-def take_walks(folder: Path) -> dict[str, list[str]]:
+def trace_walks(folder: Path) -> dict[str, list[str]]:
     """Train, save, resume and import weights on this rank; return the files of each walk."""
     import torch
 
@@ -135,7 +135,7 @@ def take_walks(folder: Path) -> dict[str, list[str]]:
     return files
 
 
-def count() -> dict[str, list[str]]:
+def count_files() -> dict[str, list[str]]:
     """Return the files of each walk, of rank 0 of a run on two ranks."""
     with tempfile.TemporaryDirectory() as name, socket.socket() as listener:
         folder = Path(name)
@@ -160,7 +160,7 @@ def table(files: dict[str, list[str]]) -> str:
     return "\n".join(["| path | from the call of | files |", "|---|---|---|", *rows])
 
 
-def written(page: str, files: dict[str, list[str]]) -> str:
+def with_table(page: str, files: dict[str, list[str]]) -> str:
     """Return the page with the table between the markers."""
     pattern = re.compile(f"{re.escape(BEGIN)}.*?{re.escape(END)}", re.DOTALL)
     assert pattern.search(page), f"{PAGE} has no markers"
@@ -174,17 +174,17 @@ def main() -> None:
     parser.add_argument("--rank", type=Path, help=argparse.SUPPRESS)
     chosen = parser.parse_args()
     if chosen.rank is not None:
-        files = take_walks(chosen.rank)
+        files = trace_walks(chosen.rank)
         (chosen.rank / f"walks{os.environ['RANK']}.json").write_text(json.dumps(files))
         sys.stdout.flush()
         os._exit(0)  # a device mesh that is still alive may abort the interpreter's exit
-    files = count()
+    files = count_files()
     for name, one in WALKS.items():
         print(f"{one.title}: {len(files[name])} files, from the call of {one.entry}")
         for number, file in enumerate(files[name], start=1):
             print(f"  {number:2} {file}")
     if chosen.write:
-        PAGE.write_text(written(PAGE.read_text(), files))
+        PAGE.write_text(with_table(PAGE.read_text(), files))
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ _MODULES = {
     "RunConfig": "config",
     "Sampling": "model.sample",
     "Source": "data.source",
-    "TrainLoader": "data.loader",
     "Stacked": "recipe",
+    "TrainLoader": "data.loader",
     "Trainer": "trainer",
     "Transposed": "recipe",
     "UserError": "errors",
@@ -94,7 +94,7 @@ _MODULES = {
 }
 
 if not (Path(__file__).parent / "recipes").exists():
-    # A bare checkout: recipes/, objectives/ and conf/ are next to this folder; an installation has them inside it.
+    # A source checkout: recipes/, objectives/ and conf/ are next to this folder; an installation has them inside it.
     __path__.append(str(Path(__file__).parent.parent))
 
 

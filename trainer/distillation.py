@@ -71,22 +71,22 @@ class DistillationTrainer(Trainer):
 
         Collectives: those of the teacher's forward pass, unless its log-probabilities are in files, then the model's.
         """
-        teacher: Outputs | TopLogProbs
+        teacher: Outputs | TopTokens
         if self.teacher is None:
-            teacher = TopLogProbs(batch["top_ids"].flatten(0, 1), batch["top_logps"].flatten(0, 1))
+            teacher = TopTokens(batch["top_ids"].flatten(0, 1), batch["top_logps"].flatten(0, 1))
         else:
             teacher = outputs_of(self.teacher, batch)
         divergence = torch.zeros((), device=self.world.device, dtype=torch.float64)
 
-        def compare(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+        def distillation_loss(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
             objective, needs_gradients = self.config.objective, torch.is_grad_enabled()
-            loss, sum_of_divergences = _Comparison.apply(  # type: ignore[no-untyped-call]
+            loss, sum_of_divergences = _DistillationLoss.apply(  # type: ignore[no-untyped-call]
                 hidden.flatten(0, -2), weight, targets.flatten(), teacher, objective, needs_gradients
             )
             divergence.add_(sum_of_divergences)
             return loss
 
-        with replace_loss(compare):
+        with replace_loss(distillation_loss):
             loss = super().loss(batch)
         self.log("divergence", divergence, over=(batch["targets"] != IGNORE).sum())
         return loss
@@ -94,7 +94,7 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return the hidden states and the weight from which a model computes the logits of a batch.
+    """Return the hidden states and the output projection from which a model computes the logits of a batch.
 
     Collectives: those of a forward pass.
     """
@@ -113,7 +113,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Hidden states (N, D) and the weight (V, D) that produce the logits; without a weight, the logits (N, V)."""
+    """Hidden states (N, D) and the weight (V, D) of the output projection; without a weight, `hidden` is the logits."""
 
     hidden: torch.Tensor
     weight: torch.Tensor | None
@@ -123,13 +123,13 @@ class Outputs:
         hidden_nD = self.hidden[start:stop]
         return (hidden_nD if self.weight is None else hidden_nD @ self.weight.T).float()
 
-    def compared(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of the student and of this teacher at rows [start, stop), (n, V) each."""
+    def log_prob_pair(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the log-probabilities of the student and of the teacher at rows [start, stop), (n, V) each."""
         return student_nV, self.logits(start, stop).log_softmax(1)
 
 
 @dataclass(frozen=True)
-class TopLogProbs:
+class TopTokens:
     """A teacher's most likely next tokens and their log-probabilities, (N, k) each.
 
     Student and teacher are compared on k + 1 outcomes: each of these tokens, and any other token.  The divergence is
@@ -139,27 +139,27 @@ class TopLogProbs:
     ids: torch.Tensor
     logps: torch.Tensor
 
-    def compared(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both log-probabilities at rows [start, stop), (n, k + 1) each; see `Outputs.compared`."""
+    def log_prob_pair(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return both log-probabilities at rows [start, stop), (n, k + 1) each; see `Outputs.log_prob_pair`."""
         student_nk = student_nV.gather(1, self.ids[start:stop])
-        return _with_rest(student_nk), _with_rest(self.logps[start:stop])
+        return _with_other_tokens(student_nk), _with_other_tokens(self.logps[start:stop])
 
 
-def _with_rest(logps_nk: torch.Tensor) -> torch.Tensor:
-    """Append the log-probability of all other outcomes: (n, k + 1)."""
-    rest_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_MIN_REST).log()
-    return torch.cat([logps_nk, rest_n1], 1)
+def _with_other_tokens(logps_nk: torch.Tensor) -> torch.Tensor:
+    """Append the log-probability of any other token: (n, k + 1)."""
+    other_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_MIN_OTHER_PROB).log()
+    return torch.cat([logps_nk, other_n1], 1)
 
 
-_MIN_REST = 1e-7
-"""Minimum total probability of all other tokens: 1 minus the rest is no more precise than this in float32."""
+_MIN_OTHER_PROB = 1e-7
+"""Lower bound on the total probability of all other tokens, about the rounding error of a difference from 1 in fp32."""
 
 
 def _rows_per_chunk(vocab_size: int) -> int:
     return max(1, _CHUNK_BYTES // (4 * vocab_size))
 
 
-class _Comparison(torch.autograd.Function):
+class _DistillationLoss(torch.autograd.Function):
     """Returns the summed loss of tokens, and the sum of their divergences from the teacher, which has no gradient.
 
     Gradients are computed in the forward pass, while a chunk's logits exist, as in `linear_cross_entropy`.
@@ -171,12 +171,12 @@ class _Comparison(torch.autograd.Function):
         hidden_ND: torch.Tensor,
         weight_VD: torch.Tensor | None,
         targets_N: torch.Tensor,
-        teacher: Outputs | TopLogProbs,
+        teacher: Outputs | TopTokens,
         objective: Any,
         needs_gradients: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        student, needed = Outputs(hidden_ND, weight_VD), ctx.needs_input_grad
-        gradients = Gradients(hidden_ND, needs_gradients and needed[0], needs_gradients and needed[1])
+        student, needs_grad = Outputs(hidden_ND, weight_VD), ctx.needs_input_grad
+        gradients = Gradients(hidden_ND, needs_gradients and needs_grad[0], needs_gradients and needs_grad[1])
         chunk_rows = _rows_per_chunk(hidden_ND.shape[1] if weight_VD is None else weight_VD.shape[0])
         loss, divergence = (hidden_ND.new_zeros((), dtype=torch.float32) for _ in range(2))
         for start in range(0, len(targets_N), chunk_rows):
@@ -186,7 +186,7 @@ class _Comparison(torch.autograd.Function):
             logits_nV = student.logits(start, stop).requires_grad_(gradients.is_needed)
             with torch.set_grad_enabled(gradients.is_needed):
                 logps_nV = logits_nV.log_softmax(1)
-                divergences_n = objective.divergence(*teacher.compared(logps_nV, start, stop))
+                divergences_n = objective.divergence(*teacher.log_prob_pair(logps_nV, start, stop))
                 target_logps_n = logps_nV.gather(1, targets_n.where(mask_n, 0).unsqueeze(1)).squeeze(1)
                 losses_n = (1 - objective.hard) * divergences_n - objective.hard * target_logps_n
                 chunk_loss = losses_n.where(mask_n, 0.0).sum()
@@ -232,7 +232,7 @@ def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
     trainer = Trainer(config_of_teacher)
     try:
         with trainer.lifecycle.without_writing():
-            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world, TEACHER_KEY)
+            load_initial_weights(trainer.model, trainer.model_files, trainer.config, trainer.world, TEACHER_KEY)
             batch_size = int(trainer.config.train.micro_batch_size)
             source = open_source(trainer.config.data, vocab_size, "train")
             create_files(folder, len(source), source.seq_len, num_top)

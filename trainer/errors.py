@@ -208,7 +208,7 @@ def _raise_on_signals() -> Iterator[None]:
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
     """Return the legal value whose spelling is closest to `value`, or None if none is close.
 
-    cutoff: minimum similarity, as in difflib.  Raise it for short values, or values with the same ending.
+    cutoff: minimum similarity, as in difflib.  Use a higher one for short values, and for values that share an ending.
     """
     by_text = {str(candidate): candidate for candidate in legal}
     matches = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
@@ -230,7 +230,7 @@ def setting_error(
 ) -> UserError:
     """Return the error for one setting.
 
-    rule: completes the sentence "KEY=VALUE: ...", for example "must be at least 1".
+    rule: completes the text "KEY=VALUE: ...", for example "must be at least 1".
     legal: the nearest legal value, for ordered values.
     meant: the legal value that was probably meant, because its spelling or its name in other tools is similar.
     example: a value of the correct form.
@@ -242,19 +242,19 @@ def setting_error(
         *([] if example is None else [f"for example: {as_typed(key, example)}"]),
         *([f"to fix: {fix}"] if fix else []),
     ]
-    return UserError("\n  ".join([f"{key}={_shown_value(key, value)}: {rule}", *advice]))
+    return UserError("\n  ".join([f"{key}={_formatted_value(key, value)}: {rule}", *advice]))
 
 
 def as_typed(key: str, value: object) -> str:
     """Return `key=value` as it is typed in a shell, quoted if necessary."""
-    shown = _shown_value(key, value)
+    shown = _formatted_value(key, value)
     text = f"{key}={shown}"
     return text if shlex.quote(shown) in (shown, "''") else shlex.quote(text)
 
 
-def _shown_value(key: str, value: object) -> str:
-    """Return a value as messages show it: masked if the name of the setting suggests a secret."""
-    return MASK if _SECRET_NAME.search(key) else _show(value)
+def _formatted_value(key: str, value: object) -> str:
+    """Format a value for a message; mask it if the name of its setting suggests a secret."""
+    return MASK if _SECRET_NAME.search(key) else _format(value)
 
 
 def choice_error(
@@ -269,20 +269,20 @@ def choice_error(
     aliases: legal values to suggest for other names: {"gpu": "cuda"}.
     """
     choices = list(legal)
-    meant = (aliases or {}).get(_show(value).lower())
-    rule = f"must be {noun} {', '.join(_show(choice) for choice in choices)}"
+    meant = (aliases or {}).get(_format(value).lower())
+    rule = f"must be {noun} {', '.join(_format(choice) for choice in choices)}"
     return setting_error(key, value, rule, meant=nearest(value, choices) if meant is None else meant)
 
 
-def _show(value: object) -> str:
+def _format(value: object) -> str:
     if value is None:
         return "null"
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_show(item) for item in value) + "]"
+        return "[" + ",".join(_format(item) for item in value) + "]"
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_show(key)}: {_show(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_format(key)}: {_format(item)}" for key, item in value.items()) + "}"
     text = str(masked(str(value)))
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]}..."
 
@@ -296,13 +296,15 @@ MASK = "***"
 
 def printable(text: str) -> str:
     """Return the text without control sequences or secrets, safe for a terminal or a log."""
-    return redact(_CONTROL.sub("", _SURROGATES.sub("\ufffd", _SEQUENCE.sub("", text))))
+    return redact(_CONTROL_CHARACTER.sub("", _SURROGATES.sub("\ufffd", _CONTROL_SEQUENCE.sub("", text))))
 
 
-_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
-_SEQUENCE = re.compile(rf"{_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])")
+_CONTROL_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(?:\x07|\x1b\\|\x9c)"
+_CONTROL_SEQUENCE = re.compile(
+    rf"{_CONTROL_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])"
+)
 """Control sequences of ECMA-48, 7-bit and 8-bit (C1): those that carry text (such as a title), CSI, and short ones."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+_CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All other control characters except newlines and tabs; some move the cursor."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
 """Lone surrogates: undecodable bytes, which printing would turn back into raw bytes."""
@@ -410,12 +412,12 @@ def masked(tree: Any) -> Any:
 
 def is_masked(value: object) -> bool:
     """Return whether a stored value contains masked secrets and is therefore useless."""
-    return isinstance(value, str) and (value == MASK or _MASKED.search(value) is not None)
+    return isinstance(value, str) and (value == MASK or _MASKED_URL.search(value) is not None)
 
 
-def is_masked_query(part: str) -> bool:
-    """Return whether the value in a query parameter `name=value` of a URL is masked."""
-    return _NAMED.match(f"?{part}") is not None
+def is_secret_parameter(parameter: str) -> bool:
+    """Return whether a query parameter `name=value` of a URL is a secret, judging by its name."""
+    return _SECRET_PARAMETER.match(f"?{parameter}") is not None
 
 
 def masked_command(command: str) -> str:
@@ -441,7 +443,7 @@ def _looks_random(word: str) -> bool:
     Names made of short parts, such as llama3b-8k-v2-chat or exp2b_lr3e4_bs64k, do not count.
     """
     longest = max(map(len, re.split(r"[-_.]", word)))
-    return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_BY_DIGIT.findall(word)) >= 2
+    return len(word) >= 16 and longest >= 12 and word[0] != "$" and len(_LETTER_DIGIT_BOUNDARY.findall(word)) >= 2
 
 
 # Limiting the length of the scheme avoids quadratic matching time on long words.
@@ -450,16 +452,16 @@ _ENTIRE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
 PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
 """Matches scheme://user:password@host.  Only digits are a port; a password may contain an unencoded slash."""
-_USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
+_TOKEN_AS_USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
 """In an HTTP URL, a user name without a password is a token."""
 _SECRET_WORD = r"token|secret|signature|passw(?:or)?d|passphrase|credential|api[-_]?key|access[-_]?key(?:[-_]?id)?"
-_NAMED = re.compile(
+_SECRET_PARAMETER = re.compile(
     rf"([?&;#](?:[\w.-]*(?:{_SECRET_WORD})"
     r"|(?:[\w.-]*[-_.])?(?:key|sig|pwd|pass|auth|authorization|jwt|sas|code|hmac|session|sessionid))=)([^&;#]*)",
     re.IGNORECASE,
 )
-_MASKED = re.compile(r"://[^/\s]*\*\*\*@|://\S*[?&;#][\w.-]+=\*\*\*(?:[&;#]|$)")
-_IN_TEXT = tuple(
+_MASKED_URL = re.compile(r"://[^/\s]*\*\*\*@|://\S*[?&;#][\w.-]+=\*\*\*(?:[&;#]|$)")
+_SECRETS_IN_TEXT = tuple(
     re.compile(pattern)
     for pattern in (
         # a header, on a command line or in a library's message
@@ -475,7 +477,7 @@ _IN_TEXT = tuple(
         r"((?:^|[\s'\"])(?:-u|--user|--proxy-user)[ \t]*['\"]?[^\s:'\"]+:)([^\s'\"$*]+)",
     )
 )
-_ISSUED = re.compile(
+_SERVICE_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}"
     r"|AKIA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
 )
@@ -496,7 +498,7 @@ _SUSPICIOUS = re.compile(
     re.IGNORECASE,
 )
 """Commands that may contain a secret."""
-_LETTER_BY_DIGIT = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
+_LETTER_DIGIT_BOUNDARY = re.compile(r"(?<=[A-Za-z])(?=\d)|(?<=\d)(?=[A-Za-z])")
 
 
 def _mask_text(text: str, secrets: list[str]) -> str:
@@ -511,9 +513,9 @@ def _mask_text(text: str, secrets: list[str]) -> str:
         return MASK
 
     text = _URL.sub(lambda match: _mask_url(match[0], secrets), text)
-    for pattern in _IN_TEXT:
+    for pattern in _SECRETS_IN_TEXT:
         text = pattern.sub(mask, text)
-    return _ISSUED.sub(mask_all, text)
+    return _SERVICE_TOKEN.sub(mask_all, text)
 
 
 def _mask_url(url: str, secrets: list[str]) -> str:
@@ -523,5 +525,5 @@ def _mask_url(url: str, secrets: list[str]) -> str:
         return f"{match[1]}{MASK}{'@' if match[0].endswith('@') else ''}"
 
     url = PASSWORD_IN_URL.sub(mask, url, count=1)
-    url = _USER.sub(mask, url, count=1)
-    return _NAMED.sub(mask, url)
+    url = _TOKEN_AS_USER.sub(mask, url, count=1)
+    return _SECRET_PARAMETER.sub(mask, url)

@@ -73,8 +73,8 @@ _EVALUATION_OVERRIDES = {
 """Overrides of the run's settings: an evaluation runs on any number of ranks and stores nothing."""
 
 
-_DISPLAYED_PATH = "--shown-as"
-"""Internal option for spawned ranks: the weights' path to display, since the ranks read them from a pinned path."""
+_DISPLAYED_PATH_OPTION = "--shown-as"
+"""Internal option of spawned ranks: the path to display for the weights, which these ranks read from a pinned path."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,9 @@ def find_subject(
         data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
         config_yaml, weights, step = json.dumps({"model": model, "data": data}), folder, None
         defaults = {"train.init_from": folder if native else "null"}
-        held_out = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
-        defaults |= {} if held_out is None else {"data.path": held_out}  # never opened
+        eval_path = dict(override.split("=", 1) for override in overrides if "=" in override).get("data.eval_path")
+        # Some sources require data.path; an evaluation never opens it.
+        defaults |= {} if eval_path is None else {"data.path": eval_path}
     else:
         source = open_checkpoint(location.path)
         config_yaml, weights, step = source.config_yaml, str(source.storage), source.manifest.step
@@ -125,7 +126,7 @@ def find_subject(
             if stack and isinstance(storage, PinnedStorage)
             else str(storage)
         )
-        defaults = {"train.init_from": _first_weights(source, weights_path)}
+        defaults = {"train.init_from": _init_from_value(source, weights_path)}
         if "data.tokenizer" not in override_keys:
             # Use the run's tokenizer, even if its base weights came with a different one.
             stored_changes = stored_value(config_yaml, "checkpoint.allow_changes")
@@ -144,7 +145,7 @@ def find_subject(
     return Subject(config, weights, step, source)
 
 
-def _first_weights(source: StoredWeights, path: str) -> str:
+def _init_from_value(source: StoredWeights, path: str) -> str:
     """Return the value of `train.init_from` for evaluating the checkpoint at `path`.
 
     If the checkpoint refers to weights stored elsewhere (the base of its adapters, or its reference model), return
@@ -194,7 +195,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     with trainer.lifecycle.without_writing():
         stored = subject.stored
         if stored is None:
-            load_initial_weights(trainer.model, trainer.origin, trainer.config, trainer.world)
+            load_initial_weights(trainer.model, trainer.model_files, trainer.config, trainer.world)
         else:
             averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
             trainer.world.agreed(lambda: _load_checkpoint(trainer, StoredWeights(stored.storage, averaged)))
@@ -226,8 +227,8 @@ class EvaluationStats:
 
     seq_len: int
     tokens: int
-    data: str = ""
-    """A remark on how the data was filtered, for example how many conversations were dropped."""
+    data_note: str = ""
+    """How the data was filtered, for example how many conversations were dropped; empty if it was not."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> EvaluationStats:
@@ -237,15 +238,15 @@ class EvaluationStats:
         is_chat = trainer.config.data.source == "chat" and source is not None
         return cls(trainer.config.data.seq_len, round(tokens), source.summary if is_chat and source else "")
 
-    def sentence(self, config: RunConfig) -> str:
+    def summary(self, config: RunConfig) -> str:
         """Return a line for the console, with the model's maximum sequence length if that is longer."""
         max_len = getattr(config.model, "max_seq_len", None)
-        limit = f"; the model has room for {max_len:,}" if max_len and max_len > self.seq_len else ""
+        limit = f"; the model supports {max_len:,}" if max_len and max_len > self.seq_len else ""
         line = f"sequences of {self.seq_len:,} tokens (data.seq_len{limit}), {self.tokens:,} tokens evaluated"
-        return f"{line}\n{self.data}" if self.data else line
+        return f"{line}\n{self.data_note}" if self.data_note else line
 
 
-def table(subject: Subject, record: Record, stats: EvaluationStats | None = None) -> str:
+def as_table(subject: Subject, record: Record, stats: EvaluationStats | None = None) -> str:
     """Return the evaluation as a table: one line per source if there are several, and one for all."""
     bits_per_byte = record.get("bits_per_byte")
     headers = ("", "loss", *(["bits per byte"] if bits_per_byte is not None else []))
@@ -262,7 +263,7 @@ def table(subject: Subject, record: Record, stats: EvaluationStats | None = None
     other_metrics = [(name, _number(record[name])) for name in logged_names(record) if not name.startswith("loss_")]
     lines += table_lines(("", ""), other_metrics) if other_metrics else []
     step = "" if subject.step is None else f" (step {subject.step})"
-    notes = [] if stats is None else [stats.sentence(subject.config)]
+    notes = [] if stats is None else [stats.summary(subject.config)]
     return "\n".join([f"{subject.weights}{step}", *notes, *lines])
 
 
@@ -280,13 +281,13 @@ def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     return json.dumps({"weights": subject.weights, **metrics, "step": subject.step, **sizes})
 
 
-def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
+def _show(subject: Subject, prints_json: bool, trainer: Trainer) -> int:
     record = evaluate(trainer, subject)
     if record is None:
         return EXIT_STOPPED
     stats = EvaluationStats.of(trainer)
     if trainer.world.is_main:
-        print_stdout(as_json(subject, record, stats) if as_object else table(subject, record, stats))
+        print_stdout(as_json(subject, record, stats) if prints_json else as_table(subject, record, stats))
     return EXIT_FINISHED
 
 
@@ -294,11 +295,11 @@ def _show(subject: Subject, as_object: bool, trainer: Trainer) -> int:
 # lm-evaluation-harness
 
 
-def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> dict[str, Any]:
+def lm_eval(path: str, tasks: Sequence[str], task_folder: str | None = None) -> dict[str, Any]:
     """Evaluate a run, a checkpoint or a Hugging Face folder with the lm_eval library, and return its results.
 
-    A checkpoint is first exported to a temporary folder, with adapters merged.  more_tasks: a folder of YAML files that
-    define tasks.  Raises UserError if the library is missing or does not know a task.
+    A checkpoint is first exported to a temporary folder, with adapters merged.  task_folder: a folder of YAML files
+    that define tasks.  Raises UserError if the library is missing or does not know a task.
     """
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
@@ -306,7 +307,7 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     from trainer.export import export_checkpoint
 
     harness, task_module = importlib.import_module("lm_eval"), importlib.import_module("lm_eval.tasks")
-    manager = task_module.TaskManager(include_path=more_tasks)
+    manager = task_module.TaskManager(include_path=task_folder)
     for task in tasks:
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
@@ -322,11 +323,11 @@ def lm_eval(path: str, tasks: Sequence[str], more_tasks: str | None = None) -> d
     return dict(results)
 
 
-def _show_lm_eval(argv: Sequence[str], tasks: Sequence[str], more_tasks: str | None) -> int:
+def _show_lm_eval(argv: Sequence[str], tasks: Sequence[str], task_folder: str | None) -> int:
     path, extra = _split_path(argv)
     if extra:
         raise UserError(f"{extra[0]}: cannot be combined with --lm-eval, whose tasks define their own settings")
-    results = lm_eval(path, tasks, more_tasks)
+    results = lm_eval(path, tasks, task_folder)
     if "--json" in argv:
         print_stdout(json.dumps({"weights": path, "results": results["results"]}, default=str))
     else:
@@ -346,10 +347,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return EXIT_FINISHED
     add_working_folder_to_path()
     tasks, remaining = _pop_option(remaining, "--lm-eval")
-    more_tasks, remaining = _pop_option(remaining, "--tasks")
+    task_folder, remaining = _pop_option(remaining, "--tasks")
     if tasks is not None:
-        return run_command(lambda: _show_lm_eval(remaining, tasks.split(","), more_tasks))
-    displayed_path, remaining = _pop_option(remaining, _DISPLAYED_PATH)
+        return run_command(lambda: _show_lm_eval(remaining, tasks.split(","), task_folder))
+    displayed_path, remaining = _pop_option(remaining, _DISPLAYED_PATH_OPTION)
     try:
         with ExitStack() as stack:
             return _evaluate(remaining, displayed_path, stack)
@@ -358,7 +359,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack) -> int:
-    """Evaluate on the requested number of ranks, and return the exit code.  displayed_path: see `_DISPLAYED_PATH`."""
+    """Evaluate on the requested number of ranks, and return the exit code.
+
+    displayed_path: the value of `_DISPLAYED_PATH_OPTION`.
+    """
     stop_request.catch_signals_early()
     limit_spinning()
     env, is_ready = Environment(), False
@@ -380,11 +384,11 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
         check_requirements(subject.config, likely_device(subject.config.run.device))
         is_ready = True
     except UserError as error:
-        return run.report(error, env)
+        return run.report_error(error, env)
     except OSError as error:
-        return run.report(run.unusable_path_error(error, argv), env)
+        return run.report_error(run.unusable_path_error(error, argv), env)
     except TrainingFailed as error:
-        return run.report(error, env, EXIT_FAILED)
+        return run.report_error(error, env, EXIT_FAILED)
     finally:
         if not is_ready:
             stop_request.stop_catching_signals()
@@ -394,7 +398,9 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
         if subject.stored is not None and isinstance(subject.stored.storage, PinnedStorage):
             # All ranks must read the checkpoint that this process has pinned.
             pinned_path = stack.enter_context(subject.stored.storage.linked_folder())
-            argv = [pinned_path if word == path else word for word in argv] + [f"{_DISPLAYED_PATH}={subject.weights}"]
+            argv = [pinned_path if word == path else word for word in argv] + [
+                f"{_DISPLAYED_PATH_OPTION}={subject.weights}"
+            ]
         return spawn(arguments.nproc or 1, ["-m", "trainer.evaluate", *argv], subject.config)
     from trainer.trainer import Trainer
 
@@ -418,7 +424,7 @@ def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
     settings = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
     paths = [word for word in words if not word.startswith("-") and word not in settings]
     if len(paths) != 1:
-        problem = f"{len(paths)} are named: {' '.join(paths)}" if paths else "none is named"
+        problem = f"{len(paths)} were given: {' '.join(paths)}" if paths else "none was given"
         example = "python -m trainer.evaluate runs/llama_small"
         raise UserError(f"give one run, checkpoint or Hugging Face folder; {problem}\n  for example: {example}")
     return paths[0], [word for word in words if word not in paths]
@@ -426,7 +432,7 @@ def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def command_line() -> NoReturn:
     """Run the command line and exit with its exit code."""
-    run.leave(main())
+    run.exit_process(main())
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from trainer.data.prompts import chat_end_ids
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import replacing, writing_to
-from trainer.hub import hub_repo, upload
+from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_kinds
 from trainer.recipe import WeightSource, add_working_folder_to_path
 from trainer.weights.adapters import BASE, export_adapter
@@ -43,7 +43,7 @@ from trainer.weights.exporting import (
     tokenizer_settings,
 )
 from trainer.weights.loading import build_meta_model, load_unsharded, model_files_of, with_merged_adapters
-from trainer.weights.model_card import CARD, model_card
+from trainer.weights.model_card import CARD_FILE, model_card
 
 METRICS = "metrics.jsonl"
 _MERGED_ORIGINAL = "--merged-original"
@@ -79,12 +79,12 @@ def export_checkpoint(
     """
     stored = open_checkpoint(checkpoint, ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
-    path, origin = Path(target), model_files_of(stored)
-    if TOKENIZER in origin.files and _reads_bytes(config):
+    path, model_files = Path(target), model_files_of(stored)
+    if TOKENIZER in model_files.files and _was_trained_on_bytes(config):
         print_stderr(
             "warning: the run was trained on bytes: the tokenizer that came with its initial weights is left out"
         )
-        origin.files = {name: data for name, data in origin.files.items() if not is_tokenizer_file(name)}
+        model_files.files = {name: data for name, data in model_files.files.items() if not is_tokenizer_file(name)}
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
     if merges is False and not has_adapters:
         raise UserError(
@@ -103,9 +103,9 @@ def export_checkpoint(
             build_meta_model(config.recipe, config.model),
             config.lora,
             path,
-            base=hub_repo(base or stored.parts.get(BASE, {}).get("path", "")),
+            base=repo_id_of(base or stored.parts.get(BASE, {}).get("path", "")),
             dtype=dtype,
-            origin=origin,
+            model_files=model_files,
             overwrite=overwrite,
             setting="target",
         )
@@ -116,14 +116,14 @@ def export_checkpoint(
     source = with_merged_adapters(stored, config.recipe, config.model, base, dtype, into_original)
     if is_file:
         return [_export_file(source, config, path, dtype, overwrite)]
-    if TOKENIZER in origin.tokenizer:  # the original file may be gone
-        with as_temporary_folder(origin.tokenizer) as folder:
+    if TOKENIZER in model_files.tokenizer:  # the file that data.tokenizer names may no longer exist
+        with as_temporary_folder(model_files.tokenizer) as folder:
             end_id = find_tokenizer(str(folder / TOKENIZER)).end_id
     else:
         end_id = find_tokenizer(config.data.tokenizer).end_id
     turn_ends: set[int] = set()
     if config.data.source == "chat":  # the model was trained to end its turns
-        with tokenizer_settings(origin, config.data.tokenizer) as (tokenizer, template):
+        with tokenizer_settings(model_files, config.data.tokenizer) as (tokenizer, template):
             turn_ends = chat_end_ids(tokenizer, template)
     return export(
         source,
@@ -135,13 +135,13 @@ def export_checkpoint(
         tokenizer=config.data.tokenizer,
         end_id=end_id,
         turn_ends=turn_ends,
-        origin=origin,
+        model_files=model_files,
         overwrite=overwrite,
         setting="target",
     )
 
 
-def _reads_bytes(config: RunConfig) -> bool:
+def _was_trained_on_bytes(config: RunConfig) -> bool:
     """Return whether the run was trained on bytes.  For token shards, `data.tokenizer` alone does not decide."""
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
@@ -231,7 +231,7 @@ def _export(options: argparse.Namespace) -> int:
         files = _export_to(target, options)
         if options.push is not None:
             card = card_of(options.checkpoint, options.push.rpartition("/")[2], Path(target), options.allow_import)
-            print_stdout(upload(Path(target), {CARD: card.encode()}, options.push, "--push", options.private))
+            print_stdout(upload(Path(target), {CARD_FILE: card.encode()}, options.push, "--push", options.private))
     for file in files if options.target is not None else ():
         print_stdout(str(file))
     return EXIT_FINISHED
@@ -241,7 +241,7 @@ def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allo
     """Return the model card (the text of README.md) for a run or checkpoint that was exported to a folder."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
-    candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # the former if the run's folder was moved
+    candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # `checkpoint` is a run's folder, perhaps moved
     metrics = next((file for file in candidates if file.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
     return model_card(config, title, stored.manifest.step, records, __version__, exported)

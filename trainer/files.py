@@ -21,7 +21,7 @@ except ImportError:  # no wheel for this machine
 
 
 def find_cache_folders(setting: str | None) -> list[Path]:
-    """Return the possible cache folders, best first; only `setting` if it is given."""
+    """Return the possible cache folders, preferred ones first; only `setting` if it is given."""
     if setting is not None:
         return [Path(setting).expanduser()]
     folders = []
@@ -35,7 +35,7 @@ def find_cache_folders(setting: str | None) -> list[Path]:
     return folders
 
 
-def find_folder(path: str | os.PathLike[str]) -> Path | None:
+def local_path(path: str | os.PathLike[str]) -> Path | None:
     """Return the local path that a path or file:// URL refers to; None for other URLs."""
     text = os.fspath(path).removeprefix("file://")
     return None if "://" in text else Path(text).absolute()
@@ -75,7 +75,7 @@ def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def link_outside(folder: Path, name: str) -> Path | None:
+def symlink_target_outside(folder: Path, name: str) -> Path | None:
     """Return the real path of a file in a folder if a symlink leads outside the folder; otherwise None.
 
     In a Hugging Face cache (models--*/snapshots/*/file -> ../../blobs/*), links into the model's blobs are allowed.
@@ -169,11 +169,11 @@ CHECKSUM = "crc32"
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a JSON object with an added checksum, which `checked` verifies."""
+    """Return a JSON object with an added checksum, which `verify_checksum` checks."""
     return {**content, CHECKSUM: _checksum_of(content)}
 
 
-def checked(content: Any) -> dict[str, Any]:
+def verify_checksum(content: Any) -> dict[str, Any]:
     """Return a JSON object read from a file, without its checksum.  Raises ValueError if the checksum is wrong.
 
     Files of earlier versions have no checksum and are not verified.

@@ -67,10 +67,10 @@ _MAX_PROMPT_CHARS = 60
 """Longest prompt, in characters, that error messages show in full."""
 
 _NUM_CONTEXT_TOKENS = 8
-"""Number of preceding tokens to decode along with new ones, which determine, for example, whether a space is needed."""
+"""Number of preceding tokens to decode along with new ones; they can determine whether a space comes first."""
 
-_BATCH = 8
-"""Default number of prompts to continue at once."""
+_DEFAULT_BATCH_SIZE = 8
+"""Number of prompts to continue at once, unless --batch is given."""
 
 
 @dataclass(frozen=True)
@@ -112,8 +112,7 @@ def open_generator(
     """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
     A folder without a matching recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
-    temporary folder, which is removed when `stack` closes.  Raises UserError if the model cannot be
-    read.
+    temporary folder, which is removed when `stack` closes.  Raises UserError if the model cannot be read.
 
     ema: whether to use the averaged weights of a run with `train.ema`.
     """
@@ -131,12 +130,12 @@ def open_generator(
     if config.objective.outputs:
         rule = f"was trained with train.objective={config.train.objective}: it scores texts, and cannot generate them"
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
-    origin = model_files_of(source)
-    tokenizer, template = stack.enter_context(tokenizer_settings(origin, config.data.tokenizer))
+    model_files = model_files_of(source)
+    tokenizer, template = stack.enter_context(tokenizer_settings(model_files, config.data.tokenizer))
     turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())
     model = model_of_checkpoint(source, device, allow_import)
     return TextGenerator(
-        model, device, tokenizer, template, _generation_settings(origin.files), config.data.bos, turn_ends
+        model, device, tokenizer, template, _generation_settings(model_files.files), config.data.bos, turn_ends
     )
 
 
@@ -226,7 +225,7 @@ def _parser() -> CommandParser:
 
 
 def _generate(options: argparse.Namespace) -> int:
-    _check(options)
+    _check_options(options)
     device = options.device if options.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     with ExitStack() as stack:
         text_generator = open_generator(options.path, torch.device(device), stack, options.allow_import, options.ema)
@@ -237,7 +236,7 @@ def _generate(options: argparse.Namespace) -> int:
         if options.prompts is None:
             _stream(options, text_generator, tokenizer, sampling)
         else:
-            _answer_file(options, text_generator, tokenizer, sampling)
+            _answer_prompts(options, text_generator, tokenizer, sampling)
     return EXIT_FINISHED
 
 
@@ -282,7 +281,7 @@ def _require_token(generated: Token) -> int:
     return generated.token
 
 
-def _answer_file(
+def _answer_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
     """Answer the prompts of `--prompts` in order, and flush each batch of answers to disk.
@@ -296,7 +295,7 @@ def _answer_file(
         settings = {**dataclasses.asdict(sampling), "seed": seed, "max_tokens": options.max_tokens}
         out.begin(options.path, {"weights": _checksum_of_model(model), **settings, "end_ids": sorted(end_ids)})
     num_done = num_done_before = 0 if out is None else out.num_done
-    max_len, batch_size = max_seq_len(model) or sys.maxsize, options.batch or _BATCH
+    max_len, batch_size = max_seq_len(model) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     num_tokens, start_time = 0, time.monotonic()
 
     def progress() -> str:
@@ -338,13 +337,13 @@ def _checksum_of_model(model: nn.Module) -> str:
     """Return a checksum of the first values of each tensor, which differ between models and between steps of a run."""
     crc = 0
     for name, tensor in model.state_dict().items():
-        values = tensor.detach().reshape(-1)[:_NUM_CHECKED].cpu()
+        values = tensor.detach().reshape(-1)[:_NUM_CHECKSUM_VALUES].cpu()
         crc = crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), crc)
         crc = crc32(values.view(torch.uint8).numpy().data, crc)
     return f"{crc:08x}"
 
 
-_NUM_CHECKED = 2**12
+_NUM_CHECKSUM_VALUES = 2**12
 """Number of values of each tensor in this checksum."""
 
 
@@ -375,7 +374,7 @@ def _read_prompts(
     return records, prompts
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check_options(options: argparse.Namespace) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise setting_error("--device", options.device, "torch finds no usable GPU", "cpu")
     for key, value, is_legal, rule, legal in (

@@ -28,8 +28,8 @@ from trainer.locks import locked
 from trainer.stopping import stop_if_asked
 
 _SUFFIX = ".gguf"
-_SOURCE = "made_from.json"
-_WEIGHTS = "model.safetensors"
+_SOURCE_FILE = "made_from.json"
+_WEIGHTS_FILE = "model.safetensors"
 _VERSION = 2
 """Version of the conversion.  Increase it when the conversion changes, so that older folders are not reused."""
 
@@ -49,22 +49,22 @@ def _find_file(path: Path) -> Path | None:
 
 
 def original_file(path: str) -> str | None:
-    """Return the .gguf file from which a cached folder, or a file in it, was converted; None for any other path."""
+    """Return the .gguf file that a cached folder, or the folder of a cached file, was converted from; else None."""
     location = Path(path)
     folder = location.parent if location.suffix else location
     if not folder.name.startswith("gguf-"):
         return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        return str(json.loads((folder / _SOURCE).read_text())["path"])
+        return str(json.loads((folder / _SOURCE_FILE).read_text())["path"])
     return None
 
 
 def lacks_weights(folder: Path) -> bool:
     """Return whether a folder was converted from a .gguf file without its weights."""
-    return original_file(str(folder)) is not None and not (folder / _WEIGHTS).exists()
+    return original_file(str(folder)) is not None and not (folder / _WEIGHTS_FILE).exists()
 
 
-def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
+def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
     """Convert a .gguf file, or the one in a folder, to a Hugging Face folder in the cache, and return that folder.
 
     Uses the existing folder if it was converted before.  Processes that convert the same file wait for the first one.
@@ -86,7 +86,7 @@ def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = T
         folder = cache / name
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            if not (folder / _SOURCE).exists() or (with_weights and not (folder / _WEIGHTS).exists()):
+            if not (folder / _SOURCE_FILE).exists() or (with_weights and not (folder / _WEIGHTS_FILE).exists()):
                 with locked(cache / f".{name}.lock"):
                     _convert(file, folder, os.fspath(path), setting, with_weights)
             return folder / "tokenizer.json" if setting == "data.tokenizer" else folder
@@ -98,7 +98,7 @@ def converted(path: str | os.PathLike[str], setting: str, with_weights: bool = T
 def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: bool) -> None:
     """Write the files that a folder lacks.  The caller holds the lock."""
     reader = _Gguf(file, shown, setting)
-    if not (folder / _SOURCE).exists():
+    if not (folder / _SOURCE_FILE).exists():
         files = {"config.json": reader.config(), "generation_config.json": reader.generation_config()}
         tokenizer, tokenizer_config = reader.tokenizer()
         files |= {"tokenizer.json": tokenizer, "tokenizer_config.json": tokenizer_config}
@@ -106,26 +106,27 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
             write_atomically(folder / name, json.dumps(content, indent=None if name == "tokenizer.json" else 2))
         if (template := reader.get("tokenizer.chat_template")) is not None:
             write_atomically(folder / "chat_template.jinja", str(template))
-        write_atomically(folder / _SOURCE, json.dumps({"path": str(file)}))  # last, as it marks the others as complete
-    if with_weights and not (folder / _WEIGHTS).exists():
+        # Written last, because it marks the others as complete.
+        write_atomically(folder / _SOURCE_FILE, json.dumps({"path": str(file)}))
+    if with_weights and not (folder / _WEIGHTS_FILE).exists():
         num_bytes = reader.num_bytes
         print_stderr(
             f"{file}: dequantizing {reader.formats} weights to {readable_size(num_bytes)} of "
             f"{' and '.join(reader.dtypes)} in {folder}; this is done only once"
         )
-        weights = folder / _WEIGHTS
+        weights = folder / _WEIGHTS_FILE
         with writing_to(setting, weights, num_bytes), replacing(weights) as partial, open(partial, "wb") as out:
             reader.write_weights(out)
 
 
 _ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-_NAMES = {
+_TENSOR_NAMES = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_LAYER_NAMES = {
+_LAYER_TENSOR_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
@@ -142,25 +143,25 @@ _LAYER_NAMES = {
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
-_LLAMA3 = (
+_LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_BYTES = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-_BY_GPT2 = [{**_BYTES, "use_regex": True}]
-_BY_DIGIT = [{"type": "Digits", "individual_digits": True}, *_BY_GPT2]
+_BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+_GPT2_SPLIT = [{**_BYTE_LEVEL, "use_regex": True}]
+_DIGIT_SPLIT = [{"type": "Digits", "individual_digits": True}, *_GPT2_SPLIT]
 
 
-def _by_regex(pattern: str) -> list[dict[str, Any]]:
+def _regex_split(pattern: str) -> list[dict[str, Any]]:
     split = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-    return [split, {**_BYTES, "use_regex": False}]
+    return [split, {**_BYTE_LEVEL, "use_regex": False}]
 
 
 _PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
-    **dict.fromkeys(("default", "gpt-2"), _BY_GPT2),
-    **dict.fromkeys(("smollm", "starcoder", "refact"), _BY_DIGIT),
-    **dict.fromkeys(("llama-bpe", "llama3"), _by_regex(_LLAMA3)),
-    "qwen2": _by_regex(_LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")),
+    **dict.fromkeys(("default", "gpt-2"), _GPT2_SPLIT),
+    **dict.fromkeys(("smollm", "starcoder", "refact"), _DIGIT_SPLIT),
+    **dict.fromkeys(("llama-bpe", "llama3"), _regex_split(_LLAMA3_PATTERN)),
+    "qwen2": _regex_split(_LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")),
 }
 """Rules for splitting text before encoding, by llama.cpp's name."""
 
@@ -304,7 +305,7 @@ class _Gguf:
     @property
     def num_bytes(self) -> int:
         """The size of the converted weights."""
-        return sum(int(tensor.n_elements) * _width(tensor) for tensor in self._tensors.values())
+        return sum(int(tensor.n_elements) * _bytes_per_value(tensor) for tensor in self._tensors.values())
 
     def write_weights(self, out: BinaryIO) -> None:
         """Write the weights as safetensors, with only one tensor in memory at a time.
@@ -317,10 +318,10 @@ class _Gguf:
             if tensor.name == _ROPE_FACTORS:
                 continue
             new_name = self._huggingface_name(tensor.name)
-            stop = end + int(tensor.n_elements) * _width(tensor)
+            stop = end + int(tensor.n_elements) * _bytes_per_value(tensor)
             shape = [int(size) for size in reversed(tensor.shape.tolist())]
-            kind = {2: tensor.tensor_type.name, 4: "F32"}[_width(tensor)]
-            header[new_name] = {"dtype": kind, "shape": shape, "data_offsets": [end, stop]}
+            dtype = {2: tensor.tensor_type.name, 4: "F32"}[_bytes_per_value(tensor)]
+            header[new_name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, stop]}
             named[new_name], end = tensor, stop
         text = json.dumps(header).encode()
         text += b" " * (-len(text) % 8)
@@ -331,19 +332,19 @@ class _Gguf:
 
     def _huggingface_name(self, name: str) -> str:
         stem, _, suffix = name.rpartition(".")
-        if stem in _NAMES:
-            return f"{_NAMES[stem]}.{suffix}"
+        if stem in _TENSOR_NAMES:
+            return f"{_TENSOR_NAMES[stem]}.{suffix}"
         layer, _, part = stem.removeprefix("blk.").partition(".")
-        if not stem.startswith("blk.") or part not in _LAYER_NAMES or suffix not in ("weight", "bias"):
+        if not stem.startswith("blk.") or part not in _LAYER_TENSOR_NAMES or suffix not in ("weight", "bias"):
             raise self._error(f"has a tensor {name} that {self._architecture} models do not have")
-        return f"model.layers.{layer}.{_LAYER_NAMES[part]}.{suffix}"
+        return f"model.layers.{layer}.{_LAYER_TENSOR_NAMES[part]}.{suffix}"
 
     def _values(self, name: str, tensor: Any) -> Any:
         """Return a tensor's values as an array, with rows in transformers' order."""
         import numpy as np
 
         shape = tuple(reversed(tensor.shape.tolist()))
-        if _width(tensor) == 2:
+        if _bytes_per_value(tensor) == 2:
             values = np.ascontiguousarray(tensor.data).view(np.uint16).reshape(shape)
         else:
             try:
@@ -391,12 +392,12 @@ class _Gguf:
             **(self._sentencepiece(tokens, types) if model == "llama" else self._byte_level(tokens, split)),
         }
         has_bos = model == "llama" or split in _LLAMA3_SPLITS
-        if (around := self._special_tokens_around_a_text(tokens, has_bos)) is not None:
-            content["post_processor"] = around
+        if (post_processor := self._special_tokens_around_text(tokens, has_bos)) is not None:
+            content["post_processor"] = post_processor
         settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-        for theirs, ours in _SPECIAL_TOKENS.items():
-            if (token := self._special_token(theirs, tokens)) is not None:
-                settings[ours] = token
+        for gguf_key, hf_key in _SPECIAL_TOKENS.items():
+            if (token := self._special_token(gguf_key, tokens)) is not None:
+                settings[hf_key] = token
         return content, settings
 
     def _token_list(self, key: str) -> list[Any]:
@@ -421,8 +422,8 @@ class _Gguf:
         return {
             "normalizer": {"type": "NFC"} if split == "qwen2" else None,
             "pre_tokenizer": steps[0] if len(steps) == 1 else {"type": "Sequence", "pretokenizers": steps},
-            "post_processor": {**_BYTES, "use_regex": True},
-            "decoder": {**_BYTES, "add_prefix_space": True, "use_regex": True},
+            "post_processor": {**_BYTE_LEVEL, "use_regex": True},
+            "decoder": {**_BYTE_LEVEL, "add_prefix_space": True, "use_regex": True},
             "model": _bpe(tokens, self._merges(), ignore_merges=split in _LLAMA3_SPLITS),
         }
 
@@ -460,7 +461,7 @@ class _Gguf:
             "model": _bpe(tokens, merges, unk_token=unknown, fuse_unk=True, byte_fallback=True),
         }
 
-    def _special_tokens_around_a_text(self, tokens: Sequence[str], has_bos: bool) -> dict[str, Any] | None:
+    def _special_tokens_around_text(self, tokens: Sequence[str], has_bos: bool) -> dict[str, Any] | None:
         """Return the post-processor that adds special tokens around a text, or None if it adds none.
 
         has_bos: whether to add the beginning-of-text token if the file does not specify this.
@@ -507,14 +508,14 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequ
     merges = [
         (left, right, number)
         for token, number in ids.items()
-        for at in range(1, len(token))
-        if (left := token[:at]) in ids and (right := token[at:]) in ids
+        for split in range(1, len(token))
+        if (left := token[:split]) in ids and (right := token[split:]) in ids
     ]
     # Among pairs for the same token, the one with the longest left part comes first, as in transformers' converter.
     merges.sort(key=lambda merge: (-scores[merge[2]], -len(merge[0]), -len(merge[1]), merge[2]))
     return [(left, right) for left, right, _ in merges]
 
 
-def _width(tensor: Any) -> int:
+def _bytes_per_value(tensor: Any) -> int:
     """Return the number of bytes per converted value."""
     return 2 if tensor.tensor_type.name in ("F16", "BF16") else 4

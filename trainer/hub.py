@@ -46,8 +46,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^/?]+))?(?:/(?P<path>[^?]*))?(?:\?(?P<options>.*))?"
 )
-_TRUE = ("1", "ON", "YES", "TRUE")
-_TRIES = 5
+_TRUE_VALUES = ("1", "ON", "YES", "TRUE")
+_MAX_TRIES = 5
 _NUM_CONNECTIONS = 4
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _PROGRESS_S = 10.0
@@ -118,8 +118,8 @@ def parse_name(text: str) -> HubName | None:
     return HubName(kind, match["repo"], revision, (match["path"] or "").strip("/"), match["options"] or "", text)
 
 
-def hub_repo(text: str) -> str:
-    """Return `org/name`, which other libraries accept, for a pinned model name; return any other text unchanged."""
+def repo_id_of(text: str) -> str:
+    """Return the Hub's repo id `org/name` for the name of a model repository; return any other text unchanged."""
     name = parse_name(text) if text.startswith(SCHEME) else None
     return text if name is None or name.path else name.repo
 
@@ -200,13 +200,13 @@ def pins_in(tree: Any) -> dict[tuple[str, str], str]:
 def pinned_by_parent(name: HubName) -> str | None:
     """Return the commit that the parent process has resolved a name to, or None."""
     try:
-        commit = json.loads(os.environ.get(PINS, "{}")).get(_key(name))
+        commit = json.loads(os.environ.get(PINS, "{}")).get(_pin_key(name))
     except (ValueError, AttributeError):
         return None
     return commit if isinstance(commit, str) else None
 
 
-def _key(name: HubName) -> str:
+def _pin_key(name: HubName) -> str:
     return str(replace(name, path="", options="", revision=default_revision(name)))
 
 
@@ -286,7 +286,7 @@ class Repository:
         """Download one file, resuming a partial download, verify it, and link it into the snapshot."""
         partial = self._partial(hub_file)
         blob = partial.with_suffix("")
-        tries_left, size = _TRIES - 1, _size(partial)
+        tries_left, size = _MAX_TRIES - 1, _size(partial)
         while not blob.exists():  # another commit may have the same content
             stop_if_asked()
             try:
@@ -299,9 +299,9 @@ class Repository:
                     raise
                 if not tries_left or not is_temporary(error):
                     raise as_user_error(error, self.name, self._setting) from error
-                tries_left, size = (_TRIES - 1 if _size(partial) > size else tries_left - 1), _size(partial)
+                tries_left, size = (_MAX_TRIES - 1 if _size(partial) > size else tries_left - 1), _size(partial)
                 print_stderr(f"{self.name.shown}: {hub_file.path}: {_reason(error)}; trying again")
-                _sleep(2.0 ** (_TRIES - 2 - tries_left))
+                _sleep(2.0 ** (_MAX_TRIES - 2 - tries_left))
         _link(blob, self.folder / hub_file.path)
 
     def _receive(self, library: Any, hub_file: HubFile, partial: Path, progress: _Progress) -> None:
@@ -321,11 +321,11 @@ class Repository:
                 headers = {**library.utils.build_hf_headers(), "Accept-Encoding": "identity"}
                 headers |= {"Range": f"bytes={start}-"} if start else {}
                 session, timeout = library.utils.get_session(), library.constants.HF_HUB_DOWNLOAD_TIMEOUT
-                with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as answer:
-                    library.utils.hf_raise_for_status(answer)
-                    if start and answer.status_code != 206:  # the server sends the complete file
+                with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
+                    library.utils.hf_raise_for_status(response)
+                    if start and response.status_code != 206:  # the server sends the complete file
                         file.truncate(0)
-                    for block in answer.iter_bytes():  # written as it arrives, so that a retry can resume
+                    for block in response.iter_bytes():  # written as it arrives, so that a retry can resume
                         stop_if_asked()
                         file.write(block)
                         progress.add(len(block))
@@ -350,8 +350,8 @@ def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], 
     the server cannot be reached and the cache does not have it.
     """
     commit = name.revision if name.is_pinned else (pins or {}).get((name.kind, name.repo)) or pinned_by_parent(name)
-    if commit is not None and (listed := _read_list(name, commit)) is not None:
-        return _remember(name, commit, listed, setting)
+    if commit is not None and (listed := _read_file_list(name, commit)) is not None:
+        return _pin(name, commit, listed, setting)
     library = import_library(setting, name)
     try:
         if _is_offline(library):
@@ -360,25 +360,26 @@ def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], 
     except Exception as error:
         is_down = is_temporary(error) or isinstance(error, library.errors.OfflineModeIsEnabled)
         commit = commit or _commit_in_cache(name)
-        cached = _read_list(name, commit) or _list_cached(name, commit) if is_down and commit else None
+        cached = _read_file_list(name, commit) or _list_cached_files(name, commit) if is_down and commit else None
         if cached is None or commit is None:
             raise as_user_error(error, name, setting) from error
         if not _is_offline(library):
             print_stderr(f"{name}: {_reason(error)}; using commit {commit[:12]} from the cache")
-        return _remember(name, commit, cached, setting)
+        return _pin(name, commit, cached, setting)
     with contextlib.suppress(OSError):  # the cache may be complete and read-only
         _metadata_folder(name).mkdir(parents=True, exist_ok=True)
         rows = [[file.path, file.size, file.checksum] for file in files]
-        write_atomically(_list_path(name, commit), json.dumps(rows))
+        write_atomically(_file_list_path(name, commit), json.dumps(rows))
         if not name.is_pinned:
             reference = _repository_folder(name) / "refs" / default_revision(name)
             reference.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(reference, commit)
-    return _remember(name, commit, files, setting)
+    return _pin(name, commit, files, setting)
 
 
-def _remember(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> Repository:
-    _resolved[_key(name)] = commit
+def _pin(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> Repository:
+    """Record the commit that `name` was resolved to, and return the repository at that commit."""
+    _resolved[_pin_key(name)] = commit
     return Repository(name, commit, files, setting)
 
 
@@ -409,19 +410,19 @@ def _metadata_folder(name: HubName) -> Path:
     return _repository_folder(name) / ".meshtrainer"
 
 
-def _list_path(name: HubName, commit: str) -> Path:
+def _file_list_path(name: HubName, commit: str) -> Path:
     return _metadata_folder(name) / f"{commit}.json"
 
 
-def _read_list(name: HubName, commit: str) -> list[HubFile] | None:
+def _read_file_list(name: HubName, commit: str) -> list[HubFile] | None:
     """Return the cached list of a commit's files, or None if it was never queried."""
     with contextlib.suppress(OSError, ValueError, TypeError):
-        rows = json.loads(_list_path(name, commit).read_text())
+        rows = json.loads(_file_list_path(name, commit).read_text())
         return [HubFile(path, size, checksum) for path, size, checksum in rows]
     return None
 
 
-def _list_cached(name: HubName, commit: str) -> list[HubFile] | None:
+def _list_cached_files(name: HubName, commit: str) -> list[HubFile] | None:
     """Return the files of a commit that another program has stored in the cache, or None if there are none."""
     folder = _snapshot(name, commit)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -482,7 +483,6 @@ _SMALL_FILES = (
     *("*.json", "*.jinja", "*.txt", "*.model", "README.md", "LICENSE*"),
     "additional_chat_templates/*",
 )
-_INDEX = "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -526,15 +526,15 @@ def lacks_weights(folder: Path) -> bool:
     name = parse_name(text) if text else None
     if name is None or name.path:
         return False
-    weights = _weight_files(_read_list(name, str(name.revision)) or [])
+    weights = _weight_files(_read_file_list(name, str(name.revision)) or [])
     return any(not (folder / file.path).exists() for file in weights)
 
 
 def _weight_files(files: Sequence[HubFile]) -> list[HubFile]:
     """Return the safetensors files of a model, without duplicates in other layouts."""
     at_root = [file for file in files if file.path.endswith(".safetensors") and "/" not in file.path]
-    usual = [file for file in at_root if file.path.startswith("model")]
-    return usual or [file for file in at_root if not file.path.startswith("adapter")] or at_root
+    standard = [file for file in at_root if file.path.startswith("model")]
+    return standard or [file for file in at_root if not file.path.startswith("adapter")] or at_root
 
 
 def _matches(path: str, pattern: str) -> bool:
@@ -545,8 +545,8 @@ def _matches(path: str, pattern: str) -> bool:
 # Publishing
 
 
-def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_private: bool) -> str:
-    """Upload the files in a folder, and the contents in `more` by file name, as one commit to the model `repo`.
+def upload(folder: Path, extra_files: Mapping[str, bytes], repo: str, setting: str, is_private: bool) -> str:
+    """Upload the files in a folder and `extra_files` (contents by name) as one commit to the model `repo`.
 
     Creates the repository if it does not exist.  Returns the URL of the commit.  Raises UserError, naming `setting`, if
     the server denies it.
@@ -562,14 +562,14 @@ def upload(folder: Path, more: Mapping[str, bytes], repo: str, setting: str, is_
         files: dict[str, Path | bytes] = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
         added = [
             library.CommitOperationAdd(path_in_repo=path, path_or_fileobj=content)
-            for path, content in {**files, **more}.items()
+            for path, content in {**files, **extra_files}.items()
             if isinstance(content, bytes) or content.is_file()
         ]
         commit = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
-        raise as_user_error(error, name, setting, writes=True) from error
+        raise as_user_error(error, name, setting, is_upload=True) from error
     return str(commit.commit_url)
 
 
@@ -596,19 +596,19 @@ def endpoint(library: Any) -> str:
 
 def _is_offline(library: Any) -> bool:
     value = os.environ.get("HF_HUB_OFFLINE")
-    return bool(library.constants.HF_HUB_OFFLINE) if value is None else value.upper() in _TRUE
+    return bool(library.constants.HF_HUB_OFFLINE) if value is None else value.upper() in _TRUE_VALUES
 
 
-def as_user_error(error: Exception, name: HubName, setting: str, writes: bool = False) -> UserError:
+def as_user_error(error: Exception, name: HubName, setting: str, is_upload: bool = False) -> UserError:
     """Return the UserError for an error of the library: the server's reason, and what to do.
 
-    writes: whether this was an upload.
+    is_upload: whether the error occurred in an upload.
     """
     library: Any = importlib.import_module("huggingface_hub")
     errors, server, kind = library.errors, endpoint(library), name.kind
     page = f"{server}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
     login = "log in with `hf auth login`, or set HF_TOKEN"
-    if writes and (_status(error) in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError)):
+    if is_upload and (_status(error) in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError)):
         rule = f"{server} denies write access ({_reason(error)})"
         return setting_error(setting, name.shown, rule, fix=f"{login}, with a token that may write to {name.repo}")
     if isinstance(error, errors.GatedRepoError):

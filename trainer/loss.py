@@ -29,13 +29,13 @@ IGNORE = -100
 """Target value to ignore (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of fp32 logits per chunk: enough for a CPU's matrix products to run at full speed, little next to a model."""
+"""Bytes of fp32 logits per chunk: enough for matrix products to run at full speed on a CPU, little next to a model."""
 
 _GPU_CHUNK_ROWS = 2048
 """Minimum number of rows in a chunk on a GPU.
 
 Each chunk reads and writes the full gradient of the weight, about 10 bytes per element, and computes 6 FLOPs per
-element and row: at 800 TFLOP/s and 4 TB/s the former takes as long as 330 rows do.
+element and row: at 4 TB/s and 800 TFLOP/s, the memory traffic takes as long as the FLOPs of 330 rows.
 """
 
 
@@ -115,7 +115,7 @@ def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets
     return (hidden_BD if weight is None else hidden_BD @ weight.float().T).double()
 
 
-def losses_of_tokens(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
+def per_token_losses(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
     """Return the loss of each target, (B, T) in fp32, with 0 for ignored ones; a `Replacement`."""
     if weight is not None:
         return linear_cross_entropy(hidden, weight, targets, reduction="token")
@@ -219,7 +219,7 @@ class _Chunk:
 
 
 class _FusedChunk:
-    """Does the same with compiled kernels, each of which passes over the logits once, in their own dtype."""
+    """A `_Chunk` with compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV, self._targets_n = _aligned_logits(hidden_nD, weight_VD), targets_n
@@ -245,7 +245,7 @@ def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.T
 
 
 class _PlannedChunk(_FusedChunk):
-    """Stands in for `_FusedChunk` on fake tensors: holds as much memory, and reads and writes as much."""
+    """Replaces `_FusedChunk` on fake tensors: allocates, reads and writes the same amount of memory."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV = hidden_nD @ weight_VD.T

@@ -17,7 +17,7 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.errors import choice_error, setting_error
-from trainer.recipe import check_import, resolve
+from trainer.recipe import check_import, import_object
 
 if TYPE_CHECKING:
     import torch
@@ -174,7 +174,7 @@ def find_objective(name: str, allowed_modules: Collection[str] | None = None) ->
     if ":" in name:
         if allowed_modules is not None:
             check_import("train.objective", name, allowed_modules)
-        objective = resolve(name, "train.objective")
+        objective = import_object(name, "train.objective")
         if not (isinstance(objective, type) and issubclass(objective, Objective)):
             rule = "must be a subclass of trainer.Objective"
             raise setting_error("train.objective", name, rule, fix="see docs/objectives.md for an example")

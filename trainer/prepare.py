@@ -2,8 +2,8 @@
 
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
 or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  If
-the command is killed, running it again resumes the work.  Several processes may share it.  Training reads the shards
-with `data.source=tokens`; `trainer.data.shards` describes their format.  Imports no torch.
+the command is killed, run it again to resume.  Several processes may share the work.  Training reads the shards with
+ `data.source=tokens`; `trainer.data.shards` describes their format.  Does not import torch.
 """
 
 from __future__ import annotations
@@ -130,9 +130,9 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    Takes the arguments of the command line.  Documents are held out by a hash of their text, so a document's split does
-    not depend on the others, and equal documents are in the same split.  If it raises UserError, it has not written or
-    replaced any file.
+    The parameters are those of the command line.  A hash of its text decides whether a document is held out, so the
+    decision does not depend on other documents, and equal documents are in the same split.  If UserError is raised, no
+    file has been written or replaced.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
@@ -196,7 +196,7 @@ def _make_job(
 
 
 def _min_bytes(job: BuildJob, stem: Path) -> int:
-    """Return the minimum size of the shards in bytes: twice that of the plain text; 0 if it cannot be estimated."""
+    """Return the minimum size of the shards: two bytes per byte of plain text; 0 if it cannot be estimated."""
     is_plain = all(file.kind == "text" and not file.compression for file in job.inputs)
     if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
         return 0
@@ -220,7 +220,7 @@ def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) ->
 
 
 def _digest(job: BuildJob) -> str:
-    """Return a digest of everything the shards depend on, by which the same command finds its unfinished work."""
+    """Return a digest of everything that determines the shards; the same command finds its unfinished work by it."""
     files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
@@ -297,7 +297,7 @@ def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | N
     return "\n".join([*lines, "to train on them:", "  " + " ".join(map(shlex.quote, settings))])
 
 
-def _value_of_key(key: str) -> Callable[[str], str]:
+def _argparse_type_of(key: str) -> Callable[[str], str]:
     """Return an argparse type that checks a value of the key `data.KEY`."""
 
     def check(value: str) -> str:
@@ -319,7 +319,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in color")
     for key in _CHAT_KEYS:
         option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
-        parser.add_argument(option, type=_value_of_key(key), metavar="HOW", help=meaning)
+        parser.add_argument(option, type=_argparse_type_of(key), metavar="HOW", help=meaning)
     parser.add_argument(
         "--bos",
         action=argparse.BooleanOptionalAction,

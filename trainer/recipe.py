@@ -212,7 +212,7 @@ class Recipe:
         """Return the network that `config` describes, on the current default device."""
         return self._function("build")(config)
 
-    def first_weights(self, config: Any) -> WeightSource | None:
+    def initial_weights(self, config: Any) -> WeightSource | None:
         """Return the source of the initial weights, or None if they are random."""
         return self._function("weights")(config) if self.weights is not None else None
 
@@ -221,7 +221,7 @@ class Recipe:
         if self.hf is None or self.hf.stored is None:
             return None
         path = self.hf.stored
-        function = resolve(path, f"recipe {self.name!r}: hf.stored") if isinstance(path, str) else path
+        function = import_object(path, f"recipe {self.name!r}: hf.stored") if isinstance(path, str) else path
         return cast("WeightSource", function(config, source))
 
     def notes_on(self, config: Any, model: nn.Module) -> Sequence[str]:
@@ -230,12 +230,12 @@ class Recipe:
 
     def _function(self, name: str) -> Callable[..., Any]:
         function = getattr(self, name)
-        return resolve(function, f"recipe {self.name!r}: {name}") if isinstance(function, str) else function
+        return import_object(function, f"recipe {self.name!r}: {name}") if isinstance(function, str) else function
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
         """Return the Trainer class of this recipe, or `default` if it does not define one."""
         if isinstance(self.trainer, str):
-            return cast("type[TrainerType]", resolve(self.trainer, f"recipe {self.name!r}: trainer"))
+            return cast("type[TrainerType]", import_object(self.trainer, f"recipe {self.name!r}: trainer"))
         return cast("type[TrainerType]", self.trainer or default)
 
 
@@ -252,7 +252,7 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Base class for the configuration of a mixture-of-experts model: the settings that balance the load of experts.
+    """Base class for configurations of mixture-of-experts models: the settings that balance the load of experts.
 
     See `trainer.experts.Balance` and `trainer.experts.Choice`.
     """
@@ -431,7 +431,7 @@ def load_recipes() -> None:
         entry.load()
 
 
-def resolve(path: str, setting: str) -> Any:
+def import_object(path: str, setting: str) -> Any:
     """Return the object at "package.module:name".  Raises UserError, naming `setting`."""
     module_name, colon, attribute = path.partition(":")
     if not (module_name and colon and attribute):

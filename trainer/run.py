@@ -75,8 +75,8 @@ from trainer.tables import fit_to_width
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
-_REPORT_S = 2.0
-"""How long the other ranks wait before exiting on a user error, so that rank 0 can report it first."""
+_REPORT_DELAY_S = 2.0
+"""Seconds that the other ranks wait before exiting on a user error, so that rank 0 can report it first."""
 
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
@@ -113,9 +113,9 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
         _check(config, arguments.nproc or 1, env, is_spawning, has_custom_trainer=trainer is not None)
         is_ready = True
     except UserError as error:
-        return report(error, env)
+        return report_error(error, env)
     except OSError as error:
-        return report(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
+        return report_error(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
     finally:
         if not is_ready:
             stop_request.stop_catching_signals()
@@ -125,7 +125,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     with dry_run_config(config, env) if is_dry_run else contextlib.nullcontext(config) as config:
         if is_spawning:
             os.environ[hub.PINS] = hub.pins_for_children()
-            return spawn(arguments.nproc or 1, _command(arguments, trainer), config)
+            return spawn(arguments.nproc or 1, _worker_command(arguments, trainer), config)
         return run_trainer(config, trainer, action)
 
 
@@ -159,7 +159,7 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         raise UserError(f"{USAGE}\n{recipe_list()}")
     config, resolution = load_with_origins(recipe, overrides, arguments.allow_import)
     if arguments.has_option("--print-config"):
-        _check_to_print(config, arguments.nproc, env)
+        _check_before_printing(config, arguments.nproc, env)
         from trainer.data.opening import is_untokenized, resolve_from_data
 
         if config.data.path and not is_untokenized(config.data):  # token shards determine the number of steps
@@ -175,7 +175,7 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
     return config
 
 
-def _command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
+def _worker_command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
     """Return the arguments of a worker's Python interpreter: `trainer.run` or the user's script, with its options."""
     program = ["-m", "trainer.run"]
     if trainer is not None:
@@ -232,7 +232,7 @@ def _check_without_torch(
         open_source(config.data, config.vocab_size, "eval")
 
 
-def _check_to_print(config: RunConfig, nproc: int | None, env: Environment) -> None:
+def _check_before_printing(config: RunConfig, nproc: int | None, env: Environment) -> None:
     """Check a configuration before printing it.  It may be for another machine, and its data may not exist yet.
 
     Without a launcher or `nproc`, assume the smallest possible number of ranks.
@@ -249,8 +249,8 @@ def _check_to_print(config: RunConfig, nproc: int | None, env: Environment) -> N
         _check_without_torch(config, num_ranks, local_world_size, env, tokenizes=False)
 
 
-def report(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Print an error that occurs on all ranks, once, on rank 0.  Returns the exit code.
+def report_error(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
+    """Print an error that occurs on all ranks once, on rank 0, and return the exit code.
 
     The other ranks wait for rank 0: a launcher kills all ranks as soon as one exits.
     """
@@ -259,12 +259,12 @@ def report(error: UserError | TrainingFailed, env: Environment, exit_code: int =
         prefix = "" if str(error).startswith("usage:") else "error: "
         print_stderr(f"{prefix}{error}")
     else:
-        time.sleep(_REPORT_S)
+        time.sleep(_REPORT_DELAY_S)
     return exit_code
 
 
 def report_stop(request: StopRequested, env: Environment) -> int:
-    """Print on rank 0 that a signal ended this run before its first step.  Returns the exit code."""
+    """Print on rank 0 that a signal ended this run before its first step, and return the exit code."""
     ignore_termination()
     if not env.rank:
         print_stderr(stop_message(request.name, request.note or "run the same command again"))
@@ -307,13 +307,13 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
         from trainer.distributed.world import leave_store
 
         leave_store()
-        return report(error, find_environment())
+        return report_error(error, find_environment())
     except TrainingFailed as error:
-        return report(error, find_environment(), EXIT_FAILED)
+        return report_error(error, find_environment(), EXIT_FAILED)
     except StopRequested as request:
         return report_stop(request, find_environment())
     except KeyboardInterrupt:  # Ctrl-C before the signal handlers are installed
-        return report(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
+        return report_error(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
         if (stop := stop_request.causing_stop_request(error)) is not None:
             return report_stop(stop, find_environment())
@@ -327,7 +327,7 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
 
 
 def _dry_run(config: RunConfig, trainer: Trainer) -> int:
-    """Start up without training, and print the plan.  config: the actual run's, with its folders."""
+    """Start up without training, and print the plan.  config: that of the actual run, whose folders it names."""
     from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan
 
@@ -357,7 +357,7 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
     )
 
 
-def leave(exit_code: int) -> NoReturn:
+def exit_process(exit_code: int) -> NoReturn:
     """Exit immediately, without finalizing the interpreter.
 
     Process groups that are still alive at finalization abort the process: 13 of 16 finished runs died with "terminate
@@ -435,7 +435,7 @@ def _run_unknown_command(arguments: Sequence[str]) -> int:
 
 def command_line() -> NoReturn:
     """Run the command line and exit with its exit code."""
-    leave(main())
+    exit_process(main())
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ _TAIL_BYTES = 1 << 16
 """Number of bytes to read from the end of a metrics file to find the latest records."""
 _MAX_DEPTH = 4
 """Number of folder levels to search for runs."""
-_RECORDS = ("metrics.jsonl", "status.json")
+_RUN_FILES = ("metrics.jsonl", "status.json")
 
 
 @dataclass
@@ -70,7 +70,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def _find_run_folders(folder: Path, depth: int) -> Iterator[Path]:
-    if any((folder / name).is_file() for name in _RECORDS):
+    if any((folder / name).is_file() for name in _RUN_FILES):
         yield folder
     elif depth:
         with os.scandir(folder) as entries:
@@ -81,7 +81,7 @@ def _find_run_folders(folder: Path, depth: int) -> Iterator[Path]:
 
 
 def _last_active(folder: Path) -> float:
-    return max((path.stat().st_mtime for name in _RECORDS if (path := folder / name).exists()), default=0.0)
+    return max((path.stat().st_mtime for name in _RUN_FILES if (path := folder / name).exists()), default=0.0)
 
 
 def summarize(folder: Path) -> RunSummary:
@@ -101,11 +101,11 @@ def summarize(folder: Path) -> RunSummary:
         state=state,
         step=max(steps, default=0),
         num_steps=config.get("train", {}).get("steps"),
-        loss=_finite(train.get("mean_loss"), train.get("loss")),
-        eval_loss=_finite(latest.get("eval", {}).get("loss")),
+        loss=_first_number(train.get("mean_loss"), train.get("loss")),
+        eval_loss=_first_number(latest.get("eval", {}).get("loss")),
         goodput=_goodput(folder / "metrics.jsonl", latest, state),
         reason=reason,
-        next=_next_step(folder, state, latest.get("start", {}).get("world_size") or 1, num_nodes),
+        next=_next_action(folder, state, latest.get("start", {}).get("world_size") or 1, num_nodes),
         active=_last_active(folder),
     )
 
@@ -151,23 +151,24 @@ def _read_config(path: Path) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(value, dict)}
 
 
-def _next_step(folder: Path, state: str, world_size: int, num_nodes: int) -> str:
+def _next_action(folder: Path, state: str, world_size: int, num_nodes: int) -> str:
     """Return what to do next with a run in this state."""
-    where = shlex.quote(str(folder))
+    quoted_folder = shlex.quote(str(folder))
     if state == "running":
-        return f"python -m trainer.report {where} --watch"
+        return f"python -m trainer.report {quoted_folder} --watch"
     if state == "finished":
-        return f"python -m trainer.generate {where} --prompt TEXT"
+        return f"python -m trainer.generate {quoted_folder} --prompt TEXT"
     if state == "failed" and read_status(folder).get("exit_code") == EXIT_USER_ERROR:
-        return f"correct the error in {where}/console.log, then start it again"
+        return f"correct the error in {quoted_folder}/console.log, then start it again"
     if num_nodes > 1:
         return "submit the same job again: it continues from its last checkpoint"
     ranks = f" nproc={world_size}" if world_size > 1 else ""
-    command = f"python -m trainer.run recipe={where}{ranks}"
-    return command if state != "failed" else f"see {where}/console.log, then: {command}"
+    command = f"python -m trainer.run recipe={quoted_folder}{ranks}"
+    return command if state != "failed" else f"see {quoted_folder}/console.log, then: {command}"
 
 
-def _finite(*values: Any) -> float | None:
+def _first_number(*values: Any) -> float | None:
+    """Return the first value that is a finite number, or None."""
     return next((float(value) for value in values if _is_number(value)), None)
 
 

@@ -2,7 +2,8 @@
 
 A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
 ranks with `srun`, forwards the job's notice to them, requeues the job if the run stopped before the end, and gives up
-after several attempts in a row without progress.  Each attempt adds two lines to RUN_DIR/attempts.log.
+after several attempts in a row without progress.  It appends each start of an attempt, and whether it requeued the job,
+to RUN_DIR/attempts.log.
 
 The overrides are those of `trainer.run`; options go before or between them.  Environment variables:
 
@@ -97,7 +98,7 @@ class Job:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         env = with_stale_notice(env, self.run_dir)
         (self.run_dir / NOTICE).unlink(missing_ok=True)
-        if self.restart and self._is_idle():  # Slurm itself requeues after a node failure
+        if self.restart and self._gives_up():  # Slurm itself requeues after a node failure
             return EXIT_FAILED
         self._record("begins")
         with subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL) as srun:
@@ -113,7 +114,7 @@ class Job:
         may_requeue = stopped or (self.requeue_failed and code != EXIT_USER_ERROR)
         if not may_requeue or not self.requeue or self.signals.is_cancelled:
             return code or EXIT_FAILED
-        if self._is_idle():
+        if self._gives_up():
             return EXIT_FAILED
         self._record(f"requeued, exit code {code}")
         return subprocess.run(["scontrol", "requeue", self.job_id]).returncode
@@ -152,8 +153,8 @@ class Job:
                 return str(read_status(self.run_dir).get("state", ""))
         return ""
 
-    def _is_idle(self) -> bool:
-        """Return, and record, whether the job's last MAX_IDLE attempts made fewer than MIN_STEPS steps each."""
+    def _gives_up(self) -> bool:
+        """Return whether the last MAX_IDLE attempts made fewer than MIN_STEPS steps each, and record it if so."""
         status = read_status(self.run_dir)
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)
@@ -225,15 +226,15 @@ def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Sign
             "  to fix: submit a batch file that contains it: sbatch launch/slurm.sbatch recipe=llama3_8b"
         )
 
-    given = dict(recipe=env.get("RECIPE", ""), **{"run.dir": env.get("RUN_DIR", "")})
+    job_settings = dict(recipe=env.get("RECIPE", ""), **{"run.dir": env.get("RUN_DIR", "")})
     overrides = []
     for argument in options.overrides:
         key, _, value = argument.partition("=")
-        if key in given:
-            given[key] = value
+        if key in job_settings:
+            job_settings[key] = value
         else:
             overrides.append(argument)
-    if not given["recipe"]:
+    if not job_settings["recipe"]:
         raise UserError("no recipe\n  for example: python -m trainer.slurm recipe=llama3_8b (or set RECIPE)")
 
     def number(name: str, default: int) -> int:
@@ -244,8 +245,8 @@ def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Sign
 
     array = env.get("SLURM_ARRAY_JOB_ID")
     return Job(
-        recipe=given["recipe"],
-        run_dir=Path(given["run.dir"] or f"runs/{env.get('SLURM_JOB_NAME', 'slurm')}"),
+        recipe=job_settings["recipe"],
+        run_dir=Path(job_settings["run.dir"] or f"runs/{env.get('SLURM_JOB_NAME', 'slurm')}"),
         overrides=overrides,
         job_id=f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"],
         restart=number("SLURM_RESTART_COUNT", 0),

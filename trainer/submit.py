@@ -7,7 +7,7 @@
 
 The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest number on which
 the planner says the run fits.  Settings are checked before the job is submitted.  The job saves a checkpoint when the
-cluster gives notice of its end, and resumes from it.
+cluster announces that it will end the job, and resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -67,34 +67,34 @@ class ClusterJob:
 # Slurm
 
 
-def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), further: str = "") -> str:
+def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), extra_arguments: str = "") -> str:
     """Return the batch file of a job.
 
     array: the task numbers and limit of a job array, such as `0-5%2`.  setup: lines of bash before the command.
-    further: more arguments, in bash syntax.
+    extra_arguments: further arguments of the run, in bash syntax.
     """
     name = re.sub(r"[^\w.+-]+", "-", job.name)
-    size = f"--nodes={job.num_nodes} --ntasks-per-node={job.ranks_per_node}"
-    size += f" --gpus-per-node={job.gpus}" if job.gpus else ""
+    resources = f"--nodes={job.num_nodes} --ntasks-per-node={job.ranks_per_node}"
+    resources += f" --gpus-per-node={job.gpus}" if job.gpus else ""
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name={name}",
         *([f"#SBATCH --array={array}"] if array else []),
-        f"#SBATCH {size} --cpus-per-task={job.cpus}",
+        f"#SBATCH {resources} --cpus-per-task={job.cpus}",
         f"#SBATCH --time={job.time} --signal=B:USR1@300",
         f"#SBATCH --requeue --open-mode=append --output={'%x-%A_%a.log' if array else '%x-%j.log'}",
         *(f"#SBATCH {option}" for option in job.scheduler_options),
         *setup,
         "# Signals stay blocked until Python has installed its handlers, so that an early notice is not lost.",
         f"exec env --block-signal=USR1,TERM {shlex.quote(job.python)} -m trainer.slurm \\",
-        f"  {shlex.join(job.arguments)} {further}".rstrip(),
+        f"  {shlex.join(job.arguments)} {extra_arguments}".rstrip(),
     ]
     return "\n".join(lines) + "\n"
 
 
 def send_to_slurm(text: str) -> int:
     """Submit a batch file with sbatch, print the job's number, and return the exit code."""
-    return _send(["sbatch"], text, "sbatch", "submit on a machine that has Slurm's commands, or use --dry-run")
+    return _pipe_to(["sbatch"], text, "sbatch", "submit on a machine that has Slurm's commands, or use --dry-run")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -103,7 +103,7 @@ def send_to_slurm(text: str) -> int:
 
 @dataclass(frozen=True)
 class Pod:
-    """The container image and the volume of a Kubernetes job."""
+    """Settings of a Kubernetes job's pods: the container image and the volume."""
 
     image: str
     claim: str
@@ -228,6 +228,7 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# The job of a command line
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
@@ -307,7 +308,7 @@ def _folder_on_volume(folder: str, volume: str) -> str:
 
 
 def _seconds(time: str) -> int:
-    """Convert HH:MM:SS to seconds.  Raises UserError."""
+    """Convert HH:MM:SS to seconds.  Raises UserError if the format is wrong or the time too short."""
     match = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
     if match is None:
         raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")
@@ -323,7 +324,7 @@ def _dns_label(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
-def _send(command: Sequence[str], text: str, program: str, fix: str) -> int:
+def _pipe_to(command: Sequence[str], text: str, program: str, fix: str) -> int:
     try:
         finished = subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE)
     except FileNotFoundError as error:
@@ -343,14 +344,9 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
-    options, further = parser.parse_known_intermixed_args(argv)
-    return run_command(lambda: _submit(options, [*options.arguments, *further]))
-
-
-def _submit(options: argparse.Namespace, words: Sequence[str]) -> int:
+    options, other_options = parser.parse_known_intermixed_args(argv)
     add_working_folder_to_path()
-    arguments = parse(words)
-    return _SUBMITTERS[options.where](options, arguments)
+    return run_command(lambda: _SUBMITTERS[options.where](options, parse([*options.arguments, *other_options])))
 
 
 def _submit_to_slurm(options: argparse.Namespace, arguments: Arguments) -> int:
@@ -378,14 +374,14 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
     if options.dry_run:
         print_stdout(text, end="")
         return EXIT_FINISHED
-    return _send(["kubectl", "apply", "-f", "-"], text, "kubectl", "install kubectl, or use --dry-run")
+    return _pipe_to(["kubectl", "apply", "-f", "-"], text, "kubectl", "install kubectl, or use --dry-run")
 
 
 def _run_locally(options: argparse.Namespace, arguments: Arguments) -> int:
     """Replace this process with the run, so that signals reach it and its exit code is returned."""
     require_at_least(1, ranks=options.ranks)
     require_at_least(0, gpus=options.gpus)
-    ranks = options.ranks or options.gpus or _num_gpus_here() or 1
+    ranks = options.ranks or options.gpus or _num_local_gpus() or 1
     if options.nodes not in (None, 1):
         raise setting_error("--nodes", options.nodes, "this machine is one node", 1)
     if arguments.recipe is None:
@@ -399,7 +395,7 @@ def _run_locally(options: argparse.Namespace, arguments: Arguments) -> int:
     os.execv(options.python, [options.python, *command])
 
 
-def _num_gpus_here() -> int:
+def _num_local_gpus() -> int:
     try:
         listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True)
     except FileNotFoundError:

@@ -52,7 +52,7 @@ SWEEP = "sweep.json"
 REPORT = "report.html"
 _MAX_RUNS = 1000
 _POLL_S = 0.5
-_MAX_NAME = 150
+_MAX_NAME_LENGTH = 150
 """Maximum number of characters in a run's name."""
 
 
@@ -71,7 +71,7 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """The file with the run's output.  The run's processes hold a lock on it, so that a restarted sweep can see
+        """The file with the run's output.  The run's processes hold a lock on it, so that a restarted sweep can tell
         whether they are still alive."""
         return self.folder / "output.log"
 
@@ -110,9 +110,9 @@ class Sweep:
     def write(self) -> None:
         """Store the sweep's description, so that a different sweep in the same folder is detected."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(self.folder / SWEEP, json.dumps(self.described(), indent=1) + "\n")
+        write_atomically(self.folder / SWEEP, json.dumps(self.description(), indent=1) + "\n")
 
-    def described(self) -> dict[str, object]:
+    def description(self) -> dict[str, object]:
         runs = [{"folder": trial.folder.name, "setting": list(trial.setting)} for trial in self.trials]
         return {"recipe": self.recipe, "fixed": self.fixed, "runs": runs}
 
@@ -166,7 +166,7 @@ def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
     """Return a folder name for each run.  The names are unique, and short enough for a file system."""
     names: list[str] = []
     for setting in settings:
-        name = plain = name_of(setting)[:_MAX_NAME].rstrip(",.-")
+        name = plain = name_of(setting)[:_MAX_NAME_LENGTH].rstrip(",.-")
         number = 1
         while name in names:
             number += 1
@@ -211,7 +211,7 @@ class Supervisor:
             while active or (pending and not self._is_stopping):
                 for trial in [trial for trial in active if not trial.is_active]:
                     active.remove(trial)
-                    self._note_end(trial, pending)
+                    self._record_end(trial, pending)
                 while pending and len(active) < self._parallel and not self._is_stopping:
                     active.append(self._start(pending.pop(0)))
                 time.sleep(_POLL_S)
@@ -239,7 +239,7 @@ class Supervisor:
         print_stdout(f"{trial.folder.name}: started")
         return trial
 
-    def _note_end(self, trial: Trial, pending: list[Trial]) -> None:
+    def _record_end(self, trial: Trial, pending: list[Trial]) -> None:
         """Record how a run ended.  Queue it again if an earlier sweep process started it and it is unfinished."""
         state = trial.state
         if trial.process is None:
@@ -335,8 +335,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, with several values"
     )
-    options, further = parser.parse_known_intermixed_args(argv)
-    return run_command(lambda: _sweep(options, [*options.arguments, *further]))
+    options, other_options = parser.parse_known_intermixed_args(argv)
+    return run_command(lambda: _sweep(options, [*options.arguments, *other_options]))
 
 
 def _check_same_sweep(sweep: Sweep) -> None:
@@ -352,7 +352,7 @@ def _check_same_sweep(sweep: Sweep) -> None:
         raise setting_error(
             "--dir", sweep.folder, f"its {SWEEP} cannot be read ({error})", fix="use another --dir"
         ) from error
-    if stored != sweep.described():
+    if stored != sweep.description():
         rule = f"belongs to a different sweep, see {path}"
         raise setting_error("--dir", sweep.folder, rule, example=f"{sweep.folder}-2")
 

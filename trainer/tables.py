@@ -27,25 +27,25 @@ def table_lines(
     """
     width = max(_MIN_WIDTH, terminal_width() if width is None else width)
     all_rows = [headers, *rows] if any(headers) else list(rows)
-    *sizes, last = [max(len(row[column]) for row in all_rows) for column in range(len(headers))]
-    last_width = width - sum(sizes) - len(_GAP) * len(sizes)
-    has_text_last = len(headers) - 1 in text_columns
-    if last_width < min(last, _MIN_WIDTH if has_text_last else last):
-        return [line for row in rows for line in _block(headers, row, width)]
+    *widths, longest_last = [max(len(row[column]) for row in all_rows) for column in range(len(headers))]
+    last_width = width - sum(widths) - len(_GAP) * len(widths)
+    is_last_text = len(headers) - 1 in text_columns
+    if last_width < min(longest_last, _MIN_WIDTH if is_last_text else longest_last):
+        return [line for row in rows for line in _block_lines(headers, row, width)]
     lines = []
     for *cells, final in all_rows:
         aligned = [
             cell.ljust(size) if column in text_columns else cell.rjust(size)
-            for column, (cell, size) in enumerate(zip(cells, sizes, strict=True))
+            for column, (cell, size) in enumerate(zip(cells, widths, strict=True))
         ]
         first, *more = textwrap.wrap(final, last_width, break_on_hyphens=False) or [""]
-        lines.append(_GAP.join([*aligned, first if has_text_last else first.rjust(last)]).rstrip())
+        lines.append(_GAP.join([*aligned, first if is_last_text else first.rjust(longest_last)]).rstrip())
         indent = " " * (width - last_width)
         lines += [indent + line for line in more]
     return lines
 
 
-def _block(headers: Sequence[str], row: Sequence[str], width: int) -> list[str]:
+def _block_lines(headers: Sequence[str], row: Sequence[str], width: int) -> list[str]:
     """Return the lines of one row whose columns do not fit side by side."""
     first = textwrap.wrap(f"{headers[0]} {row[0]}".strip() or "-", width)
     others = [

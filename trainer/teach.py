@@ -23,7 +23,11 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="the run's settings (default: recipe=distill)")
     parser.add_argument("--out", required=True, metavar="FOLDER", help="a new folder for the files")
     parser.add_argument(
-        "--top", type=int, default=64, metavar="K", help="most likely next tokens to write, 8 bytes each (default: 64)"
+        "--top",
+        type=int,
+        default=64,
+        metavar="K",
+        help="number of most likely tokens to store per position, 8 bytes each (default: 64)",
     )
     parser.add_allow_import()
     options = parser.parse_intermixed_args(argv)

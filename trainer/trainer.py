@@ -1,4 +1,4 @@
-"""The Trainer: builds what a configuration describes and trains it.
+"""The Trainer: builds the model, optimizer and data that a configuration describes, and trains the model.
 
 Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`, `loss`,
 `train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, metrics, and the start and end of a run are handled by
@@ -87,7 +87,12 @@ class Trainer:
     def _set_up_run(self, start_time: float) -> None:
         """Assemble the run, and expose the parts that subclasses and custom loops use."""
         run = self._run = assemble_run(self, start_time)
-        self.state, self.skips, self.horizon, self.origin = run.state, run.state.skips, run.horizon, run.origin
+        self.state, self.skips, self.horizon, self.model_files = (
+            run.state,
+            run.state.skips,
+            run.horizon,
+            run.model_files,
+        )
         self.step_sync, self.metrics, self.accounts = run.step_sync, run.metrics, run.step_metrics
         self.folder, self.checkpoints, self.saver, self.resume = run.folder, run.checkpoints, run.saver, run.resume
         self.watchdog, self.lifecycle = run.watchdog, run.lifecycle
@@ -355,10 +360,10 @@ class Trainer:
             self.saver.record_loaded(self.state, self.resume.is_same_run)
             self.horizon.loaded(self.resume.is_same_run)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
-                store_tokenizer(self.origin, self.config, self.world)
+                store_tokenizer(self.model_files, self.config, self.world)
             self.lifecycle.restore()
         elif self.lifecycle.phase == "built":
-            self.initial_weights_source = load_initial_weights(self.model, self.origin, self.config, self.world)
+            self.initial_weights_source = load_initial_weights(self.model, self.model_files, self.config, self.world)
         self.resume.seconds += time.perf_counter() - start_time
         return self.resume.step
 
@@ -380,7 +385,7 @@ class Trainer:
         return self.lifecycle.end()
 
     def close(self) -> None:
-        """End the run if it is still running, and leave the process group if this Trainer opened it.  Collective.
+        """End the run if it is still running, and destroy the process group if this Trainer created it.  Collective.
 
         If called while an exception propagates (from `finally`), the run counts as failed, and ranks do not wait for
         each other.
@@ -388,7 +393,7 @@ class Trainer:
         self.lifecycle.close()
 
     def exempt_from_selfcheck(self) -> Iterable[str]:
-        """Return what `run.selfcheck` skips; by default nothing.
+        """Return the items that `run.selfcheck` skips; by default none.
 
         Entries are patterns of parameter names ("adapter.*"), configuration keys and source files that may differ
         between ranks, and "data" for the samples.

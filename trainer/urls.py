@@ -11,11 +11,11 @@ import re
 import urllib.parse
 from typing import Any
 
-from trainer.errors import PASSWORD_IN_URL, is_masked_query
+from trainer.errors import PASSWORD_IN_URL, is_secret_parameter
 
 _KEY_SCHEMES = ("s3", "s3a")
 """Schemes for which fsspec takes the key and the secret as options, not from the URL."""
-_SIGNED = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
+_SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
@@ -71,11 +71,13 @@ def without_credentials(url: str) -> str:
         return url
     location, query = split_query(url)
     location, _, _ = _split_user(location)
-    is_signed = _SIGNED.search(query) is not None
+    is_signed = _SIGNATURE.search(query) is not None
     parameters = [
         part
         for part in query[1:].split("&")
-        if part and not is_masked_query(part) and not (is_signed and _SIGNATURE_PARAMETER.match(part.partition("=")[0]))
+        if part
+        and not is_secret_parameter(part)
+        and not (is_signed and _SIGNATURE_PARAMETER.match(part.partition("=")[0]))
     ]
     return location + ("?" + "&".join(parameters) if parameters else "")
 
@@ -83,10 +85,10 @@ def without_credentials(url: str) -> str:
 def with_credentials_of(url: str, other: str) -> str:
     """Return `url` with the credentials of `other`, for example those of a folder that lists it."""
     location, query = split_query(url)
-    without_user, own_user, _ = _split_user(location)
+    without_user, existing_user, _ = _split_user(location)
     start, end = _user_span(other)
     user = other[start:end]
-    if user and not own_user:
+    if user and not existing_user:
         location = without_user.replace("://", f"://{user}", 1)
     return location + (query or split_query(other)[1])
 

@@ -1,11 +1,11 @@
-"""Check that a model trains alike at all widths, using muP's coordinate check.
+"""Check that a model's activations do not grow with its width, using muP's coordinate check.
 
     python -m trainer.widths recipe=llama_small \\
         optim.base_model='{dim: 48, num_heads: 2, num_kv_heads: 2, ffn_dim: 128}'
 
 Trains the model at each width for a few steps, with optim.base_model and without it, and writes a page that shows the
-mean size of each layer's output activations, before and after.  Where activations grow with width, each width needs a
-different learning rate.  Exits with 1 if they grow even with optim.base_model.
+mean magnitude of each layer's output activations, before and after.  Where activations grow with width, each width
+needs a different learning rate.  Exits with 1 if they grow even with optim.base_model.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 """
@@ -61,8 +61,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    recipe, settings = _split(options.settings)
-    factors, page = _factors(options.factors), Path(options.out)
+    recipe, settings = _split_recipe(options.settings)
+    factors, page = _parse_factors(options.factors), Path(options.out)
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
     if not page.absolute().parent.is_dir():
@@ -94,15 +94,15 @@ def _check(options: argparse.Namespace) -> int:
     print_stdout(str(page))
     layer = max(curves[0].layers, key=curves[0].exponent)
     if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also true for NaN
-        grown = f"width^{curves[0].exponent(layer):+.2f}"
+        growth = f"width^{curves[0].exponent(layer):+.2f}"
         print_stderr(
-            f"the activations of {layer} grow as {grown} with optim.base_model: its learning rate will not transfer"
+            f"the activations of {layer} grow as {growth} with optim.base_model: its learning rate will not transfer"
         )
         return EXIT_FAILED
     return EXIT_FINISHED
 
 
-def _split(settings: Sequence[str]) -> tuple[str, list[str]]:
+def _split_recipe(settings: Sequence[str]) -> tuple[str, list[str]]:
     """Return the recipe and the other settings."""
     recipes = [setting.removeprefix("recipe=") for setting in settings if setting.startswith("recipe=")]
     if not recipes:
@@ -110,7 +110,7 @@ def _split(settings: Sequence[str]) -> tuple[str, list[str]]:
     return recipes[-1], [setting for setting in settings if not setting.startswith("recipe=")]
 
 
-def _factors(text: str) -> list[int]:
+def _parse_factors(text: str) -> list[int]:
     try:
         factors = sorted({int(part) for part in text.split(",")})
     except ValueError:
@@ -127,44 +127,47 @@ def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) ->
     name = "dim" if "dim" in base else next(iter(base))
     curves = []
     for title, base_model in (("with optim.base_model", base), ("without", None)):
-        sizes = []
+        magnitudes_by_width = []
         for factor in factors:
             model = replace(config.model, **{field: factor * width for field, width in base.items()})
-            sizes.append(_train(replace(config, model=model, optim=replace(config.optim, base_model=base_model))))
-        layers = list(sizes[0][0])
-        before, after = ({layer: [pair[i][layer] for pair in sizes] for layer in layers} for i in (0, 1))
+            magnitudes_by_width.append(
+                _train_and_measure(replace(config, model=model, optim=replace(config.optim, base_model=base_model)))
+            )
+        layers = list(magnitudes_by_width[0][0])
+        before, after = ({layer: [pair[i][layer] for pair in magnitudes_by_width] for layer in layers} for i in (0, 1))
         curves.append(WidthCurves(title, name, [factor * base[name] for factor in factors], before, after))
     return curves
 
 
-def _train(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Train one model; return the mean size of each unit's output activations before and after the steps."""
+def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
+    """Train one model; return the mean magnitude of each unit's output activations before and after the steps."""
     from trainer.trainer import Trainer
 
     trainer = Trainer(config)
     try:
         batches = iter(trainer.loader)
-        first = list(itertools.islice(batches, trainer.num_micro_batches))
-        before = _activations(trainer, first[0]["tokens"])
+        first_batches = list(itertools.islice(batches, trainer.num_micro_batches))
+        before = _activation_magnitudes(trainer, first_batches[0]["tokens"])
         for number in range(config.train.steps):
-            micro_batches = list(itertools.islice(batches, trainer.num_micro_batches)) if number else first
+            micro_batches = list(itertools.islice(batches, trainer.num_micro_batches)) if number else first_batches
             trainer.train_step(micro_batches)
-        return before, _activations(trainer, first[0]["tokens"])
+        return before, _activation_magnitudes(trainer, first_batches[0]["tokens"])
     finally:
         trainer.close()
 
 
-def _activations(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
+def _activation_magnitudes(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
+    """Return the mean magnitude of each unit's output activations for these tokens, by the unit's name."""
     from torch.utils.hooks import RemovableHandle
 
     from trainer.model.gradients import evaluation_mode
 
-    size_by_name: dict[str, float] = {}
+    magnitudes: dict[str, float] = {}
 
     def record_as(name: str) -> Any:
         def hook(module: object, arguments: object, output: Any) -> None:
             tensor = output[0] if isinstance(output, tuple) else output
-            size_by_name[name] = float(tensor.float().abs().mean())
+            magnitudes[name] = float(tensor.float().abs().mean())
 
         return hook
 
@@ -176,7 +179,7 @@ def _activations(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
         trainer.model(tokens.to(trainer.world.device))
     for hook in hooks:
         hook.remove()
-    return size_by_name
+    return magnitudes
 
 
 if __name__ == "__main__":

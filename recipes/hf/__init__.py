@@ -48,7 +48,7 @@ register(
         units=_import_on_call("model", "units"),
         init=init,
         resolve=resolve,
-        weights=f"{_PACKAGE}.weights:first_weights",
+        weights=f"{_PACKAGE}.weights:initial_weights",
         notes=f"{_PACKAGE}.model:notes",
         check=check,
         flops=_import_on_call("model", "flops"),

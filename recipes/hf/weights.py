@@ -44,7 +44,7 @@ _IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
 """Buffers in old files, which models now compute themselves; the library ignores them for every model."""
 
 
-def first_weights(config: HfConfig) -> WeightSource | None:
+def initial_weights(config: HfConfig) -> WeightSource | None:
     """Return the weights in the model's folder, which is opened on first use, or None for random weights."""
     return None if config.fresh else TransformersFolder(config)
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.checkpoint.test_faults import RUN, last_step, lines_of, of, steps_in, with_
-from tests.helpers.faults import Started, start
+from tests.helpers.faults import StartedRun, start
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import fit, tiny_config
@@ -32,9 +32,9 @@ from trainer.report.page import saving_of
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0
 CONFIG = RunConfig(checkpoint=CheckpointSection(every="auto"))
-"""A node fails every 6000 hours, it says."""
+"""It assumes one failure per node in 6000 hours."""
 SHARD_BYTES = 6e9
-"""Of which the guess before the first save is as wrong as it likes: 6 s and 30 s."""
+"""Bytes per rank.  The estimate before the first save, 6 s and 30 s, is deliberately wrong."""
 
 
 def test_chosen_interval_loses_the_least() -> None:
@@ -262,7 +262,7 @@ def begun_in(folder: Path) -> list[int]:
     return sorted({int(name[1]) for name in names if name} - set(steps_in(folder)))
 
 
-def lost_too_much(folder: Path, started: Started, num_steps: int) -> str:
+def lost_too_much(folder: Path, started: StartedRun, num_steps: int) -> str:
     """Kill a run after a number of steps; return the time lost in excess of an interval and a save."""
     began = last_step(folder)
     wait_until(lambda: last_step(folder) >= began + num_steps, f"{num_steps} steps: {started.stderr}")

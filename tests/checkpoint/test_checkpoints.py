@@ -14,8 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.ranks import Ran, merged, run_command, run_python_module, run_ranks, run_tiny, tiny_overrides
-from tests.helpers.runs import Shared
+from tests.helpers.ranks import (
+    CommandResult,
+    merged,
+    run_command,
+    run_python_module,
+    run_ranks,
+    run_tiny,
+    tiny_overrides,
+)
+from tests.helpers.runs import SharedRun
 from tests.helpers.tiny import fit
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
@@ -31,7 +39,7 @@ MESHES: dict[str, tuple[int, list[str]]] = {
     "4": (4, []),
     "2x2": (4, ["mesh.replicate=2"]),
 }
-IN_SLICES: dict[str, tuple[int, list[str]]] = {
+CONTEXT_MESHES: dict[str, tuple[int, list[str]]] = {
     "context 2": (2, ["mesh.context=2"]),
     "context 4": (4, ["mesh.context=4"]),
     "2x2 context 2": (4, ["mesh.replicate=2", "mesh.context=2"]),
@@ -118,8 +126,8 @@ def test_every_mesh_to_every_mesh(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_context_slices_to_every_mesh_and_back(tmp_path: Path) -> None:
     """Ten more steps agree within a smaller tolerance than between other meshes."""
-    meshes = ["1", "4", *IN_SLICES]
-    moves = [(source, to, "adamw") for source in meshes for to in meshes if {source, to} & {*IN_SLICES}]
+    meshes = ["1", "4", *CONTEXT_MESHES]
+    moves = [(source, to, "adamw") for source in meshes for to in meshes if {source, to} & {*CONTEXT_MESHES}]
     assert move(tmp_path, moves, "train.steps=13")["adamw"] < 1e-6
 
 
@@ -128,7 +136,7 @@ def move(folder: Path, moves: list[Move], *more: str) -> dict[str, float]:
 
     Returns the relative difference for each optimizer.
     """
-    meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | IN_SLICES).items()}
+    meshes = {name: (ranks, [*own, *more]) for name, (ranks, own) in (MESHES | CONTEXT_MESHES).items()}
     saved: dict[tuple[str, str], tuple[dict[str, str], list[float]]] = {}
     for ranks in (1, 2, 4):
         cases = sorted({(source, o) for source, _, o in moves if meshes[source][0] == ranks})
@@ -193,16 +201,16 @@ def test_resumes_bit_equal(overrides: list[str], tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_changed_learning_rate_takes_effect(one: Shared, tmp_path: Path) -> None:
+def test_a_changed_learning_rate_takes_effect(one: SharedRun, tmp_path: Path) -> None:
     changed = ["optim.lr=0.5", "optim.weight_decay=0.25", "schedule.name=constant", "schedule.warmup_steps=0"]
-    ran = run_tiny(one.copied(tmp_path / "run"), "train.steps=22", *changed)
+    ran = run_tiny(one.copy_to(tmp_path / "run"), "train.steps=22", *changed)
     assert ran.train("lr")[-3:] == [one.ran.train("lr")[-1], 0.5, 0.5]
     assert "optim.lr: 0.004 in the checkpoint, 0.5 now" in ran.stdout + ran.stderr
     assert "optim.weight_decay: 0.1 in the checkpoint, 0.25 now" in ran.stdout + ran.stderr
 
 
 @pytest.mark.slow
-def test_torch_alone_can_read_a_checkpoint(two: Shared, tmp_path: Path) -> None:
+def test_torch_alone_can_read_a_checkpoint(two: SharedRun, tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
     dcp_to_torch_save(two.ran.folder / "checkpoints" / "step_00000020", tmp_path / "whole.pt")
@@ -322,7 +330,7 @@ def test_trained_on_2x2_and_exported(model: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_plain_file(one: Shared, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_plain_file(one: SharedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ours = load_weights(one.ran.folder)
     for name in ("weights.pt", "weights.safetensors"):
         arguments = [str(one.ran.folder), str(tmp_path / name)]
@@ -340,7 +348,7 @@ def test_one_plain_file(one: Shared, tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-def test_pickles_that_could_run_code_are_not_loaded(one: Shared, tmp_path: Path) -> None:
+def test_pickles_that_could_run_code_are_not_loaded(one: SharedRun, tmp_path: Path) -> None:
     class Evil:
         def __reduce__(self) -> Any:
             return (Path(tmp_path / "ran").touch, ())
@@ -352,7 +360,7 @@ def test_pickles_that_could_run_code_are_not_loaded(one: Shared, tmp_path: Path)
     trainer.close()
     import pickle
 
-    one.copied(tmp_path / "good")
+    one.copy_to(tmp_path / "good")
     (tmp_path / "good/checkpoints/step_00000020/.metadata").write_bytes(pickle.dumps(Evil()))
     assert load_weights(tmp_path / "good") is not None
     assert not (tmp_path / "ran").exists()
@@ -708,15 +716,15 @@ def test_second_start_leaves_the_status_of_the_first(tmp_path: Path) -> None:
     run_tiny(tmp_path / "other", "train.steps=1")
     damaged = tmp_path / "other" / "checkpoints" / "step_00000001"
     (damaged / "manifest.json").unlink()
-    second = run_tiny(tmp_path / "run", f"checkpoint.resume={damaged}", ends=2)
+    second = run_tiny(tmp_path / "run", f"checkpoint.resume={damaged}", exit_code=2)
     assert "another run owns it" in second.stderr
     assert (tmp_path / "run" / "status.json").read_bytes() == status
     running.close()
-    third = run_tiny(tmp_path / "third", f"checkpoint.resume={damaged}", ends=1)
+    third = run_tiny(tmp_path / "third", f"checkpoint.resume={damaged}", exit_code=1)
     assert "manifest.json: is missing" in third.stderr
     elsewhere = tmp_path / "file"
     elsewhere.write_text("")
-    fourth = run_tiny(tmp_path / "run", f"checkpoint.dir={elsewhere}", ends=2)
+    fourth = run_tiny(tmp_path / "run", f"checkpoint.dir={elsewhere}", exit_code=2)
     assert f"checkpoint.dir={elsewhere}" in fourth.stderr
 
 
@@ -772,13 +780,13 @@ def test_trees_are_saved_and_restored() -> None:
 # Looking inside
 
 
-def look(*arguments: object) -> Ran:
+def look(*arguments: object) -> CommandResult:
     return run_python_module("trainer.checkpoints", *arguments)
 
 
 @pytest.mark.slow
-def test_checkpoints_command(two: Shared, tmp_path: Path) -> None:
-    tmp_path = two.copied(tmp_path / "run", up_to=10)
+def test_checkpoints_command(two: SharedRun, tmp_path: Path) -> None:
+    tmp_path = two.copy_to(tmp_path / "run", up_to=10)
     run_tiny(tmp_path, "train.steps=12", "optim.lr=1e-3")
     listed = look(tmp_path, "--json", "--verify")
     assert listed.exit_code == 0
@@ -807,7 +815,7 @@ def test_checkpoints_command(two: Shared, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_files_with_requested_rows_are_opened(two: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_files_with_requested_rows_are_opened(two: SharedRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one rank's shard need neither the data nor the checksums of other shards."""
     stored = StoredWeights(find_checkpoint(two.ran.folder))
     opened: list[str] = []

@@ -17,8 +17,8 @@ from trainer.checkpoint.storage import LocalStorage
 from trainer.config import CheckpointSection
 from trainer.metrics.console import readable_bytes
 
-BIG = ("model.name=tests.helpers.own_recipes:mlp", "model.width=300", "checkpoint.every=2", "train.steps=8")
-"""A run whose checkpoint takes some MiB, so that what is no tensor counts for little."""
+BIG = ("model.name=tests.helpers.custom_recipes:mlp", "model.width=300", "checkpoint.every=2", "train.steps=8")
+"""A run whose checkpoint takes a few MiB, nearly all of them tensors."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_number_of_simultaneous_checkpoints(
     assert checkpoint_counts(section, steps_left, existing) == demand
 
 
-def said_at_the_start(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
+def start_log(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, *overrides: str) -> str:
     """Return the log of a run that has nothing left to do, started with this many free bytes."""
     trainer = Trainer(tiny_config(folder, "train.steps=8", "checkpoint.every=2", *overrides))
     monkeypatch.setattr(LocalStorage, "free_bytes", lambda self: free)
@@ -54,7 +54,7 @@ def said_at_the_start(folder: Path, free: int, monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_start_warns_if_checkpoints_will_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = said_at_the_start(tmp_path / "a", 250_000, monkeypatch)
+    said = start_log(tmp_path / "a", 250_000, monkeypatch)
     size = 12 * 8784  # weights and two moments, in float32
     one, three = readable_bytes(size), readable_bytes(3 * size)
     assert f"checkpoint.keep_last=2: 3 checkpoints of {one} (2 kept, 1 being written) need {three}, but" in said
@@ -62,11 +62,9 @@ def test_start_warns_if_checkpoints_will_not_fit(tmp_path: Path, monkeypatch: py
     assert "the oldest one will be deleted before the next is written" in said
     assert "to fix: free some space there, or set checkpoint.dir to a folder on another disk, or set" in said
     assert f"checkpoint.keep_last=1 (needs {readable_bytes(2 * size)})" in said
-    assert "saves will fail" in said_at_the_start(tmp_path / "b", 1000, monkeypatch)
-    assert "checkpoint.keep_last=1 (" not in said_at_the_start(
-        tmp_path / "c", 1000, monkeypatch, "checkpoint.keep_last=1"
-    )
-    assert "warning" not in said_at_the_start(tmp_path / "d", 10_000_000, monkeypatch)
+    assert "saves will fail" in start_log(tmp_path / "b", 1000, monkeypatch)
+    assert "checkpoint.keep_last=1 (" not in start_log(tmp_path / "c", 1000, monkeypatch, "checkpoint.keep_last=1")
+    assert "warning" not in start_log(tmp_path / "d", 10_000_000, monkeypatch)
 
 
 @pytest.mark.slow

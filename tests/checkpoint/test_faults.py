@@ -33,7 +33,7 @@ import torch
 import trainer.files
 import trainer.lifecycle.folder
 from tests.distributed.test_processes import processes_of
-from tests.helpers.faults import Fault, Started, start
+from tests.helpers.faults import Fault, StartedRun, start
 from tests.helpers.forked import popen
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import run_command, run_python_module, run_ranks
@@ -48,7 +48,7 @@ from trainer.model.parameters import local
 EVERY, STEPS = 2, 8
 RUN = [
     "recipe=llama_small",
-    "model.name=tests.helpers.own_recipes:mlp_faulty",
+    "model.name=tests.helpers.custom_recipes:mlp_faulty",
     "data.source=synthetic",
     "data.seq_len=16",
     "train.global_batch_size=4",
@@ -136,7 +136,7 @@ class Kind:
     def arguments(self) -> list[str]:
         name = "mlp_repeating" if self.setup == "repeating" else "mlp_faulty"
         resume = ["checkpoint.resume=none"] if self.setup == "anew" else []
-        return with_(f"model.name=tests.helpers.own_recipes:{name}", f"checkpoint.mode={self.mode}", *resume)
+        return with_(f"model.name=tests.helpers.custom_recipes:{name}", f"checkpoint.mode={self.mode}", *resume)
 
 
 @dataclass(frozen=True)
@@ -164,7 +164,7 @@ class KillCampaign:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.num_runs = 0
-        self._plain: dict[Kind, Started] = {}
+        self._plain: dict[Kind, StartedRun] = {}
         self._before = self._make_resumable()
 
     def _make_resumable(self) -> dict[int, Path]:
@@ -187,7 +187,7 @@ class KillCampaign:
             flip(folder / "checkpoints" / "step_00000004" / "__0_0.distcp", 70_000)
         return folder
 
-    def plain(self, kind: Kind) -> Started:
+    def plain(self, kind: Kind) -> StartedRun:
         """Return the run of this kind that nothing happens to."""
         if kind not in self._plain:
             started = start(self.set_up(kind), *kind.arguments, ranks=kind.ranks, fault=Fault())
@@ -387,7 +387,7 @@ def damage(path: Path, way: str, draw: random.Random) -> str:
 
 
 def mlp_config(folder: Path, *overrides: str) -> Any:
-    base = with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
+    base = with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
     run = with_(*overrides, base=base)
     return load_config("llama_small", [*(item for item in run if not item.startswith("recipe=")), f"run.dir={folder}"])
 
@@ -409,7 +409,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run on one rank with checkpoints of steps 2, 4 and 6."""
     folder = tmp_path_factory.mktemp("three") / "run"
     started = start(
-        folder, *with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
+        folder, *with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
     )
     assert started.wait() == [0], started.stderr
     assert steps_in(folder) == [2, 4, 6]
@@ -420,7 +420,7 @@ def three(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def three_of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same of two ranks."""
     folder = tmp_path_factory.mktemp("three") / "run"
-    run = with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
+    run = with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
     assert start(folder, *run, ranks=2).wait() == [0, 0]
     return folder
 
@@ -493,7 +493,7 @@ def test_damage_through_the_command_line(ranks: int, three: Path, three_of_two: 
     shutil.copytree(source, run)
     path = run / "checkpoints" / NEWEST / f"__{ranks - 1}_0.distcp"
     flip(path, 123_456)
-    arguments = with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
+    arguments = with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
     again = start(run, *arguments, ranks=ranks)
     assert again.wait() == [0] * ranks, again.stderr
     assert f"checkpoint {NEWEST} is damaged and was quarantined" in again.stderr_of(0)
@@ -515,7 +515,7 @@ def test_all_checkpoints_are_damaged(three: Path, tmp_path: Path) -> None:
         damage(path, "flipped", draw)
     before = stamps(run)
     del before["status.json"]  # says how it ended
-    arguments = with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
+    arguments = with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=6", "checkpoint.keep_last=0")
     for ranks in (1, 2):
         failed = start(run, *arguments, ranks=ranks)
         assert failed.wait() == [1] * ranks
@@ -670,7 +670,7 @@ def test_step_saved_twice_exists_at_all_times(ranks: int, tmp_path: Path) -> Non
     """Between the two renames of the second save, the first one is available."""
     run = tmp_path / "run"
     arguments = with_(
-        "model.name=tests.helpers.own_recipes:mlp_repeating", "checkpoint.every=4", "checkpoint.mode=sync"
+        "model.name=tests.helpers.custom_recipes:mlp_repeating", "checkpoint.every=4", "checkpoint.mode=sync"
     )
     plain = start(tmp_path / "plain", *arguments, ranks=ranks, fault=Fault())
     assert plain.wait() == [0] * ranks, plain.stderr
@@ -713,7 +713,7 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield folder
 
 
-def failures_of(started: Started, ranks: int = 1) -> list[tuple[int, str]]:
+def failures_of(started: StartedRun, ranks: int = 1) -> list[tuple[int, str]]:
     """Return step and error of the failed saves; all ranks must have been told the same."""
     told = [started.results_of(rank) for rank in range(ranks)]
     assert all(results == told[0] for results in told), told
@@ -1028,7 +1028,7 @@ def test_launcher_is_stopped_during_a_background_save(number: signal.Signals, tm
 
 
 @contextlib.contextmanager
-def running(folder: Path) -> Iterator[Started]:
+def running(folder: Path) -> Iterator[StartedRun]:
     """A run that continues until it is killed."""
     run = start(folder, *with_("train.steps=100000"), fault=Fault(step_s=0.05))
     try:
@@ -1095,7 +1095,7 @@ def test_lock_of_a_dead_run_is_ignored(elsewhere: bool, tmp_path: Path, monkeypa
         with running(folder):
             pass
     monkeypatch.setattr("trainer.lifecycle.folder.time", Awake())
-    own = Trainer(mlp_config(folder, "model.name=tests.helpers.own_recipes:mlp_faulty", "train.steps=100000"))
+    own = Trainer(mlp_config(folder, "model.name=tests.helpers.custom_recipes:mlp_faulty", "train.steps=100000"))
     assert own.load_checkpoint()
     own.close()
 
@@ -1223,7 +1223,7 @@ CHANGES = {
     "deeper": (["model.num_hidden=4"], ["model.num_hidden", "hidden.3.0.weight: 37x30, not in the checkpoint"]),
     "shallower": (["model.num_hidden=2"], ["model.num_hidden", "hidden.2.weight: 30x30, only in the checkpoint"]),
     "renamed": (
-        ["model.name=tests.helpers.own_recipes:mlp_renamed"],
+        ["model.name=tests.helpers.custom_recipes:mlp_renamed"],
         ["model.name", "inner.0.weight: 30x30, not in the checkpoint"],
     ),
     "other optimizer": (["optim.name=sgd"], ["optim.name", "optimizer: AdamW in the checkpoint, SGD now, for "]),
@@ -1250,7 +1250,7 @@ def test_changed_model_is_rejected(ranks: int, three: Path, tmp_path: Path) -> N
     run = tmp_path / "run"
     shutil.copytree(three, run)
     before = stamps(run)
-    arguments = with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=9", "checkpoint.keep_last=0")
+    arguments = with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=9", "checkpoint.keep_last=0")
     for name, (change, expected) in CHANGES.items():
         refused = start(run, *with_(*change, base=arguments), ranks=ranks)
         assert refused.wait() == [2] * ranks, f"{name}: {refused.stderr}"
@@ -1329,7 +1329,7 @@ def test_leftovers_of_crashes_are_removed(three: Path, tmp_path: Path) -> None:
         shutil.copytree(saved / NEWEST, saved / name)
     for name in (".config.yaml.99", ".status.json.99", ".metrics.jsonl.99"):
         (run / name).write_text("half")
-    again = start(run, *with_("model.name=tests.helpers.own_recipes:mlp", "train.steps=7", "checkpoint.keep_last=0"))
+    again = start(run, *with_("model.name=tests.helpers.custom_recipes:mlp", "train.steps=7", "checkpoint.keep_last=0"))
     assert again.wait() == [0], again.stderr
     assert sorted(path.name for path in saved.iterdir()) == [
         "step_00000002",

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.helpers.ranks import run_tiny
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from trainer import load_config
 from trainer.checkpoint.layout import (
     Box,
@@ -224,9 +224,9 @@ def test_a_part_that_no_chunk_covers_is_an_error() -> None:
 
 
 @pytest.mark.slow
-def test_checkpoint_of_the_previous_format_resumes(two: Shared, tmp_path: Path) -> None:
+def test_checkpoint_of_the_previous_format_resumes(two: SharedRun, tmp_path: Path) -> None:
     """With the same losses, also on a different number of ranks."""
-    folders = {version: two.copied(tmp_path / str(version), up_to=10) for version in (2, 3)}
+    folders = {version: two.copy_to(tmp_path / str(version), up_to=10) for version in (2, 3)}
     make_format_2(folders[2] / "checkpoints" / "step_00000010")
     for folder in folders.values():
         run_tiny(folder, "train.steps=12")

@@ -15,7 +15,7 @@ import torch
 
 from tests.helpers.forked import fork, run_module
 from tests.helpers.gate import wait_until
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from trainer import evaluate, export, load_weights
 from trainer.checkpoint import reader
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
@@ -23,30 +23,30 @@ from trainer.checkpoint.storage import LocalStorage, open_storage
 from trainer.checkpoints import list_checkpoints
 from trainer.errors import UserError
 
-pytestmark = pytest.mark.slow  # the run that all look at is trained in a process
+pytestmark = pytest.mark.slow  # the run that all tests read is trained in a separate process
 
 
 def prune(run: Path, step: int) -> None:
-    """Delete a checkpoint as a run does: its name goes at once, then its files."""
-    place = open_storage(run / "checkpoints")
-    place.delete(place.unpublish(f"step_{step:08d}"))
+    """Delete a checkpoint as a run does: first its name, in one operation, then its files."""
+    storage = open_storage(run / "checkpoints")
+    storage.delete(storage.unpublish(f"step_{step:08d}"))
 
 
 @contextmanager
-def moving_on(run: Path) -> Iterator[None]:
-    """As long as the block lasts, publish one of two checkpoints and prune the other, as fast as can be."""
-    has_ended, place = threading.Event(), LocalStorage(run / "checkpoints")
+def publishing_and_pruning(run: Path) -> Iterator[None]:
+    """Until the block ends, publish and prune two checkpoints in turn, as fast as possible."""
+    has_ended, storage = threading.Event(), LocalStorage(run / "checkpoints")
     (run / "checkpoints").rename(run / "saved")
     (run / "checkpoints").mkdir()
 
     def work() -> None:
         before = ""
         for name in itertools.cycle(("step_00000010", "step_00000020")):
-            unpublished = place.begin(name)
-            shutil.copytree(run / "saved" / name, place.path / unpublished, dirs_exist_ok=True)
-            place.publish(unpublished, name)
+            unpublished = storage.begin(name)
+            shutil.copytree(run / "saved" / name, storage.path / unpublished, dirs_exist_ok=True)
+            storage.publish(unpublished, name)
             if before:
-                place.delete(place.unpublish(before))
+                storage.delete(storage.unpublish(before))
             before = name
             if has_ended.wait(0.005):
                 return
@@ -61,8 +61,8 @@ def moving_on(run: Path) -> Iterator[None]:
         worker.join()
 
 
-def test_open_checkpoint_is_readable_after_it_was_pruned(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_open_checkpoint_is_readable_after_it_was_pruned(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     expected = load_weights(run).state_dict()
     stored = open_checkpoint(run)
     prune(run, 20)
@@ -72,9 +72,9 @@ def test_open_checkpoint_is_readable_after_it_was_pruned(one: Shared, tmp_path: 
 
 
 def test_checkpoint_pruned_before_it_is_opened_is_skipped(
-    one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = one.copied(tmp_path / "run")
+    run = one.copy_to(tmp_path / "run")
     find = find_checkpoint
 
     def find_and_prune(path: Any) -> Any:
@@ -86,33 +86,33 @@ def test_checkpoint_pruned_before_it_is_opened_is_skipped(
     monkeypatch.setattr(reader, "find_checkpoint", find_and_prune)
     assert open_checkpoint(run).manifest.step == 10
     shutil.rmtree(run)
-    one.copied(run)
+    one.copy_to(run)
     with pytest.raises(UserError, match="no checkpoint here"):
         open_checkpoint(run / "checkpoints" / "step_00000020")
 
 
-def test_checkpoint_pruned_while_it_is_opened(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copied(tmp_path / "run")
+def test_checkpoint_pruned_while_it_is_opened(one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one.copy_to(tmp_path / "run")
     check = reader.find_damage
 
-    def prune_and_check(place: Any, *rest: Any) -> Any:
-        if place.path.name.endswith("20"):
+    def prune_and_check(storage: Any, *rest: Any) -> Any:
+        if storage.path.name.endswith("20"):
             prune(run, 20)
-        return check(place, *rest)
+        return check(storage, *rest)
 
     monkeypatch.setattr(reader, "find_damage", prune_and_check)
     assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
 
 
-def test_damage_is_still_reported(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_damage_is_still_reported(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     (run / "checkpoints" / "step_00000020" / "layout.json").unlink()
     with pytest.raises(Exception, match=r"layout\.json: is missing"):
         open_checkpoint(run)
 
 
-def test_export_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copied(tmp_path / "run")
+def test_export_of_a_checkpoint_that_is_pruned(one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = one.copy_to(tmp_path / "run")
     whole = export.export_checkpoint(run, tmp_path / "whole")
     write = export.export
 
@@ -125,8 +125,8 @@ def test_export_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path, monk
     assert [path.read_bytes() for path in exported] == [path.read_bytes() for path in whole]
 
 
-def test_evaluation_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_evaluation_of_a_checkpoint_that_is_pruned(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     with ExitStack() as stack:
         subject = evaluate.find_subject(str(run), [], stack=stack)
         prune(run, 20)
@@ -137,28 +137,30 @@ def test_evaluation_of_a_checkpoint_that_is_pruned(one: Shared, tmp_path: Path) 
     assert not Path(first).exists()
 
 
-def test_list_omits_checkpoints_pruned_meanwhile(one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copied(tmp_path / "run")
-    place = open_storage(run / "checkpoints")
+def test_list_omits_checkpoints_pruned_meanwhile(
+    one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = one.copy_to(tmp_path / "run")
+    storage = open_storage(run / "checkpoints")
     from trainer import checkpoints
 
     entry = checkpoints._entry
 
-    def prune_and_look(place: Any, name: str, verify: bool) -> Any:
-        if name == "step_00000010" and place.is_published(name):
+    def prune_and_look(storage: Any, name: str, verify: bool) -> Any:
+        if name == "step_00000010" and storage.is_published(name):
             prune(run, 10)
-        return entry(place, name, verify)
+        return entry(storage, name, verify)
 
     monkeypatch.setattr(checkpoints, "_entry", prune_and_look)
-    (found,) = list_checkpoints(place, verify=True)
+    (found,) = list_checkpoints(storage, verify=True)
     assert (found.step, found.state) == (20, "verified")
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("command", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
-def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
-    with moving_on(run):
+def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
+    with publishing_and_pruning(run):
         for number in range(3 if "nproc" in command else 20):  # which starts fresh interpreters
             words = {
                 "export": [str(run), str(tmp_path / f"out{number}")],

@@ -11,7 +11,7 @@ import pytest
 
 from tests.data.test_data import write_shards
 from tests.data.test_mixture import write_sources
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from trainer.data.__main__ import command_line
 from trainer.files import CHECKSUM
 
@@ -154,16 +154,16 @@ def test_chats_are_shown_as_text_without_padding(tmp_path: Path, capsys: Any) ->
         return [" ".join(line.split()[1:]) for line in out.splitlines()[1:] if line.startswith("  ")]
 
     first = ["document 1 ignored 'user \\n Hi \\n assistant'", "document 1 trained on '\\n Yes'"]
-    chat = {"messages": said("Hi", "Yes")}
+    chat = {"messages": conversation("Hi", "Yes")}
     assert shown([chat], "data.pack=false") == [*first, "padding"]
     second = [line.replace("document 1", "document 2") for line in first]
     ends = ["document 1 ignored '' [end]", "document 2 ignored '' [end]"]
     assert shown([chat, chat]) == [*first, ends[0], *second, ends[1], "padding"]
-    pair = {"prompt": "Hi", "chosen": said("a", "Yes")[1:], "rejected": said("a", "No")[1:]}
+    pair = {"prompt": "Hi", "chosen": conversation("a", "Yes")[1:], "rejected": conversation("a", "No")[1:]}
     assert shown([pair]) == [*first, "padding", first[0], first[1].replace("Yes", "No"), "padding"]
     long = " ".join(["Hi"] * 40)
     for name in ("train", "eval"):
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": said("Bye", long)}) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"messages": conversation("Bye", long)}) + "\n")
     both = [f"data.path={tmp_path / 'train.jsonl'}", f"data.eval_path={tmp_path / 'eval.jsonl'}", "data.seq_len=128"]
     (leak,) = (line for line in ask(capsys, "check", *own, *both)[1].splitlines() if line.startswith("leak: "))
     assert leak.count("Hi") > 10

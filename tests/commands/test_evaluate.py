@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers.ranks import run_python_module
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from tests.helpers.tiny import fit, tiny_config
 from tests.helpers.tiny import lines as metrics_of
 from tests.weights.test_pretrained import config_of, folder_of
@@ -22,7 +22,7 @@ from trainer.data.opening import open_source
 from trainer.export import command_line as export
 
 
-def found(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
+def evaluate_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> dict[str, Any]:
     capsys.readouterr()
     assert evaluate.main([*map(str, arguments), "--json"]) == 0
     return json.loads(capsys.readouterr().out)
@@ -41,12 +41,13 @@ def test_evaluation_equals_the_runs_own_and_writes_nothing(tmp_path: Path, capsy
     lines = fit(tmp_path / "run", *EVALUATED)
     of_run = {line["step"]: line["loss"] for line in lines if line["kind"] == "eval"}
     before = content_of(tmp_path)
-    newest = found(capsys, tmp_path / "run")
+    newest = evaluate_json(capsys, tmp_path / "run")
     assert (newest["step"], newest["loss"]) == (6, of_run[6])
-    older = found(capsys, tmp_path / "run" / "checkpoints" / "step_00000003")
+    older = evaluate_json(capsys, tmp_path / "run" / "checkpoints" / "step_00000003")
     assert (older["step"], older["loss"]) == (3, of_run[3]) != (6, of_run[6])
-    assert found(capsys, tmp_path / "run", "train.micro_batch_size=1")["loss"] == pytest.approx(of_run[6], rel=1e-6)
-    assert found(capsys, tmp_path / "run", "eval.steps=1")["loss"] != of_run[6]
+    single_rows = evaluate_json(capsys, tmp_path / "run", "train.micro_batch_size=1")
+    assert single_rows["loss"] == pytest.approx(of_run[6], rel=1e-6)
+    assert evaluate_json(capsys, tmp_path / "run", "eval.steps=1")["loss"] != of_run[6]
     assert content_of(tmp_path) == before
 
 
@@ -55,11 +56,11 @@ def test_run_without_evaluations_and_a_model_folder_can_be_evaluated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fit(tmp_path / "run", "train.steps=1", "eval.every=0")
-    of_run = found(capsys, tmp_path / "run", "eval.steps=2")
+    of_run = evaluate_json(capsys, tmp_path / "run", "eval.steps=2")
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     own = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=4", "eval.steps=2", "run.threads=1"]
     own.append("train.micro_batch_size=2")
-    of_folder = found(capsys, tmp_path / "out", *own)
+    of_folder = evaluate_json(capsys, tmp_path / "out", *own)
     assert (of_folder["loss"], of_folder["step"]) == (of_run["loss"], None)
     config = tiny_config(tmp_path / "other")
     tokens, targets = map(torch.from_numpy, open_source(config.data, 32, "eval").batch(torch.arange(8).numpy()))
@@ -75,7 +76,7 @@ def test_each_source_of_a_mixture_is_evaluated(tmp_path: Path, capsys: pytest.Ca
     data = ["data.source=tokens", f"data.path={paths}", "data.holdout=0.1", f"data.cache_dir={tmp_path / 'cache'}"]
     *_, of_run, _, _ = fit(tmp_path / "run", *data, "model.vocab_size=257", "train.steps=2", "eval.every=2")
     assert of_run["kind"] == "eval"
-    again = found(capsys, tmp_path / "run")
+    again = evaluate_json(capsys, tmp_path / "run")
     assert again["loss_a"] != again["loss_b"]
     for field in ("loss", "loss_a", "loss_b"):
         assert again[field] == of_run[field]
@@ -96,12 +97,12 @@ def test_adapters_are_evaluated_on_their_base(tmp_path: Path, capsys: pytest.Cap
     assert trainer.fit() == 0
     trainer.close()
     (of_run,) = [line["loss"] for line in metrics_of(tmp_path / "run") if line["kind"] == "eval"]
-    assert found(capsys, tmp_path / "run")["loss"] == of_run
-    assert found(capsys, source, "data.source=synthetic", "data.seq_len=16", "eval.steps=2")["loss"] != of_run
+    assert evaluate_json(capsys, tmp_path / "run")["loss"] == of_run
+    assert evaluate_json(capsys, source, "data.source=synthetic", "data.seq_len=16", "eval.steps=2")["loss"] != of_run
 
 
 @pytest.mark.campaign
-def test_evaluation_on_a_different_number_of_ranks(four: Shared) -> None:
+def test_evaluation_on_a_different_number_of_ranks(four: SharedRun) -> None:
     """As a command on two ranks, for a run on 2 x 2."""
     folder = four.ran.folder
     before = content_of(folder)
@@ -120,7 +121,7 @@ def test_results_are_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     fit(tmp_path / "run", *EVALUATED)
     subject = evaluate.find_subject(str(tmp_path / "run"), [])
     record = {"kind": "eval", "step": 0, "loss": 1.5, "bits_per_byte": 2.25, "loss_code": 1.25, "loss_prose": None}
-    first, *rows = evaluate.table(subject, record).splitlines()
+    first, *rows = evaluate.as_table(subject, record).splitlines()
     assert first.endswith("step_00000006 (step 6)")
     assert [row.split() for row in rows] == [
         ["loss", "bits", "per", "byte"],
@@ -130,7 +131,7 @@ def test_results_are_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     ]
     capsys.readouterr()
     assert evaluate.main([str(tmp_path / "run")]) == 0
-    assert f"{found(capsys, tmp_path / 'run')['loss']:.6f}" in content_after(capsys, tmp_path / "run")
+    assert f"{evaluate_json(capsys, tmp_path / 'run')['loss']:.6f}" in content_after(capsys, tmp_path / "run")
 
 
 def test_sequence_length_and_number_of_tokens_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -142,7 +143,7 @@ def test_sequence_length_and_number_of_tokens_are_shown(tmp_path: Path, capsys: 
         content = json.loads(capsys.readouterr().out)
         assert (content["seq_len"], content["tokens"]) == (length, 320)
         assert evaluate.main([*own, *more]) == 0
-        assert f"sequences of {length} tokens (data.seq_len; the model has room for " in capsys.readouterr().out
+        assert f"sequences of {length} tokens (data.seq_len; the model supports " in capsys.readouterr().out
 
 
 def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
@@ -153,7 +154,7 @@ def content_after(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "none is named"),
+        ([], "none was given"),
         (["nowhere"], "nowhere: no such folder"),
         ([__file__], f"{__file__}: is a file"),
         (["FOLDER", "data.seq_len=0"], "data.seq_len=0: must be at least 1"),

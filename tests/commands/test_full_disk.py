@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 
 from tests.checkpoint.test_faults import small_disk
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from trainer import export, generate, prepare
 from trainer.errors import EXIT_USER_ERROR, UserError
 from trainer.files import writing_to
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow  # the run that all look at is trained in a proces
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
-    """A disk with room for a few pages."""
+    """A disk with space for only a few pages."""
     with small_disk(tmp_path / "full", "64k") as folder:
         (folder / "other").write_bytes(bytes(40 << 10))
         yield folder
@@ -39,7 +39,7 @@ def message(capsys: pytest.CaptureFixture[str]) -> str:
 
 @pytest.mark.parametrize("name", ["deep/model", "deep/weights.pt", "deep/weights.safetensors"])
 def test_export_that_does_not_fit_is_not_started(
-    name: str, one: Shared, full: Path, capsys: pytest.CaptureFixture[str]
+    name: str, one: SharedRun, full: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert export.command_line([str(one.ran.folder), str(full / name)]) == EXIT_USER_ERROR
     said = message(capsys)
@@ -50,7 +50,7 @@ def test_export_that_does_not_fit_is_not_started(
 
 @pytest.mark.parametrize("name", ["deep/model", "deep/weights.pt", "deep/weights.safetensors"])
 def test_export_leaves_nothing_if_the_disk_fills_up(
-    name: str, one: Shared, full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    name: str, one: SharedRun, full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A different process takes the space that was free at the start."""
     monkeypatch.setattr("trainer.files.free_bytes", lambda path: 1 << 40)
@@ -60,7 +60,7 @@ def test_export_leaves_nothing_if_the_disk_fills_up(
 
 
 def test_report_is_written_completely_or_not_at_all(
-    one: Shared, full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    one: SharedRun, full: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     page = full / "r.html"
     assert report.command_line([str(one.ran.folder), "--out", str(page)]) == EXIT_USER_ERROR
@@ -96,7 +96,7 @@ def test_shards_that_do_not_fit(
 
 
 def test_generated_text_on_a_full_disk(
-    one: Shared, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    one: SharedRun, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not os.path.exists("/dev/full"):
         pytest.skip("there is no /dev/full here")
@@ -112,7 +112,7 @@ def test_generated_text_on_a_full_disk(
 
 @pytest.mark.parametrize("when", ["header", "rename"])
 def test_an_export_that_is_interrupted_leaves_nothing(
-    when: str, one: Shared, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    when: str, one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: Any) -> NoReturn:
         raise KeyboardInterrupt
@@ -123,7 +123,7 @@ def test_an_export_that_is_interrupted_leaves_nothing(
     assert not (tmp_path / "deep").exists()
 
 
-def test_output_that_fits_is_written(one: Shared, tmp_path: Path) -> None:
+def test_output_that_fits_is_written(one: SharedRun, tmp_path: Path) -> None:
     (written,) = export.export_checkpoint(one.ran.folder, tmp_path / "deep" / "weights.pt")
     (other,) = export.export_checkpoint(one.ran.folder, tmp_path / "deep" / "weights.safetensors")
     found, loaded = torch.load(written), safetensors.torch.load_file(other)

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.model.test_native_models import KINDS, write_theirs
-from tests.weights.test_huggingface import MODELS, build, load_there
+from tests.weights.test_huggingface import MODELS, build, load_with_transformers
 from tests.weights.test_pretrained import chat_folder, config_of, tokenizer_json
 from trainer import Trainer, generate, load_weights
 from trainer.data.tokenizer import ByteTokenizer
@@ -234,7 +234,7 @@ def written_here(path: Path, num_tokens: int) -> list[int]:
 
 
 def written_there(folder: Path, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
-    model = load_there(folder, dtype=torch.float32)
+    model = load_with_transformers(folder, dtype=torch.float32)
     given = torch.tensor([list(prompt)])
     mask = torch.ones_like(given)
     made = model.generate(given, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
@@ -290,9 +290,9 @@ def with_spaces(tokenizer: bytes) -> bytes:
     return json.dumps(json.loads(tokenizer) | {"pre_tokenizer": {"type": "WhitespaceSplit"}}).encode()
 
 
-def said(capsys: pytest.CaptureFixture[str], *arguments: object, ends: int = 0) -> str:
+def generated_text(capsys: pytest.CaptureFixture[str], *arguments: object, exit_code: int = 0) -> str:
     capsys.readouterr()
-    assert generate.command_line([str(argument) for argument in arguments]) == ends
+    assert generate.command_line([str(argument) for argument in arguments]) == exit_code
     return capsys.readouterr().out
 
 
@@ -302,9 +302,11 @@ def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path, capsys:
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     tokens = generate_batch(load_weights(folder), [[3, 5]], 12)[0].tokens
     expected = [token for token in tokens if token < len(WORDS)]
-    found = said(capsys, folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
+    found = generated_text(capsys, folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
     assert found.split() == [WORDS[token] for token in expected]
-    drawn = [said(capsys, folder, "--prompt", "w3 w5", "--seed", seed, "--temperature", 3) for seed in (1, 1, 2)]
+    drawn = [
+        generated_text(capsys, folder, "--prompt", "w3 w5", "--seed", seed, "--temperature", 3) for seed in (1, 1, 2)
+    ]
     assert drawn[0] == drawn[1] != drawn[2]
 
 
@@ -318,7 +320,7 @@ def test_chat_uses_the_template_and_ends_at_the_models_end_token(
     prompt = [1, 7, end, 2]
     tokens = generate_batch(load_weights(folder), [prompt], 30)[0].tokens
     speaking(tmp_path / "ends", eos_token_id=[262, tokens[6]])
-    found = said(capsys, tmp_path / "ends", "--chat", "w7", "--greedy", "--max-tokens", 30)
+    found = generated_text(capsys, tmp_path / "ends", "--chat", "w7", "--greedy", "--max-tokens", 30)
     until = tokens.index(tokens[6])
     assert found.split() == [WORDS[token] for token in tokens[:until] if token < len(WORDS)]
 
@@ -336,21 +338,21 @@ def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys
     records += [{"messages": [{"role": "user", "content": f"w{n}"}]} for n in (4, 6)]
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     own = [folder, "--prompts", prompts, "--max-tokens", 9]
-    printed = [json.loads(line) for line in said(capsys, *own, "--batch", 1).splitlines()]
+    printed = [json.loads(line) for line in generated_text(capsys, *own, "--batch", 1).splitlines()]
     assert [{**answer, **record} for answer, record in zip(printed, records, strict=True)] == printed
     assert {answer["finish"] for answer in printed} <= {"end", "length"}
     assert len({answer["completion"] for answer in printed}) > 3
     out = tmp_path / "out.jsonl"
-    assert said(capsys, *own, "--batch", 3, "--out", out) == ""
+    assert generated_text(capsys, *own, "--batch", 3, "--out", out) == ""
     assert answers(out) == printed
     lines = out.read_text().splitlines(keepends=True)
     out.write_text("".join(lines[:2]) + lines[2][:20])
-    said(capsys, *own, "--batch", 2, "--out", out)
+    generated_text(capsys, *own, "--batch", 2, "--out", out)
     assert out.read_text() == "".join(lines)
-    assert said(capsys, *own, "--out", out) == ""
+    assert generated_text(capsys, *own, "--out", out) == ""
     plain = tmp_path / "prompts.txt"
     plain.write_text("w1 w1 w1 \n\nw1 \n")
-    lines = said(capsys, folder, "--prompts", plain, "--max-tokens", 9).splitlines()
+    lines = generated_text(capsys, folder, "--prompts", plain, "--max-tokens", 9).splitlines()
     assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in printed[:2]]
     assert generate.command_line([str(folder), "--prompts", str(plain), "--out", str(out)]) == 2
     assert "line 1 is not the answer to prompt 1 of" in capsys.readouterr().err
@@ -363,12 +365,12 @@ def test_answers_of_another_model_or_of_other_settings_are_not_continued(
     folder, prompts, out = speaking(tmp_path / "folder"), tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("w1\nw2\n")
     own = ["--prompts", prompts, "--out", out, "--max-tokens", 3]
-    said(capsys, folder, *own, "--temperature", 0.5)
+    generated_text(capsys, folder, *own, "--temperature", 0.5)
     line, _ = written = out.read_text().splitlines(keepends=True)
     moved = tmp_path / "moved"
     folder.rename(moved)
     out.write_text(line + "{")
-    said(capsys, moved, *own, "--temperature", 0.5, "--batch", 1)
+    generated_text(capsys, moved, *own, "--temperature", 0.5, "--batch", 1)
     assert out.read_text() == "".join(written), "the same weights in another place continue it"
     other = speaking(tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
@@ -446,7 +448,7 @@ def test_ctrl_c_and_a_closed_pipe_end_it_quietly(
 
     with monkeypatch.context() as patched:
         patched.setattr(generate, "generate_tokens", interrupted)
-        assert said(capsys, folder, "--prompt", "w1", ends=130) == " w3\n"
+        assert generated_text(capsys, folder, "--prompt", "w1", exit_code=130) == " w3\n"
     receiving, sending = os.pipe()
     os.close(receiving)
     with open(sending, "w") as nobody, monkeypatch.context() as patched:

@@ -14,7 +14,7 @@ import torch
 
 from trainer import export, load_config
 from trainer.errors import EXIT_INTERRUPTED, run_command
-from trainer.files import checked
+from trainer.files import verify_checksum
 from trainer.metrics.follower import TrackingFile
 from trainer.plan.machine import calibration_path, write_calibration
 from trainer.report import __main__ as report
@@ -91,7 +91,7 @@ def test_calibration_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.M
         write_calibration("cpu", {"memory": 2.0})
     path = calibration_path("cpu")
     assert list(path.parent.iterdir()) == [path]
-    assert checked(json.loads(path.read_text())) == {"memory": 1.0}
+    assert verify_checksum(json.loads(path.read_text())) == {"memory": 1.0}
 
 
 def test_an_empty_file_of_trackers_is_none(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.ranks import TINY, Ran, merged, run_python_module
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
+from tests.helpers.ranks import TINY, CommandResult, merged, run_python_module
 from tests.weights.test_pretrained import SOURCE, folder_of
 from trainer import Recipe, load_config, register
 from trainer.lifecycle.summary import next_commands
@@ -59,7 +59,7 @@ def commands_of(stdout: str) -> list[str]:
     return [lines[0], *(line.strip() for line in lines[1:] if line.startswith("        "))]
 
 
-def check_each(commands: Sequence[str], cwd: Path) -> list[Ran]:
+def check_each(commands: Sequence[str], cwd: Path) -> list[CommandResult]:
     """Run each command in `cwd`, in a fork where it needs no environment; all must end well."""
     ran = []
     for command in commands:
@@ -116,7 +116,7 @@ def test_commands_work_for_fine_tuned_models(kind: str, tmp_path: Path) -> None:
     recipe, own, option = KINDS[kind]
     folder = folder_of(tmp_path / "a base", config=replace(SOURCE, vocab_size=128))
     write_tokenizer(folder, None if option == "--prompt" else CHATML, eos_token="<|im_end|>")
-    sample: dict[str, object] = {"messages": said("Hi", "Yes")}
+    sample: dict[str, object] = {"messages": conversation("Hi", "Yes")}
     if recipe == "dpo":
         sample = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
     (tmp_path / "data.jsonl").write_text(8 * (json.dumps(sample) + "\n"))

@@ -1,4 +1,4 @@
-"""`trainer.runs`: what the folders of runs in every state tell, without torch."""
+"""`trainer.runs`: what it shows of runs in every state, without importing torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from trainer import runs
 from trainer.lifecycle.folder import FolderLock
 from trainer.runs import find_runs, summarize
@@ -119,7 +119,7 @@ def test_no_runs_are_one_message(name: str, tmp_path: Path, capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_a_real_run_without_torch(one: Shared) -> None:
+def test_a_real_run_without_torch(one: SharedRun) -> None:
     code = "import sys, trainer.runs; trainer.runs.command_line(sys.argv[1:]); assert 'torch' not in sys.modules"
     ran = subprocess.run(
         [sys.executable, "-c", code, str(one.ran.folder), "--json"], cwd=REPOSITORY, capture_output=True, text=True

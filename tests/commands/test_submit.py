@@ -1,4 +1,4 @@
-"""`meshtrainer submit`: the job of a recipe as a person would write it, for Slurm, Kubernetes and this machine."""
+"""`meshtrainer submit`: the job of a recipe as one would write it by hand, for Slurm, Kubernetes and this machine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ DATA = "data.path=a b/*.bin"
 BASE = ["recipe=llama3_8b", "mesh.shard=node", "mesh.replicate=-1", "train.global_batch_size=1024", DATA]
 
 
-def printed(capsys: pytest.CaptureFixture[str], *words: str, ends: int = 0) -> str:
+def printed(capsys: pytest.CaptureFixture[str], *words: str, exit_code: int = 0) -> str:
     """Return what a dry run prints."""
     capsys.readouterr()
-    assert submit.command_line([*words, "--dry-run"]) == ends, capsys.readouterr().err
+    assert submit.command_line([*words, "--dry-run"]) == exit_code, capsys.readouterr().err
     return capsys.readouterr().out
 
 

@@ -1,4 +1,4 @@
-"""`meshtrainer sweep`: every run once, through kills of the sweep and of its runs, one report, and the best named."""
+"""`meshtrainer sweep`: each run is trained once, even if the sweep or a run is killed; the report names the best."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, tiny_overrides
+from tests.helpers.ranks import CommandResult, tiny_overrides
 from trainer import sweep
 from trainer.runs import RunSummary
 from trainer.sweep import find_best, name_of, names_of, split_values
@@ -56,7 +56,7 @@ def summary(state: str, loss: float | None, eval_loss: float | None) -> RunSumma
 
 
 def test_the_best_run() -> None:
-    """The lowest loss on held-out data of those that have finished; of training if one has no other."""
+    """The finished run with the lowest loss on held-out data, or in training if one has no such loss."""
     runs = [summary("finished", 1.0, 3.0), summary("finished", 2.0, 2.5), summary("stopped", 0.1, 0.1)]
     assert find_best(runs) is runs[1]
     assert find_best([*runs, summary("finished", 0.5, None)]).loss == 0.5  # type: ignore[union-attr]
@@ -150,7 +150,7 @@ def steps_of(folder: Path) -> int:
 
 def assert_complete(folder: Path, output: str, rates: list[str], steps: int) -> None:
     """Demand that each run finished, trained each step once, and was started as often as it had to be; one best."""
-    runs = {rate: Ran(0, "", "", folder / f"lr={rate}") for rate in rates}
+    runs = {rate: CommandResult(0, "", "", folder / f"lr={rate}") for rate in rates}
     assert sorted(path.parent.name for path in folder.glob("*/status.json")) == sorted(f"lr={rate}" for rate in rates)
     for rate, ran in runs.items():
         assert ran.status["state"] == "finished"
@@ -213,7 +213,8 @@ def test_six_runs_two_at_a_time_killed_and_restarted(what: str, tmp_path: Path) 
     output = Path(f"{folder}.log").read_text()[len(before) :]
     assert_complete(folder, output, RATES, 12)
     attempts = [
-        sum(line["kind"] == "start" for line in Ran(0, "", "", folder / f"lr={rate}").metrics) for rate in RATES
+        sum(line["kind"] == "start" for line in CommandResult(0, "", "", folder / f"lr={rate}").metrics)
+        for rate in RATES
     ]
     assert attempts.count(1) >= (6 if what == "the sweep alone" else 4), "none was started again for nothing"
 

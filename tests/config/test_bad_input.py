@@ -14,13 +14,13 @@ import pytest
 
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.ranks import FRESH, run_command
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from trainer import Trainer, UserError, load_config, run
 from trainer.config.rules import check_requirements
 
 SMALL = "recipe=llama_small"
 
-# What is typed, and what the message must hold: the setting with its value, and what would be right.
+# Arguments, and what the message must have: the setting with its value, and a legal value.
 MISTAKES = {
     "unknown recipe": (["recipe=llama_smal"], ["recipe=llama_smal", "recipe=llama_small"]),
     "recipe file that is not there": (["recipe=conf/llama_smal.yaml"], ["conf/llama_smal.yaml", "no such file"]),
@@ -61,8 +61,8 @@ MISTAKES = {
                                ["=[always,never]", "one entry for each", "nearest legal value"]),
     "wrap in words": ([SMALL, "fsdp.wrap=blocks"], ["fsdp.wrap=blocks", "fsdp.wrap=block"]),
     "wrap size": ([SMALL, "fsdp.wrap=size:big"], ["fsdp.wrap=size:big", "size:"]),
-    "wrap function that is not there": ([SMALL, "nproc=4", "fsdp.wrap=tests.helpers.own_recipes:every_liner"],
-                                        ["fsdp.wrap=tests.helpers.own_recipes:every_liner", "every_linear"]),
+    "wrap function that is not there": ([SMALL, "nproc=4", "fsdp.wrap=tests.helpers.custom_recipes:every_liner"],
+                                        ["fsdp.wrap=tests.helpers.custom_recipes:every_liner", "every_linear"]),
     "activation checkpointing in words": ([SMALL, "train.activation_checkpoint=ful"], ["=ful", "=full"]),
     "saving in words": ([SMALL, "checkpoint.every=often"], ["checkpoint.every=often", "=auto"]),
     "nodes that last no time": ([SMALL, "checkpoint.node_mtbf_h=0"], ["checkpoint.node_mtbf_h=0", "at least 0.0001"]),
@@ -124,7 +124,7 @@ ADVICE = {
     "data.path={a: a.jsonl, b: }": "for example: 'data.path={a: a.jsonl, b: b/*.bin}'",
     "data.path=[a.jsonl, b.jsonl]": "to fix: give several files as a folder or a glob, several sources as a mapping",
     "model.dim=97": "nearest legal value: model.dim=98",
-    "model.name=tests.helpers.own_recipes:mpl": "did you mean model.name=tests.helpers.own_recipes:mlp?",
+    "model.name=tests.helpers.custom_recipes:mpl": "did you mean model.name=tests.helpers.custom_recipes:mlp?",
     "model.name=tests.helpers.ranks:mlp2": "to fix: call trainer.register(Recipe(...)) in that module",
     "--train.steps=10": "to fix: keys are written without dashes, as train.steps=10",
     "--recipe": "did you mean recipe=...?",
@@ -258,7 +258,7 @@ def test_console_scripts_look_for_recipes_in_the_working_folder(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
     name = f"recipes_of_{script}"
-    (tmp_path / f"{name}.py").write_text("from tests.helpers.own_recipes import Mlp, MlpConfig\n")
+    (tmp_path / f"{name}.py").write_text("from tests.helpers.custom_recipes import Mlp, MlpConfig\n")
     if script == "run":
         assert run.main([SMALL, f"model.name={name}:none"]) == 2
     else:
@@ -428,7 +428,7 @@ def test_user_error_is_printed_once_on_four_ranks(launcher: str, tmp_path: Path)
 )
 def test_model_that_cannot_be_built_is_named_once(model: str, must_say: list[str], tmp_path: Path) -> None:
     ran = run_command(
-        tmp_path / "run", SMALL, f"model.name=tests.helpers.own_recipes:{model}", "data.source=synthetic", "nproc=2"
+        tmp_path / "run", SMALL, f"model.name=tests.helpers.custom_recipes:{model}", "data.source=synthetic", "nproc=2"
     )
     assert ran.exit_code == 2, ran.stderr
     assert "Traceback" not in ran.stderr
@@ -437,8 +437,8 @@ def test_model_that_cannot_be_built_is_named_once(model: str, must_say: list[str
 
 
 @pytest.mark.slow
-def test_user_error_does_not_change_an_existing_run(one: Shared, tmp_path: Path) -> None:
-    folder = one.copied(tmp_path / "run")
+def test_user_error_does_not_change_an_existing_run(one: SharedRun, tmp_path: Path) -> None:
+    folder = one.copy_to(tmp_path / "run")
 
     def contents() -> dict[str, tuple[int, bytes]]:
         files = [path for path in folder.rglob("*") if path.is_file()]

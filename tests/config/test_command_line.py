@@ -23,7 +23,7 @@ from trainer.config.command_line import completion_script, explained_yaml, full_
 from trainer.config.load import load_with_origins
 from trainer.config.passes import PASSES, run_passes
 from trainer.errors import UserError
-from trainer.recipe import resolve
+from trainer.recipe import import_object
 from trainer.tables import fit_to_width
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -175,7 +175,7 @@ def test_each_pass_documents_its_decision() -> None:
     order = ("files", "keys", "tree", "config", "start", "data", "device")
     assert stages == sorted(stages, key=order.index)
     for each in PASSES:
-        decide = resolve(each.function, each.name) if isinstance(each.function, str) else each.function
+        decide = import_object(each.function, each.name) if isinstance(each.function, str) else each.function
         assert len(decide.__doc__) > 40, each.name
         assert len(f"{each.name}: {each.reason}") <= 64, each.name
 

@@ -38,7 +38,7 @@ from trainer.recipe import find_recipe
 
 FOR_A_FOLDER = ("name: auto", "recipe: dpo", "recipe: sft")
 RECIPES = sorted(n for n, path in recipe_files().items() if not any(text in path.read_text() for text in FOR_A_FOLDER))
-"""Those of a model of their own: what is for a folder needs one."""
+"""Recipes that define a model; the others need a model folder."""
 
 
 def recipe(folder: Path, text: str) -> str:
@@ -129,7 +129,9 @@ def test_text_with_omegaconf_syntax_does_not_crash(key: str, text: str) -> None:
     assert key in refused
 
 
-@pytest.mark.parametrize("name", [":llama", ".llama:llama", "a..b:c", "tests.helpers.own_recipes:nothing", "nowhere:"])
+@pytest.mark.parametrize(
+    "name", [":llama", ".llama:llama", "a..b:c", "tests.helpers.custom_recipes:nothing", "nowhere:"]
+)
 def test_unknown_model_is_a_user_error(name: str) -> None:
     with pytest.raises(UserError, match=r"model\.name="):
         load_config("llama_small", [f"model.name={name}"])

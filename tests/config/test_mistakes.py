@@ -1,4 +1,4 @@
-"""Usual mistakes of new users and of users of other trainers: one short message each, and no files left behind.
+"""Common mistakes of new users and of users of other trainers: one short message each, and no files left behind.
 
 The message has at most six lines, names the setting and its value, and says what to do; the exit code is 2.
 """
@@ -110,7 +110,7 @@ MISTAKES = {
     "27 a folder for shards": Mistake("@/a.txt --out @", "legal value: --out=@/corpus", "prepare", {"a.txt": "x"}),
     "28 a module that is not there": Mistake("model.name=nowhere_at:mine", "start from the folder of nowhere_at.py"),
     "29 a model misspelled in a module": Mistake(
-        "model.name=tests.helpers.own_recipes:mpl", "did you mean model.name=tests.helpers.own_recipes:mlp?"
+        "model.name=tests.helpers.custom_recipes:mpl", "did you mean model.name=tests.helpers.custom_recipes:mlp?"
     ),
     "45 a folder that cannot be": Mistake("run.dir=@/a.txt/run", "@/a.txt is not a folder", files={"a.txt": "x"}),
     "47 accelerate: processes": Mistake("--num_processes=2", "did you mean nproc=2?"),
@@ -234,7 +234,7 @@ MISTAKES = {
     "weights of a source that is not there": Mistake(
         [SMALL, "data.path={a: @/a.txt}", "data.weights={b: 1}"], "data.path has no source b", files={"a.txt": "x"}
     ),
-    "evaluating nothing": Mistake("", "none is named\n  for example: python -m trainer.evaluate", "evaluate"),
+    "evaluating nothing": Mistake("", "none was given\n  for example: python -m trainer.evaluate", "evaluate"),
     "looking at data without a word": Mistake("", "missing command: show, check, plan", "data"),
     "an export into the run": Mistake("@/none @/none", "@/none: no such folder", "export"),
     "a port that is a word": Mistake("@ --serve http", "--serve: invalid int value", "report"),

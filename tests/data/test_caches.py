@@ -25,7 +25,7 @@ import pytest
 from tests.checkpoint.test_faults import small_disk
 from tests.data.test_data import read_all, write_shards
 from tests.data.test_remote import Server
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.ranks import run_tiny
 from trainer import locks
 from trainer.config import DataSection
@@ -45,7 +45,7 @@ from trainer.stopping import StopRequested
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+def _no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda _: None)
     monkeypatch.setattr(transport, "MAX_PAUSE_S", 0.0)
 
@@ -140,7 +140,8 @@ ANSWERS = ["Yes", "No", "Hello", "there", "two", "and"] * 4
 def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     tokenizer = write_tokenizer(tmp_path / "model", CHATML) / "tokenizer.json"
     lines = [
-        {"messages": said("Hi", word, "Bye", "Bye now")} for word in ["Yes", "No", "Hello", "there", "two", "and"] * 4
+        {"messages": conversation("Hi", word, "Bye", "Bye now")}
+        for word in ["Yes", "No", "Hello", "there", "two", "and"] * 4
     ]
     (tmp_path / "chats.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = DataSection(
@@ -156,7 +157,10 @@ def chats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     tokenizer = write_tokenizer(tmp_path / "model", CHATML) / "tokenizer.json"
-    lines = [{"prompt": said("Hi"), "chosen": said("", word)[1:], "rejected": said("", "Bye")[1:]} for word in ANSWERS]
+    lines = [
+        {"prompt": conversation("Hi"), "chosen": conversation("", word)[1:], "rejected": conversation("", "Bye")[1:]}
+        for word in ANSWERS
+    ]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     data = DataSection(
         source="chat",
@@ -442,7 +446,7 @@ def test_runs_train_the_same_or_are_rejected_in_one_message(tmp_path: Path) -> N
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", [text.encode() for text in texts(200)])
     flipped(tmp_path / "data" / "text-00000.bin")
-    ran = run_tiny(tmp_path / "refused", *own, f"data.path={path}", "nproc=2", ends=2)
+    ran = run_tiny(tmp_path / "refused", *own, f"data.path={path}", "nproc=2", exit_code=2)
     assert ran.stderr.count("text-00000.bin is damaged: its checksum is ") == 1, ran.stderr
     assert "Traceback" not in ran.stderr
     assert not (tmp_path / "refused").exists()

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
 
-from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, said, write_tokenizer
+from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, conversation, write_tokenizer
 from tests.helpers.ranks import merged
 from trainer import UserError, load_config, prepare, run
 from trainer.config import DataSection, check_config
@@ -63,23 +63,23 @@ def refused(folder: Path, template: str, messages: list[dict[str, Any]], **setti
 
 
 def test_template_that_changes_earlier_turns_is_rejected(tmp_path: Path) -> None:
-    error = refused(tmp_path, QWEN3, said("Hi", "Yes", "Bye", "No"))
+    error = refused(tmp_path, QWEN3, conversation("Hi", "Yes", "Bye", "No"))
     assert "messages[1]" in str(error)
     assert (error.key, error.legal) == ("data.train_on", "last")
 
 
 def test_template_that_omits_a_turn_is_rejected(tmp_path: Path) -> None:
     silent = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
-    assert "messages[0].role='system'" in str(refused(tmp_path, silent, said("Hi", "Yes", system="Be brief")))
+    assert "messages[0].role='system'" in str(refused(tmp_path, silent, conversation("Hi", "Yes", system="Be brief")))
     call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
-    assert "messages[1].tool_calls" in str(refused(tmp_path, CHATML, [*said("Hi"), call]))
+    assert "messages[1].tool_calls" in str(refused(tmp_path, CHATML, [*conversation("Hi"), call]))
 
 
 def test_turn_without_an_end_marker_is_rejected(tmp_path: Path) -> None:
     """Also a turn that ends with white space only, which an answer may contain: generation would never stop."""
     for end in ("", "\n", "\n\n", " ", "\t"):
         endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
-        for chat in (said("Hi", "Yes"), said("Hi", "Yes", "Bye", "No")):
+        for chat in (conversation("Hi", "Yes"), conversation("Hi", "Yes", "Bye", "No")):
             assert "does not end this turn with a token" in str(refused(tmp_path, endless, chat)), repr(end)
 
 
@@ -87,19 +87,19 @@ def test_answer_that_resembles_an_end_of_turn(tmp_path: Path) -> None:
     """`>` is also the last character of `<|im_end|>`."""
     for template in (CHATML, FAMILIES["llama3"].template):
         family = Family(template, [], "")
-        tokens = marked(encoder_of(tmp_path, family), said("Hi", ">", "Bye", "|>"))
+        tokens = marked(encoder_of(tmp_path, family), conversation("Hi", ">", "Bye", "|>"))
         end = "<|im_end|>" if template == CHATML else "<|eot_id|>"
         assert [text for text, is_trained in tokens if is_trained] == [">", end, "|", ">", end]
 
 
 def test_error_raised_by_a_template_is_shown(tmp_path: Path) -> None:
     gemma = FAMILIES["gemma"].template
-    assert "System role not supported" in str(refused(tmp_path, gemma, said("Hi", "Yes", system="Be brief")))
+    assert "System role not supported" in str(refused(tmp_path, gemma, conversation("Hi", "Yes", system="Be brief")))
 
 
 def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
     escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    assert "unsafe" in str(refused(tmp_path, escape, said("Hi", "Yes")))
+    assert "unsafe" in str(refused(tmp_path, escape, conversation("Hi", "Yes")))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ def test_end_of_turn_outside_generation_tags_is_a_target(tmp_path: Path) -> None
 
 def test_special_tokens_spelled_in_a_message_are_text(tmp_path: Path) -> None:
     """A special token spelled in a message does not end the turn, and the text around it is trained on unchanged."""
-    tokens = marked(encoder_of(tmp_path, FAMILIES["chatml"]), said("Hi<|im_end|>", "Yes<|im_end|>No"))
+    tokens = marked(encoder_of(tmp_path, FAMILIES["chatml"]), conversation("Hi<|im_end|>", "Yes<|im_end|>No"))
     texts = [text for text, _ in tokens]
     assert texts.count("<|im_end|>") == 2
     trained = [text for text, is_trained in tokens if is_trained]
@@ -338,7 +338,7 @@ def trained_texts(source: Source, data: DataSection) -> list[str]:
 
 CALL = {"from": "function_call", "value": '{"name": "weather", "arguments": {}}'}
 FORMATS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "messages": ({"messages": said("Hi", "Yes", "Bye", "No")}, ["Yes<|im_end|>No<|im_end|>"]),
+    "messages": ({"messages": conversation("Hi", "Yes", "Bye", "No")}, ["Yes<|im_end|>No<|im_end|>"]),
     "parts": ({"messages": [*ANSWERED[:1], {"role": "assistant", "content": [{"type": "text", "text": "No"}]}]},
               ["No<|im_end|>"]),
     "sharegpt": ({"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}],
@@ -346,25 +346,28 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "alpaca": ({"instruction": "Sum", "input": "two and two", "output": "four", "history": [["Hi", "Yes"]]},
                ["Yes<|im_end|>four<|im_end|>"]),
     "completion": ({"prompt": "two and two is", "completion": " four"}, [" four</s>"]),
-    "completion of messages": ({"prompt": said("Hi", "Yes", "Bye"), "completion": said("a", "No")[1:]},
+    "completion of messages": ({"prompt": conversation("Hi", "Yes", "Bye"), "completion": conversation("a", "No")[1:]},
                                ["No<|im_end|>"]),
     "preference": ({"prompt": "Hi", "chosen": [{"role": "assistant", "content": "Yes"}],
                     "rejected": [{"role": "assistant", "content": "No"}]}, ["Yes<|im_end|>", "No<|im_end|>"]),
     "preference of texts": ({"prompt": "Hi", "chosen": " Yes", "rejected": " No"}, [" Yes</s>", " No</s>"]),
-    "preference of chats": ({"chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
-                            ["now<|im_end|>", "so<|im_end|>"]),
+    "preference of chats": (
+        {"chosen": conversation("Hi", "Yes", "Bye", "now"), "rejected": conversation("Hi", "Yes", "Bye", "so")},
+        ["now<|im_end|>", "so<|im_end|>"]),
     "a prompt said again, behind a system message": (
         {"prompt": "Hi",
-         "chosen": said("Hi", "Yes", system="Be brief"), "rejected": said("Hi", "No", system="Be brief")},
+         "chosen": conversation("Hi", "Yes", system="Be brief"),
+         "rejected": conversation("Hi", "No", system="Be brief")},
         ["Yes<|im_end|>", "No<|im_end|>"]),
     "a prompt said again, with other white space": (
-        {"prompt": "Hi", "chosen": said("Hi ", "Yes"), "rejected": said("Hi ", "No")},
+        {"prompt": "Hi", "chosen": conversation("Hi ", "Yes"), "rejected": conversation("Hi ", "No")},
         ["Yes<|im_end|>", "No<|im_end|>"]),
     "a prompt that is the last of several": (
-        {"prompt": "Bye", "chosen": said("Hi", "Yes", "Bye", "now"), "rejected": said("Hi", "Yes", "Bye", "so")},
+        {"prompt": "Bye", "chosen": conversation("Hi", "Yes", "Bye", "now"),
+         "rejected": conversation("Hi", "Yes", "Bye", "so")},
         ["now<|im_end|>", "so<|im_end|>"]),
     "a prompt said again, with a null": (
-        {"prompt": said("Hi"), "completion": [{**ANSWERED[0], "name": None}, ANSWERED[1]]}, ["Yes<|im_end|>"]),
+        {"prompt": conversation("Hi"), "completion": [{**ANSWERED[0], "name": None}, ANSWERED[1]]}, ["Yes<|im_end|>"]),
     "an excluded turn of ShareGPT": (
         {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes", "weight": 0},
                            {"from": "human", "value": "Bye"}, {"from": "gpt", "value": "No"}]}, ["No<|im_end|>"]),
@@ -391,10 +394,13 @@ def test_formats(kind: str, tmp_path: Path) -> None:
         ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are identical"),
         ({"prompt": "Hi", "chosen": 5, "rejected": "No"}, "chosen must be text or a list of messages, not a number"),
         (
-            {"prompt": "Hi", "chosen": said("Bye", "No"), "rejected": "No"},
+            {"prompt": "Hi", "chosen": conversation("Bye", "No"), "rejected": "No"},
             "chosen begins with a user message, but does not",
         ),
-        ({"chosen": said("Hi", "Yes"), "rejected": said("Bye", "No")}, "chosen and rejected must have the same"),
+        (
+            {"chosen": conversation("Hi", "Yes"), "rejected": conversation("Bye", "No")},
+            "chosen and rejected must have the same",
+        ),
     ],
 )
 def test_invalid_pairs(record: dict[str, Any], says: str, tmp_path: Path) -> None:
@@ -423,7 +429,7 @@ def test_invalid_text_in_parquet_is_rejected_with_its_row(tmp_path: Path) -> Non
 def test_custom_columns_and_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
     parquet = pytest.importorskip("pyarrow.parquet")
-    chats = [{"dialog": said("Hi", "Yes")}, {"dialog": said("Bye", "No", system="Be brief")}]
+    chats = [{"dialog": conversation("Hi", "Yes")}, {"dialog": conversation("Bye", "No", system="Be brief")}]
     data = data_of(tmp_path, chats, columns={"messages": "dialog"}, pack=False)
     parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
     from_parquet = dataclasses.replace(data, path=str(tmp_path / "chats.parquet"))
@@ -517,11 +523,11 @@ def test_unusual_properties_of_chats_are_reported(tmp_path: Path) -> None:
     assert lines_of(None, plain) == []
     (line,) = lines_of(CHATML, plain, plain)
     assert line.startswith("note: 2 conversations are plain text and used without the chat template")
-    twice = {"messages": said("<|im_start|>user\nHi<|im_end|>", "Yes")}
+    twice = {"messages": conversation("<|im_start|>user\nHi<|im_end|>", "Yes")}
     (line,) = lines_of(CHATML, chat, twice, chat, twice)
     assert line.startswith("warning: 2 conversations spell out <|im_")
     assert "(chats.jsonl:2, chats.jsonl:4)" in line
-    assert lines_of(CHATML, {"messages": said("What is [INST]?", "Yes")}) == [], (
+    assert lines_of(CHATML, {"messages": conversation("What is [INST]?", "Yes")}) == [], (
         "a token that the template never writes"
     )
     (line,) = lines_of(None, {"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "completion": "Yes"})
@@ -537,7 +543,7 @@ def test_unusual_properties_of_chats_are_reported(tmp_path: Path) -> None:
 
 
 def test_each_conversation_is_packed_once_and_held_out_by_content(tmp_path: Path) -> None:
-    records = [{"messages": said(f"{a} {b}", "Yes " * a)} for a in range(1, 6) for b in range(1, 6)]
+    records = [{"messages": conversation(f"{a} {b}", "Yes " * a)} for a in range(1, 6) for b in range(1, 6)]
     data = data_of(tmp_path, records, holdout=0.2)
     train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
     assert held_out is not None
@@ -561,7 +567,7 @@ def test_each_conversation_is_packed_once_and_held_out_by_content(tmp_path: Path
 
 def test_duplicates_of_held_out_chats_are_not_trained_on(tmp_path: Path) -> None:
     """A tiny `holdout` holds out one distinct conversation, the one with the lowest hash, with all its duplicates."""
-    records = [{"messages": said(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
+    records = [{"messages": conversation(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
     for number, order in enumerate((records * 2, [record for record in records for _ in range(2)])):
         (tmp_path / str(number)).mkdir()
         data = data_of(tmp_path / str(number), order, holdout=1e-9, pack=False)

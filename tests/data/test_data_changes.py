@@ -1,4 +1,4 @@
-"""Changed data: the stored position is not valid in it, so a run does not resume unless this is allowed."""
+"""Changed data, in which the stored position is not valid: a run does not resume unless this is allowed."""
 
 from __future__ import annotations
 
@@ -319,6 +319,6 @@ def test_two_ranks_reject_changed_data_together(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
     run_tiny(tmp_path / "run", *settings(path, 2, "nproc=2"))
     write(tmp_path / "data", *TEXTS[:4])
-    ran = run_tiny(tmp_path / "run", *settings(path, 3, "nproc=2"), ends=2)
+    ran = run_tiny(tmp_path / "run", *settings(path, 3, "nproc=2"), exit_code=2)
     assert ran.stderr.count("'checkpoint.allow_changes=[data]'\n") == 1, ran.stderr
     assert "Traceback" not in ran.stderr

@@ -28,7 +28,7 @@ TEXTS = [
 ]
 
 
-def write(folder: Path, template: str | None = None, **beside: Any) -> Path:
+def write(folder: Path, template: str | None = None, **files: Any) -> Path:
     """Write a tokenizer with three special tokens, an optional post-processor, and other files of its folder."""
     import tokenizers
     from tokenizers import processors
@@ -41,7 +41,7 @@ def write(folder: Path, template: str | None = None, **beside: Any) -> Path:
         around = processors.TemplateProcessing(single=template, special_tokens=ids)
         made.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=False), around])
     made.save(str(path))
-    for name, content in beside.items():
+    for name, content in files.items():
         (folder / f"{name}.json").write_text(content if isinstance(content, str) else json.dumps(content))
     return path
 
@@ -132,8 +132,8 @@ def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> 
         ({"config": {"eos_token_id": None}, "generation_config": {}}, END),
     ],
 )
-def test_end_of_document_follows_the_tokenizer_configuration(tmp_path: Path, beside: dict[str, Any], end: str) -> None:
-    tokenizer = find_tokenizer(str(write(tmp_path, **beside)))
+def test_end_of_document_follows_the_tokenizer_configuration(tmp_path: Path, files: dict[str, Any], end: str) -> None:
+    tokenizer = find_tokenizer(str(write(tmp_path, **files)))
     assert tokenizer.decode([65]) != ""
     assert tokenizer.end_id == {END: 0, STOP: 271}[end]
     assert tokenizer.end_ids == (tokenizer.end_id,)
@@ -149,8 +149,8 @@ def test_end_of_document_follows_the_tokenizer_configuration(tmp_path: Path, bes
         ({"tokenizer_config": "[]"}, r"tokenizer_config\.json in the same folder cannot be read"),
     ],
 )
-def test_configuration_that_does_not_fit_its_tokenizer(tmp_path: Path, beside: dict[str, Any], words: str) -> None:
-    path = write(tmp_path, **beside)
+def test_configuration_that_does_not_fit_its_tokenizer(tmp_path: Path, files: dict[str, Any], words: str) -> None:
+    path = write(tmp_path, **files)
     with pytest.raises(UserError, match=rf"^data\.tokenizer={path}: .*{words}"):
         find_tokenizer(str(path))
 
@@ -158,8 +158,8 @@ def test_configuration_that_does_not_fit_its_tokenizer(tmp_path: Path, beside: d
 def test_tokenizers_with_different_ids_have_different_names(tmp_path: Path) -> None:
     """So no cache and no shards of one are used for the other."""
     names = set()
-    for number, beside in enumerate([{}, {"tokenizer_config": {"eos_token": STOP}}]):
+    for number, files in enumerate([{}, {"tokenizer_config": {"eos_token": STOP}}]):
         (tmp_path / str(number)).mkdir()
-        names.add(find_tokenizer(str(write(tmp_path / str(number), **beside))).name)
+        names.add(find_tokenizer(str(write(tmp_path / str(number), **files))).name)
     assert len(names) == 2
     assert (ByteTokenizer().start_ids, ByteTokenizer().end_ids) == ((), (256,))

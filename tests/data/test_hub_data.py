@@ -1,4 +1,4 @@
-"""Data sets by name: the files that a name means, fetched from a hub on this machine, pinned, and found again."""
+"""Data sets by name: which files a name means, and that they are fetched from a local hub, pinned, and found again."""
 
 from __future__ import annotations
 

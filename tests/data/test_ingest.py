@@ -1,4 +1,4 @@
-"""Building shards from text: the same tokens from every kind of file, with any number of builders, also if some die."""
+"""Building shards from text: the same tokens from every kind of file, with any number of builders, even if some die."""
 
 from __future__ import annotations
 

@@ -27,12 +27,12 @@ Documents = Sequence[Sequence[int]]
 
 
 def plain(path: Path, documents: Documents, dtype: str = "<u2") -> None:
-    """The way of nanoGPT's data/openwebtext/prepare.py."""
+    """Write a file as nanoGPT's data/openwebtext/prepare.py does."""
     np.array([number for each in documents for number in each], dtype).tofile(path)
 
 
 def with_header(path: Path, documents: Documents) -> None:
-    """The way of llm.c's dev/data/data_common.py."""
+    """Write a file as llm.c's dev/data/data_common.py does."""
     ids = np.array([number for each in documents for number in each], "<u2")
     header = np.zeros(256, "<i4")
     header[:3] = 20240520, 1, len(ids)
@@ -40,7 +40,7 @@ def with_header(path: Path, documents: Documents) -> None:
 
 
 def megatron(path: Path, documents: Documents, code: int = 4, dtype: str = "<i4") -> None:
-    """The way of Megatron's IndexedDatasetBuilder: each document in sequences, here of two tokens at most."""
+    """Write files as Megatron's IndexedDatasetBuilder does: each document in sequences, here of two tokens at most."""
     sequences, borders = [], [0]
     for each in documents:
         sequences += [each[start : start + 2] for start in range(0, len(each), 2)]

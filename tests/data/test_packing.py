@@ -55,7 +55,7 @@ def pieces_in(batch: Any) -> list[tuple[list[int], Pairs]]:
 
 @pytest.fixture(params=["kept in memory", "kept in files"])
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Few documents as they are, and as if they were many."""
+    """Positions of a few documents are kept in memory, or in files as those of many documents are."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     if request.param == "kept in files":
         monkeypatch.setattr(packing, "MAX_DOCUMENTS_IN_MEMORY", 0)

@@ -45,7 +45,7 @@ SIZES = range(300, 700, 50)
 """Tokens of the shards: eight of them."""
 
 
-class Elsewhere(SimpleHTTPRequestHandler):
+class UnreliableHandler(SimpleHTTPRequestHandler):
     """A web server that fails for names in `trouble`: for each name a list of failures, one per request."""
 
     trouble: dict[str, list[str]]
@@ -88,7 +88,8 @@ class Server:
         self.asked: Counter[str] = Counter()
         self.gate = threading.Event()
         self.on_request: Any = lambda _: None
-        handler = type("Handler", (Elsewhere,), {name: getattr(self, name) for name in ("trouble", "asked", "gate")})
+        shared = {name: getattr(self, name) for name in ("trouble", "asked", "gate")}
+        handler = type("Handler", (UnreliableHandler,), shared)
         handler.on_request = lambda _, name: self.on_request(name)  # type: ignore[attr-defined]
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
         self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a reader that goes away

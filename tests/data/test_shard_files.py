@@ -56,7 +56,7 @@ def open_files() -> list[str]:
 
 
 def take_all(others: contextlib.ExitStack) -> None:
-    """Leave no descriptor."""
+    """Open files until no descriptor is left."""
     with contextlib.suppress(OSError):
         while True:
             others.callback(os.close, os.open(os.devnull, os.O_RDONLY))
@@ -290,7 +290,7 @@ def test_a_run_on_two_ranks_ends_with_one_message(tmp_path: Path) -> None:
     with open(tmp_path / "text-00000.bin", "r+b") as file:
         file.write((60_000).to_bytes(2, "little") * 4000)
     without_checksums(tmp_path)
-    ran = run_tiny(tmp_path / "run", "data.source=tokens", f"data.path={path}", "train.steps=3", "nproc=2", ends=1)
+    ran = run_tiny(tmp_path / "run", "data.source=tokens", f"data.path={path}", "train.steps=3", "nproc=2", exit_code=1)
     assert ran.stderr.count("holds the id 60000") == 1, ran.stderr
     assert "Traceback" not in ran.stderr
     assert ran.status["state"] == "failed"

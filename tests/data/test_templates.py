@@ -17,7 +17,7 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 
 import torch
 
-from tests.helpers.chats import CHATML, FAMILIES, said, write_tokenizer
+from tests.helpers.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.helpers.tiny import fit
 from tests.trainer.test_sft import write_chats
 from trainer import UserError, generate, run
@@ -31,19 +31,19 @@ from trainer.generate import open_generator
 from trainer.stopping import StopRequested
 
 LOOP = "{% for a in range(99999) %}" * 3 + "{% endfor %}" * 3
-ALSO = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
-"""What a template may do besides."""
+VALID = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+"""The valid rest of a template."""
 
 BROKEN: dict[str, tuple[str | bytes, str]] = {
     "division by zero": ("{{ 1/0 }}", "ZeroDivisionError"),
     "range too large": ("{% for i in range(10**9) %}{% endfor %}", "OverflowError"),
     "number too long for text": ("{{ 10**5000 }}", "ValueError"),
     "power": ("{{ 9**(9**9) }}", "too large"),
-    "power of a variable": ("{% set n = 9 %}{{ n ** (n ** n) }}" + ALSO, "too large"),
-    "lone surrogate": (ALSO + "{{ '\\ud800' }}", "not valid Unicode"),
+    "power of a variable": ("{% set n = 9 %}{{ n ** (n ** n) }}" + VALID, "too large"),
+    "lone surrogate": (VALID + "{{ '\\ud800' }}", "not valid Unicode"),
     "invalid syntax": ("{% for m in messages %}{{ m.content }}", "not valid Jinja (line 1"),
     "unclosed expression": ("{{ messages", "not valid Jinja (line 1"),
-    "unknown tag": (ALSO + "\n{% frobnicate %}", "not valid Jinja (line 4"),
+    "unknown tag": (VALID + "\n{% frobnicate %}", "not valid Jinja (line 4"),
     "unknown filter": ("{{ messages | frobnicate }}", "frobnicate"),
     "unknown test": ("{{ messages is frobnicate }}", "frobnicate"),
     "undefined name": ("{{ nothing.at_all.here }}", "'nothing' is undefined"),
@@ -56,7 +56,7 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "globals escape": ("{{ raise_exception.__globals__['os'] }}", "unsafe"),
     "escape by a filter": ("{{ (''|attr('__class__')).__mro__ }}", "unsafe"),
     "escape by format": ("{{ '{0.__class__.__mro__}'.format('') }}", "unsafe"),
-    "change of a message": ("{{ messages.append(1) }}" + ALSO, "unsafe"),
+    "change of a message": ("{{ messages.append(1) }}" + VALID, "unsafe"),
     "refusal": ("{{ raise_exception('only on Sundays') }}", "only on Sundays"),
     "wrong types": ("{{ 'a' + 1 }}", "TypeError"),
     "json of what is none": ("{{ cycler | tojson }}", "TypeError"),
@@ -68,9 +68,9 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "100 MB": (b" " * 100_000_000, "100,000,000 bytes"),
     "nested too deeply": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "nested too deeply"),
     "blocks nested too deeply": ("{% if 1 %}" * 200 + "x" + "{% endif %}" * 200, "cannot be compiled"),
-    "macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + ALSO, "calls itself"),
+    "macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + VALID, "calls itself"),
     "loop that calls itself": (
-        "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}" + ALSO,
+        "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}" + VALID,
         "calls itself",
     ),
 }
@@ -78,7 +78,7 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
 
 COSTLY = {
     "loops without an end": (LOOP, limits.TOO_MUCH_TIME),
-    "loop in a macro": ("{% macro f() %}" + LOOP + "{% endmacro %}{{ f() }}" + ALSO, limits.TOO_MUCH_TIME),
+    "loop in a macro": ("{% macro f() %}" + LOOP + "{% endmacro %}{{ f() }}" + VALID, limits.TOO_MUCH_TIME),
     "indentation": ("{{ messages | tojson(indent=100000000) }}", "takes "),
     "huge text": ("{{ 'a' * 10**10 }}", limits.TOO_MUCH_MEMORY),
     "huge list": ("{{ ([1] * 10**9) | length }}", limits.TOO_MUCH_MEMORY),
@@ -117,7 +117,7 @@ def write_template(path: Path, template: str | bytes) -> Path:
 
 def settings_with(folder: Path, template: str) -> list[str]:
     chats = folder / "chats.jsonl"
-    chats.write_text(json.dumps({"messages": said("Hi", "Yes")}) + "\n")
+    chats.write_text(json.dumps({"messages": conversation("Hi", "Yes")}) + "\n")
     model = folder / "model"
     if not model.exists():
         write_tokenizer(model, None)
@@ -196,15 +196,15 @@ def test_template_that_is_not_a_file(kind: str, tmp_path: Path, capsys: pytest.C
 )
 def test_template_is_stopped_at_the_conversation_that_is_expensive(body: str, says: str, tmp_path: Path) -> None:
     """The process then continues normally: the next rendering works, and limits are restored."""
-    write_tokenizer(tmp_path, "{% if messages[0].content == 'Bye' %}" + body + "{% endif %}" + ALSO)
+    write_tokenizer(tmp_path, "{% if messages[0].content == 'Bye' %}" + body + "{% endif %}" + VALID)
     template = find_template("model", str(tmp_path))
     assert template is not None
     before = resource.getrlimit(resource.RLIMIT_AS)
-    rendered = template.render(said("Hi", "Yes")).text
+    rendered = template.render(conversation("Hi", "Yes")).text
     for _ in range(2):
         with pytest.raises(BadChat, match=says):
-            template.render(said("Bye", "Yes"))
-    assert template.render(said("Hi", "Yes")).text == rendered
+            template.render(conversation("Bye", "Yes"))
+    assert template.render(conversation("Hi", "Yes")).text == rendered
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     time.sleep(0)  # a bytecode at which an exception that was left behind would be raised
 

@@ -31,7 +31,7 @@ SRUN = {
     "SLURM_STEP_ID": "0",
 }
 JOB = {"SLURM_NTASKS": "16", "SLURM_TASKS_PER_NODE": "4(x4)", "SLURM_JOB_NODELIST": "node[1-8]"}
-"""What Slurm says of the job, of which a step may use a part."""
+"""Slurm's variables of the job; a step may use only some of its nodes."""
 
 
 def test_no_launcher() -> None:

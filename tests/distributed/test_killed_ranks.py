@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.faults import Fault, start
 from tests.helpers.forked import popen
-from tests.helpers.ranks import Ran, run_command
+from tests.helpers.ranks import CommandResult, run_command
 from trainer.distributed.dead_ranks import (
     Process,
     describe_dead,
@@ -26,7 +26,7 @@ from trainer.lifecycle.folder import FolderLock, record_end
 
 MLP = [
     "recipe=llama_small",
-    "model.name=tests.helpers.own_recipes:mlp_faulty",
+    "model.name=tests.helpers.custom_recipes:mlp_faulty",
     "data.source=synthetic",
     "data.seq_len=16",
 ]
@@ -159,10 +159,10 @@ def test_other_ranks_name_a_killed_rank(tmp_path: Path) -> None:
     """With any launcher."""
     run = start(tmp_path / "run", *RUN, ranks=2, fault=Fault(at_step=3, then="SIGKILL", rank=1))
     assert run.wait() == [1, -signal.SIGKILL]
-    check_named(Ran(1, run.stdout, run.stderr, run.folder), f"rank 1 (process {run.processes[1].pid})")
+    check_named(CommandResult(1, run.stdout, run.stderr, run.folder), f"rank 1 (process {run.processes[1].pid})")
 
 
-def check_named(ran: Ran, words: str) -> None:
+def check_named(ran: CommandResult, words: str) -> None:
     assert ran.exit_code == 1, ran.stderr
     assert ran.status["state"] == "failed"
     assert ran.status["exit_code"] == 1

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, run_command, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_command, tiny_overrides
 
 TIMEOUT_S = 12
 
@@ -106,7 +106,7 @@ def test_the_cable_is_cut(hosts: list[str], tmp_path: Path) -> None:
     ranks = [start(host, rank, again) for rank, host in enumerate(hosts)]
     for process in ranks:
         assert process.wait(60) == 0, process.communicate()[1]
-    both = Ran(0, "", "", tmp_path / "run")
+    both = CommandResult(0, "", "", tmp_path / "run")
     assert [line["resumed_step"] for line in both.metrics if line["kind"] == "start"] == [None, newest]
     alone = run_command(
         tmp_path / "alone", "recipe=llama_small", *tiny_overrides(*own, f"train.steps={newest + 3}"), "nproc=2"

@@ -14,14 +14,14 @@ import pytest
 from tests.helpers.faults import start
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import FRESH, Ran, run_command, run_ranks, run_tiny, tiny_overrides
-from tests.helpers.runs import Shared
+from tests.helpers.ranks import FRESH, CommandResult, run_command, run_ranks, run_tiny, tiny_overrides
+from tests.helpers.runs import SharedRun
 from trainer import load_config
 
 pytestmark = pytest.mark.slow
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-OWN = "model.name=tests.helpers.own_recipes:"
+OWN = "model.name=tests.helpers.custom_recipes:"
 MLP = ["recipe=llama_small", "data.source=synthetic", "data.seq_len=16", "train.steps=6", "eval.every=0", "log.every=1"]
 
 
@@ -110,7 +110,7 @@ def test_stops_on_request_after_saving(number: signal.Signals, tmp_path: Path) -
     wait_for_step(folder)
     process.send_signal(number)
     stdout, stderr = process.communicate(timeout=240)
-    ran = Ran(process.returncode, stdout, stderr, folder)
+    ran = CommandResult(process.returncode, stdout, stderr, folder)
     assert ran.exit_code == 75, stderr
     assert "Traceback" not in stderr
     assert ran.status["state"] == "stopped"
@@ -155,8 +155,8 @@ def test_custom_script_ends_cleanly(launcher: list[str], tmp_path: Path) -> None
     assert "terminate called" not in done.stderr
 
 
-def test_a_finished_run_started_again_does_nothing(one: Shared, tmp_path: Path) -> None:
-    folder = one.copied(tmp_path / "run")
+def test_a_finished_run_started_again_does_nothing(one: SharedRun, tmp_path: Path) -> None:
+    folder = one.copy_to(tmp_path / "run")
     metrics = (folder / "metrics.jsonl").read_bytes()
     again = run_tiny(folder, *one.overrides)
     assert "nothing to do" in again.stdout
@@ -198,4 +198,4 @@ def test_most_specific_exit_code_of_the_workers_is_used(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_exit_code_of_workers_with_a_job_end_in_the_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", launcher=FRESH, ends=75)
+    run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", launcher=FRESH, exit_code=75)

@@ -14,20 +14,20 @@ RANKS = 16
 
 
 def descriptors_in_a_run(folder: Path) -> int:
-    """Train, evaluate nothing, save twice; return the most descriptors that this rank had open meanwhile."""
+    """Train, evaluate nothing, save twice; return the largest number of descriptors that this rank had open."""
     own = ["data.source=synthetic", f"train.global_batch_size={RANKS}", "train.steps=4", "checkpoint.every=2"]
     trainer = Trainer(load_config("llama_small", [*tiny_overrides(*own), f"run.dir={folder}"]))
-    most = 0
+    max_open = 0
 
     def count(*_: object) -> None:
-        nonlocal most
-        most = max(most, len(os.listdir("/proc/self/fd")))
+        nonlocal max_open
+        max_open = max(max_open, len(os.listdir("/proc/self/fd")))
 
     trainer.on_step = count  # type: ignore[method-assign]
     assert trainer.fit() == 0
     count()
     trainer.close()
-    return most
+    return max_open
 
 
 @pytest.mark.campaign

@@ -50,7 +50,7 @@ def result_of(trainer: Trainer, num_steps: int) -> dict[str, Any]:
 
 
 def train_each(folder: Path, runs: list[list[str]], num_steps: int = STEPS, control: str = "") -> list[dict[str, Any]]:
-    """Train with each list of overrides, one after another in one process group.  `control`: a mistake to make."""
+    """Train with each list of overrides, one after another in one process group.  `control`: a deliberate mistake."""
     import torch.distributed as dist
 
     dist.init_process_group("gloo")

@@ -31,7 +31,7 @@ from trainer.plan.plan import make_plan, without_data
 from trainer.plan.search import fastest_choice
 
 # ---------------------------------------------------------------------------------------------------------------
-# The check at the start refuses what is wrong
+# The check at the start rejects wrong settings
 
 
 @contextmanager
@@ -345,7 +345,7 @@ def call_in_step_4(ranks: int) -> int:
 @pytest.mark.parametrize("place", ["experts", pytest.param("experts backward", marks=pytest.mark.campaign)])
 def test_a_rank_that_is_killed_inside_an_exchange(place: str, tmp_path: Path) -> None:
     """It is named, and the run continues with another value of `mesh.expert`."""
-    own = ["recipe=qwen3_moe_small", "model.name=tests.helpers.own_recipes:moe_faulty"]
+    own = ["recipe=qwen3_moe_small", "model.name=tests.helpers.custom_recipes:moe_faulty"]
     own += merged(TINY, ["train.steps=6", "checkpoint.every=2", "checkpoint.mode=sync", "run.step_timeout_s=20"])
     fault = Fault(rank=1, inside=place, then="SIGKILL", first=call_in_step_4(2), last=call_in_step_4(2))
     run = start(tmp_path / "run", *own, TWO, EXCHANGE, ranks=2, fault=fault)
@@ -363,7 +363,7 @@ def test_a_rank_that_is_killed_inside_an_exchange(place: str, tmp_path: Path) ->
 @pytest.mark.campaign
 @pytest.mark.parametrize("place", PLACES)
 def test_a_rank_that_is_suspended_inside_an_exchange(place: str, tmp_path: Path) -> None:
-    own = ["recipe=qwen3_moe_small", "model.name=tests.helpers.own_recipes:moe_faulty"]
+    own = ["recipe=qwen3_moe_small", "model.name=tests.helpers.custom_recipes:moe_faulty"]
     own += merged(TINY, ["train.steps=6", "checkpoint.every=2", "run.step_timeout_s=6"])
     fault = Fault(rank=1, inside=place, then="SIGSTOP", first=call_in_step_4(4), last=call_in_step_4(4))
     run = start(tmp_path / "run", *own, TWO, EXCHANGE, ranks=4, fault=fault)
@@ -381,7 +381,7 @@ def test_a_rank_that_is_suspended_inside_an_exchange(place: str, tmp_path: Path)
 def test_a_request_to_stop_inside_an_exchange(tmp_path: Path) -> None:
     own = [
         "recipe=qwen3_moe_small",
-        "model.name=tests.helpers.own_recipes:moe_faulty",
+        "model.name=tests.helpers.custom_recipes:moe_faulty",
         *merged(TINY, ["train.steps=6"]),
     ]
     fault = Fault(rank=1, inside="experts", then="SIGTERM", first=call_in_step_4(2), last=call_in_step_4(2))

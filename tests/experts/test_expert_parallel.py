@@ -1,4 +1,4 @@
-"""Experts shared out among ranks, or divided along another dimension: the same losses, gradients and checkpoints."""
+"""Experts distributed over ranks, or divided along another dimension: the same losses, gradients and checkpoints."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STEPS = 20
 EXCHANGE, GATHER = "mesh.expert_method=exchange", "mesh.expert_method=gather"
 TWO, FOUR = "mesh.expert=2", "mesh.expert=4"
 FEW = ["model.num_experts=2", "model.num_chosen=2"]
-"""Not one of two: these weights come to a near tie, where the last bit of a sum decides which one it is."""
+"""Both experts are chosen: with one of two, nearly equal scores would let the last bit of a sum decide."""
 ODD = [*FEW, "model.expert_dim=26"]
 """Two experts, and a width that four ranks do not divide."""
 MUON = ["optim.name=muon", "optim.muon.dtype=float32"]
@@ -59,7 +59,7 @@ def train_each(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict
 
 
 def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dict[str, list[float]]]:
-    """Return what each run is on one rank: only what concerns the model and the optimizer is left of it."""
+    """Return the records of each run on one rank, with only its settings of the model and the optimizer."""
     of_model = ("model.", "optim.", "lora.", "train.freeze", "train.ema", "train.weights_dtype")
     kept = [[item for item in run if item.startswith(of_model)] for run in runs]
     different = [list(run) for run in dict.fromkeys(map(tuple, kept))]

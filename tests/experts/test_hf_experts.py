@@ -1,4 +1,4 @@
-"""Mixtures of transformers with their experts shared out among ranks: the same losses and the same exports."""
+"""Mixtures of transformers with their experts distributed over ranks: the same losses and the same exports."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.experts.test_expert_parallel import EXCHANGE, FOUR, GATHER, TWO
-from tests.helpers.hf_models import MIXTURES, folder_of, load_there, plain_losses
+from tests.helpers.hf_models import MIXTURES, folder_of, load_with_transformers, plain_losses
 from tests.helpers.ranks import merged, run_ranks
 from tests.trainer.test_exactness import relative
 from trainer import Trainer, UserError, load_config, load_weights
@@ -107,7 +107,7 @@ def test_weights_read_by_the_owners_of_experts_are_exported_bit_for_bit(kind: st
     assert all(torch.equal(before[name], after[name]) for name in before)
     tokens = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        expected = load_there(base)[0].eval()(tokens).logits
+        expected = load_with_transformers(base)[0].eval()(tokens).logits
         torch.testing.assert_close(load_weights(tmp_path / "run")(tokens), expected, rtol=1e-5, atol=1e-5)
 
 

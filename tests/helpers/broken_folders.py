@@ -22,7 +22,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hello there"}, {"role": "assis
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-def write_good(folder: Path) -> Path:
+def write_valid_folder(folder: Path) -> Path:
     """Write a two-layer Llama with a tokenizer and a chat template."""
     write_tokenizer(folder, TEMPLATE, eos_token="<|im_end|>")
     vocab, width, inner, heads = 160, 32, 48, 4
@@ -47,7 +47,7 @@ def write_good(folder: Path) -> Path:
     return folder
 
 
-def entry(**changes: Any) -> Callable[[Path], None]:
+def config_with(**changes: Any) -> Callable[[Path], None]:
     """Return a function that sets entries of config.json."""
 
     def change(folder: Path) -> None:
@@ -57,20 +57,20 @@ def entry(**changes: Any) -> Callable[[Path], None]:
     return change
 
 
-def text(name: str, content: str | bytes) -> Callable[[Path], None]:
+def file_with(name: str, content: str | bytes) -> Callable[[Path], None]:
     """Return a function that writes a file."""
     data = content.encode() if isinstance(content, str) else content
     return lambda folder: (folder / name).write_bytes(data) and None
 
 
-def raw_config(more: str) -> Callable[[Path], None]:
+def config_with_text(more: str) -> Callable[[Path], None]:
     """Return a function that inserts text before the last brace of config.json."""
     return lambda folder: (
         (folder / "config.json").write_text((folder / "config.json").read_text()[:-1] + more + "}") and None
     )
 
 
-def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
+def weights_with(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path], None]:
     """Return a function that changes the tensors."""
 
     def write(folder: Path) -> None:
@@ -81,7 +81,7 @@ def weights(change: Callable[[dict[str, torch.Tensor]], Any]) -> Callable[[Path]
     return write
 
 
-def header(change: Callable[[dict[str, Any]], Any], length: int | None = None) -> Callable[[Path], None]:
+def header_with(change: Callable[[dict[str, Any]], Any], length: int | None = None) -> Callable[[Path], None]:
     """Return a function that changes the header of the safetensors file and, if given, the length that it declares."""
 
     def write(folder: Path) -> None:
@@ -97,7 +97,7 @@ def header(change: Callable[[dict[str, Any]], Any], length: int | None = None) -
     return write
 
 
-def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
+def index_with(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
     """Return a function that renames the weight file and adds an index of it, changed by `change`."""
 
     def write(folder: Path) -> None:
@@ -109,7 +109,7 @@ def index(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
     return write
 
 
-def outside(name: str) -> Callable[[Path], None]:
+def index_pointing_outside(name: str) -> Callable[[Path], None]:
     """Return a function that moves the weights out of the folder and has the index refer to them there."""
 
     def write(folder: Path) -> None:
@@ -121,7 +121,7 @@ def outside(name: str) -> Callable[[Path], None]:
     return write
 
 
-def link(name: str) -> Callable[[Path], None]:
+def symlinked(name: str) -> Callable[[Path], None]:
     """Return a function that replaces a small file with a link to a private file outside the folder."""
 
     def write(folder: Path) -> None:
@@ -138,21 +138,21 @@ class _Evil:
         return (Path.touch, (Path("ran"),))
 
 
-def truncated(folder: Path) -> None:
+def weights_truncated(folder: Path) -> None:
     (folder / WEIGHTS).write_bytes((folder / WEIGHTS).read_bytes()[:-999])
 
 
-def list_as_index(folder: Path) -> None:
+def index_is_list(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / INDEX).write_text("[]")
 
 
-def adapter(folder: Path) -> None:
+def adapter_without_model(folder: Path) -> None:
     (folder / "config.json").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "/etc", "r": -1}')
 
 
-def pickled(folder: Path) -> None:
+def weights_pickled(folder: Path) -> None:
     (folder / WEIGHTS).unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps(_Evil()))
 
@@ -165,7 +165,7 @@ def replaced_by_folder(name: str) -> Callable[[Path], None]:
     return write
 
 
-def tokenizer(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+def tokenizer_with(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def write(folder: Path) -> None:
         content = json.loads((folder / "tokenizer.json").read_text())
         change(content)
@@ -185,68 +185,72 @@ def _grow(content: dict[str, Any]) -> None:
 EMBEDDING = "model.embed_tokens.weight"
 
 CASES: dict[str, Callable[[Path], None]] = {
-    "config: text for a number": entry(max_position_embeddings="x"),
-    "config: list for a number": entry(hidden_size=[32]),
-    "config: true for a number": entry(num_attention_heads=True),
-    "config: fraction": entry(num_hidden_layers=1.5),
-    "config: negative": entry(num_hidden_layers=-2),
-    "config: zero": entry(vocab_size=0),
-    "config: heads that do not divide": entry(num_attention_heads=5),
-    "config: key heads that do not divide": entry(num_key_value_heads=3),
-    "config: hidden_size 1e9": entry(hidden_size=10**9),
-    "config: vocab_size 1e12": entry(vocab_size=10**12),
-    "config: num_hidden_layers 1e7": entry(num_hidden_layers=10**7),
-    "config: positions 1e15": entry(max_position_embeddings=10**15),
-    "config: NaN": entry(rms_norm_eps=float("nan")),
-    "config: Infinity": entry(rope_theta=float("inf")),
-    "config: 5000 digits": raw_config(', "more": ' + "9" * 5000),
-    "config: nested 100,000 deep": raw_config(', "more": ' + "[" * 100_000 + "]" * 100_000),
-    "config: a key twice": raw_config(', "hidden_size": 64'),
-    "config: a list": text("config.json", "[1]"),
-    "config: a number": text("config.json", "7"),
-    "config: null": text("config.json", "null"),
-    "config: empty": text("config.json", ""),
-    "config: not UTF-8": text("config.json", b'{"model_type": "\xff\xfe"}'),
+    "config: text for a number": config_with(max_position_embeddings="x"),
+    "config: list for a number": config_with(hidden_size=[32]),
+    "config: true for a number": config_with(num_attention_heads=True),
+    "config: fraction": config_with(num_hidden_layers=1.5),
+    "config: negative": config_with(num_hidden_layers=-2),
+    "config: zero": config_with(vocab_size=0),
+    "config: heads that do not divide": config_with(num_attention_heads=5),
+    "config: key heads that do not divide": config_with(num_key_value_heads=3),
+    "config: hidden_size 1e9": config_with(hidden_size=10**9),
+    "config: vocab_size 1e12": config_with(vocab_size=10**12),
+    "config: num_hidden_layers 1e7": config_with(num_hidden_layers=10**7),
+    "config: positions 1e15": config_with(max_position_embeddings=10**15),
+    "config: NaN": config_with(rms_norm_eps=float("nan")),
+    "config: Infinity": config_with(rope_theta=float("inf")),
+    "config: 5000 digits": config_with_text(', "more": ' + "9" * 5000),
+    "config: nested 100,000 deep": config_with_text(', "more": ' + "[" * 100_000 + "]" * 100_000),
+    "config: a key twice": config_with_text(', "hidden_size": 64'),
+    "config: a list": file_with("config.json", "[1]"),
+    "config: a number": file_with("config.json", "7"),
+    "config: null": file_with("config.json", "null"),
+    "config: empty": file_with("config.json", ""),
+    "config: not UTF-8": file_with("config.json", b'{"model_type": "\xff\xfe"}'),
     "config: a folder": replaced_by_folder("config.json"),
-    "config: 100 MB": raw_config(', "more": "' + "x" * 100_000_000 + '"'),
-    "config: model_type is a list": entry(model_type=["llama"]),
-    "config: model_type unknown": entry(model_type="nobody_knows"),
-    "config: custom code": entry(model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
-    "weights: pickle": pickled,
-    "weights: empty": text(WEIGHTS, b""),
-    "weights: garbage": text(WEIGHTS, b"\x00garbage" * 100),
-    "weights: truncated": truncated,
-    "weights: header too long": header(lambda content: None, length=2**62),
-    "weights: header longer than declared": header(lambda content: None, length=50),
-    "weights: offsets overlap": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 64])),
-    "weights: offsets beyond the end": header(lambda content: content[EMBEDDING].update(data_offsets=[0, 2**50])),
-    "weights: a shape of 2**62": header(lambda content: content[EMBEDDING].update(shape=[2**31, 2**31])),
-    "weights: unknown dtype": header(lambda content: content[EMBEDDING].update(dtype="F33")),
-    "weights: integers": weights(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.int32)})),
-    "weights: another shape": weights(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :16]})),
-    "weights: one missing": weights(lambda tensors: tensors.pop(EMBEDDING)),
-    "weights: one too many": weights(lambda tensors: tensors.update(more=torch.zeros(3))),
-    "weights: NaN": weights(lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()]),
-    "weights: one infinity": weights(
+    "config: 100 MB": config_with_text(', "more": "' + "x" * 100_000_000 + '"'),
+    "config: model_type is a list": config_with(model_type=["llama"]),
+    "config: model_type unknown": config_with(model_type="nobody_knows"),
+    "config: custom code": config_with(model_type="mine", auto_map={"AutoModelForCausalLM": "modeling.Mine"}),
+    "weights: pickle": weights_pickled,
+    "weights: empty": file_with(WEIGHTS, b""),
+    "weights: garbage": file_with(WEIGHTS, b"\x00garbage" * 100),
+    "weights: truncated": weights_truncated,
+    "weights: header too long": header_with(lambda content: None, length=2**62),
+    "weights: header longer than declared": header_with(lambda content: None, length=50),
+    "weights: offsets overlap": header_with(lambda content: content[EMBEDDING].update(data_offsets=[0, 64])),
+    "weights: offsets beyond the end": header_with(lambda content: content[EMBEDDING].update(data_offsets=[0, 2**50])),
+    "weights: a shape of 2**62": header_with(lambda content: content[EMBEDDING].update(shape=[2**31, 2**31])),
+    "weights: unknown dtype": header_with(lambda content: content[EMBEDDING].update(dtype="F33")),
+    "weights: integers": weights_with(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING].to(torch.int32)})),
+    "weights: another shape": weights_with(lambda tensors: tensors.update({EMBEDDING: tensors[EMBEDDING][:, :16]})),
+    "weights: one missing": weights_with(lambda tensors: tensors.pop(EMBEDDING)),
+    "weights: one too many": weights_with(lambda tensors: tensors.update(more=torch.zeros(3))),
+    "weights: NaN": weights_with(lambda tensors: [tensor.fill_(float("nan")) for tensor in tensors.values()]),
+    "weights: one infinity": weights_with(
         lambda tensors: tensors["model.layers.1.mlp.up_proj.weight"][3, 5].fill_(torch.inf)
     ),
-    "index: a file outside": outside("../outside.safetensors"),
-    "index: an absolute path": outside("{}"),
-    "index: shard missing": index(lambda names: names.update({EMBEDDING: "model-00002-of-00002.safetensors"})),
-    "index: a tensor that is not there": index(lambda names: names.update(more="model-00001-of-00001.safetensors")),
-    "index: a number for a name": index(lambda names: names.update({EMBEDDING: 7})),  # type: ignore[dict-item]
-    "index: a list": list_as_index,
-    "link: merges.txt": link("merges.txt"),
-    "link: tokenizer_config.json": link("tokenizer_config.json"),
-    "link: config.json": link("config.json"),
-    "adapter without a model": adapter,
-    "tokenizer: invalid regex": tokenizer(lambda content: content.update(pre_tokenizer=_split("(((("))),
-    "tokenizer: catastrophic regex": tokenizer(lambda content: content.update(pre_tokenizer=_split("(\\w+\\s?)+$!"))),
-    "tokenizer: nested": text("tokenizer.json", "[" * 100_000 + "]" * 100_000),
-    "tokenizer: empty": text("tokenizer.json", ""),
-    "tokenizer: larger than the model": tokenizer(_grow),
-    "tokenizer_config: nested": text("tokenizer_config.json", '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
-    "tokenizer_config: a list": text("tokenizer_config.json", "[]"),
-    "tokenizer_config: not UTF-8": text("tokenizer_config.json", b'{"eos_token": "\xff"}'),
+    "index: a file outside": index_pointing_outside("../outside.safetensors"),
+    "index: an absolute path": index_pointing_outside("{}"),
+    "index: shard missing": index_with(lambda names: names.update({EMBEDDING: "model-00002-of-00002.safetensors"})),
+    "index: a tensor that is not there": index_with(
+        lambda names: names.update(more="model-00001-of-00001.safetensors")
+    ),
+    "index: a number for a name": index_with(lambda names: names.update({EMBEDDING: 7})),  # type: ignore[dict-item]
+    "index: a list": index_is_list,
+    "link: merges.txt": symlinked("merges.txt"),
+    "link: tokenizer_config.json": symlinked("tokenizer_config.json"),
+    "link: config.json": symlinked("config.json"),
+    "adapter without a model": adapter_without_model,
+    "tokenizer: invalid regex": tokenizer_with(lambda content: content.update(pre_tokenizer=_split("(((("))),
+    "tokenizer: catastrophic regex": tokenizer_with(
+        lambda content: content.update(pre_tokenizer=_split("(\\w+\\s?)+$!"))
+    ),
+    "tokenizer: nested": file_with("tokenizer.json", "[" * 100_000 + "]" * 100_000),
+    "tokenizer: empty": file_with("tokenizer.json", ""),
+    "tokenizer: larger than the model": tokenizer_with(_grow),
+    "tokenizer_config: nested": file_with("tokenizer_config.json", '{"a":' + "[" * 100_000 + "]" * 100_000 + "}"),
+    "tokenizer_config: a list": file_with("tokenizer_config.json", "[]"),
+    "tokenizer_config: not UTF-8": file_with("tokenizer_config.json", b'{"eos_token": "\xff"}'),
 }
 """Maps a description of the damage to the function that causes it."""

@@ -62,7 +62,7 @@ class Family:
         return [({"_": " ", "~": "\n"}.get(text, text), trained) for text, trained in words]
 
 
-def said(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
+def conversation(*texts: str, system: str | None = None) -> list[dict[str, Any]]:
     """Return a conversation in which user and assistant alternate; the user says the first text."""
     turns = [{"role": ("user", "assistant")[number % 2], "content": text} for number, text in enumerate(texts)]
     return turns if system is None else [{"role": "system", "content": system}, *turns]
@@ -123,14 +123,14 @@ _CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city
 FAMILIES = {
     "chatml": Family(
         CHATML,
-        said("Hi", "Hello there", "Bye", "Bye now", system="Be brief"),
+        conversation("Hi", "Hello there", "Bye", "Bye now", system="Be brief"),
         "<|im_start|> system ~ Be _ brief <|im_end|> ~ <|im_start|> user ~ Hi <|im_end|> ~ "
         "<|im_start|> assistant ~ *Hello *_ *there *<|im_end|> ~ <|im_start|> user ~ Bye <|im_end|> ~ "
         "<|im_start|> assistant ~ *Bye *_ *now *<|im_end|> ~",
     ),
     "llama3": Family(
         LLAMA3,
-        said("Hi", " Hello there ", "Bye", "Bye", system="Be brief"),
+        conversation("Hi", " Hello there ", "Bye", "Bye", system="Be brief"),
         "<|begin_of_text|> <|start_header_id|> system <|end_header_id|> ~ ~ Be _ brief <|eot_id|> "
         "<|start_header_id|> user <|end_header_id|> ~ ~ Hi <|eot_id|> "
         "<|start_header_id|> assistant <|end_header_id|> ~ ~ *Hello *_ *there *<|eot_id|> "
@@ -140,14 +140,14 @@ FAMILIES = {
     ),
     "qwen3 thinking": Family(
         QWEN3,
-        [*said("Hi"), {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}],
+        [*conversation("Hi"), {"role": "assistant", "content": "Yes", "reasoning_content": "hm"}],
         "<|im_start|> user ~ Hi <|im_end|> ~ "
         "<|im_start|> assistant ~ *<think> *~ *hm *~ *</think> *~ *~ *Yes *<|im_end|> ~",
         {"eos_token": "<|im_end|>"},
     ),
     "qwen3 last turn": Family(
         QWEN3,
-        [*said("Hi", "Yes", "Bye"), {"role": "assistant", "content": "No", "thinking": "hm"}],
+        [*conversation("Hi", "Yes", "Bye"), {"role": "assistant", "content": "No", "thinking": "hm"}],
         "<|im_start|> user ~ Hi <|im_end|> ~ <|im_start|> assistant ~ Yes <|im_end|> ~ "
         "<|im_start|> user ~ Bye <|im_end|> ~ "
         "<|im_start|> assistant ~ *<think> *~ *hm *~ *</think> *~ *~ *No *<|im_end|> ~",
@@ -156,21 +156,21 @@ FAMILIES = {
     ),
     "gemma": Family(
         GEMMA,
-        said("Hi", "Hello there ", "Bye", "Bye"),
+        conversation("Hi", "Hello there ", "Bye", "Bye"),
         "<bos> <start_of_turn> user ~ Hi <end_of_turn> ~ <start_of_turn> model ~ *Hello *_ *there *<end_of_turn> ~ "
         "<start_of_turn> user ~ Bye <end_of_turn> ~ <start_of_turn> model ~ *Bye *<end_of_turn> ~",
         {"bos_token": "<bos>", "eos_token": "<end_of_turn>"},
     ),
     "mistral": Family(
         MISTRAL,
-        said("Hi", "Hello there", "Bye", "Bye"),
+        conversation("Hi", "Hello there", "Bye", "Bye"),
         "<s> [INST] _ Hi _ [/INST] *_ *Hello *_ *there *</s> [INST] _ Bye _ [/INST] *_ *Bye *</s>",
         {"bos_token": "<s>"},
     ),
     "tools": Family(
         TOOLS,
         [
-            *said("weather in Paris ?"),
+            *conversation("weather in Paris ?"),
             {"role": "assistant", "content": "", "tool_calls": [_CALL]},
             {"role": "tool", "content": "sunny"},
             {"role": "assistant", "content": "It is sunny"},
@@ -184,26 +184,26 @@ FAMILIES = {
     ),
     "generation": Family(
         GENERATION,
-        said("Hi", "Hello there", "Bye", "Bye", system="Be brief"),
+        conversation("Hi", "Hello there", "Bye", "Bye", system="Be brief"),
         "<|im_start|> system ~ Be _ brief <|im_end|> ~ <|im_start|> user ~ Hi <|im_end|> ~ "
         "<|im_start|> assistant ~ *Hello *_ *there *<|im_end|> ~ <|im_start|> user ~ Bye <|im_end|> ~ "
         "<|im_start|> assistant ~ *Bye *<|im_end|> ~",
     ),
     "generation without its prompt": Family(
         GENERATION.partition("\n{% if add_generation_prompt")[0],
-        said("Hi", "Hello there", "Bye", "Bye"),
+        conversation("Hi", "Hello there", "Bye", "Bye"),
         "<|im_start|> user ~ Hi <|im_end|> ~ *<|im_start|> *assistant *~ *Hello *_ *there *<|im_end|> ~ "
         "<|im_start|> user ~ Bye <|im_end|> ~ *<|im_start|> *assistant *~ *Bye *<|im_end|> ~",
     ),
     "chatml without a generation prompt": Family(
         CHATML.partition("\n{% if add_generation_prompt")[0],
-        said("Hi", "Hello there", "Bye", "Bye"),
+        conversation("Hi", "Hello there", "Bye", "Bye"),
         "<|im_start|> user ~ Hi <|im_end|> ~ *<|im_start|> *assistant *~ *Hello *_ *there *<|im_end|> ~ "
         "<|im_start|> user ~ Bye <|im_end|> ~ *<|im_start|> *assistant *~ *Bye *<|im_end|> ~",
     ),
     "no generation prompt": Family(
         PLAIN,
-        said("Hi", "Hello Answer", "Bye", "No"),
+        conversation("Hi", "Hello Answer", "Bye", "No"),
         "Question : _ Hi </s> *Answer *: *_ *Hello *_ *Answer *</s> Question : _ Bye </s> *Answer *: *_ *No *</s>",
     ),
 }

@@ -1,8 +1,8 @@
-"""A Hugging Face Hub on this machine: the parts of its protocol that fetching and publishing use.
+"""A fake Hugging Face Hub: a local server for the parts of the protocol that downloads and uploads use.
 
-Repositories are in memory.  A commit's id is a hash of its files; small files are git blobs, `.safetensors`, `.gguf`,
-`.bin` and `.parquet` files are large ones (LFS), known by SHA-256.  Every request is counted, and so are the bytes of
-each file that were sent.  `delay` slows files down, so that a process can be killed on the way.
+Repositories are in memory.  A commit's id is a hash of its files.  Files ending in `.safetensors`, `.gguf`, `.bin` or
+`.parquet` are LFS files, identified by SHA-256; all others are git blobs.  The server records every request, and counts
+the bytes sent of each file.  `delay` slows downloads down, so that a test can kill a process during one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class FakeRepository:
     is_private: bool = False
 
     def commit(self, files: dict[str, bytes], revision: str = "main") -> str:
-        """Replace what a branch holds, and return the new commit's id."""
+        """Replace the files of a branch, and return the id of the new commit."""
         digest = hashlib.sha1()
         for name, content in sorted(files.items()):
             digest.update(f"{name}:{len(content)}:".encode() + content)
@@ -51,7 +51,7 @@ def checksum_of(name: str, content: bytes) -> str:
 
 
 class FakeHub:
-    """The server; use as a context manager.  `url` is what HF_ENDPOINT should say."""
+    """The server, to be used as a context manager.  `url` is the value for HF_ENDPOINT."""
 
     token = "hf_aTokenThatMayDoEverything"
 
@@ -64,7 +64,7 @@ class FakeHub:
         """Seconds between two blocks of a file."""
         self.is_down = False
         self.breaks_after = 0
-        """Bytes after which the connection of a download is cut, if not 0."""
+        """Number of bytes after which the connection of a download is cut; 0: never."""
         self.uploads: dict[str, bytes] = {}
         hub = self
 
@@ -85,7 +85,7 @@ class FakeHub:
         self._server.server_close()
 
     def add(self, repo: str, files: dict[str, bytes], kind: str = "model", **settings: bool) -> str:
-        """Commit files to the main branch of a repository, which is created if need be; returns the commit."""
+        """Commit files to the main branch of a repository, creating it if necessary; return the commit's id."""
         repository = self.repositories.setdefault((kind, repo), FakeRepository(**settings))
         return repository.commit(files)
 
@@ -215,12 +215,12 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
-        for at in range(start, len(content), _BLOCK):
-            if self.hub.breaks_after and at - start >= self.hub.breaks_after:
+        for offset in range(start, len(content), _BLOCK):
+            if self.hub.breaks_after and offset - start >= self.hub.breaks_after:
                 self.close_connection = True
                 self.connection.close()
                 return
-            block = content[at : at + _BLOCK]
+            block = content[offset : offset + _BLOCK]
             try:
                 self.wfile.write(block)
                 self.wfile.flush()
@@ -243,9 +243,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         elif not self._has_token:
             self._refuse(401, "", "Invalid username or password.")
         elif path == "/api/repos/create":
-            asked = json.loads(body)
-            repo = f"{asked.get('organization') or 'tester'}/{asked['name']}"
-            is_private = bool(asked.get("private")) or asked.get("visibility") == "private"
+            request = json.loads(body)
+            repo = f"{request.get('organization') or 'tester'}/{request['name']}"
+            is_private = bool(request.get("private")) or request.get("visibility") == "private"
             if ("model", repo) in self.hub.repositories:
                 self._json({"error": "You already created this model repo", "url": f"{self.hub.url}/{repo}"}, 409)
                 return
@@ -265,8 +265,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
             objects = [self._upload_of(each) for each in json.loads(body)["objects"]]
             self._json({"transfer": "basic", "objects": objects})
         elif path == "/lfs/verify":
-            asked = json.loads(body)
-            is_there = len(self.hub.uploads.get(asked["oid"], b"")) == asked["size"]
+            request = json.loads(body)
+            is_there = len(self.hub.uploads.get(request["oid"], b"")) == request["size"]
             self._answer(200 if is_there else 422)
         elif found := re.fullmatch(r"/api/models/([^/]+/[^/]+)/commit/(.+)", path):
             self._commit(found[1], found[2], body)

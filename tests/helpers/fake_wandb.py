@@ -1,4 +1,4 @@
-"""As much of a Weights & Biases server as its client needs, to keep a run's history and to resume it."""
+"""A minimal Weights & Biases server: just enough for its client to record a run's history and to resume the run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,11 @@ from typing import Any
 
 
 class FakeWandbServer(http.server.ThreadingHTTPServer):
-    """Keeps the rows of one run.  `is_mute` leaves clients waiting; `stop` and a server on the same port: an outage."""
+    """Stores the rows of one run.
+
+    While `is_unresponsive` is set, clients wait for an answer.  To simulate an outage, `stop` the server, and later
+    start another one on the same port.
+    """
 
     daemon_threads = True
     allow_reuse_address = True
@@ -19,7 +23,7 @@ class FakeWandbServer(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", port), _Handler)
         self.rows: dict[int, str] = {} if rows is None else rows
         """The lines of the run's history by their number, as the client has sent them."""
-        self.is_mute = threading.Event()
+        self.is_unresponsive = threading.Event()
         threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
@@ -44,7 +48,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        if self.server.is_mute.is_set():
+        if self.server.is_unresponsive.is_set():
             time.sleep(60)
         answer: dict[str, Any] = {}
         if self.path.endswith("/file_stream"):

@@ -1,6 +1,6 @@
 """Fault injection in real runs: counts their file operations, and kills, fails, slows or hangs them at a chosen one.
 
-A run of the recipe `tests.helpers.own_recipes:mlp_faulty` reads the environment variable `FAULT` (JSON) and
+A run of the recipe `tests.helpers.custom_recipes:mlp_faulty` reads the environment variable `FAULT` (JSON) and
 injects the fault that it describes; without the variable it is a plain run. Runs are real processes (see forked.py).
 """
 
@@ -26,8 +26,8 @@ import trainer.checkpoint.writer
 import trainer.distributed.exchange
 import trainer.experts.dispatch
 import trainer.sequence.attention
-from tests.helpers.forked import Forked, start_run
-from tests.helpers.ranks import Ran
+from tests.helpers.forked import ForkedRanks, start_run
+from tests.helpers.ranks import CommandResult
 from trainer import Trainer
 from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.storage import LocalStorage
@@ -45,7 +45,7 @@ class Fault:
     """A fault to inject, and where."""
 
     kill: str = ""
-    """Which ranks to kill: `one` or `all`. If empty, the other fields apply."""
+    """Which ranks to kill: `one` or `all`; empty for other faults."""
     rank: int = 0
     """The rank on which it happens."""
     phase: str = ""
@@ -56,7 +56,7 @@ class Fault:
     then: str = ""
     """What happens at `at_step` instead of a kill: `raise`, or the name of a signal that the rank sends to itself."""
     inside: str = ""
-    """The function (a key of `_PLACES`) in which the rank sends itself the signal `then`, instead of at a step."""
+    """The function (a key of `_PLACES`) in which the rank sends itself the signal `then`, instead of after a step."""
     fail: str = ""
     """The function (a key of `_PLACES`) that raises."""
     hang: str = ""
@@ -67,12 +67,12 @@ class Fault:
     last: int = 0
     """The first and last call that `fail`, `hang` and `inside` affect, counted from 0."""
     write_s: float = 0.0
-    """How long each write to a checkpoint file takes, in addition."""
+    """Seconds by which to delay each write to a checkpoint file."""
     no_space_check: bool = False
     poison_step: int = -1
     """The step after which a weight becomes NaN."""
     step_s: float = 0.0
-    """How much longer each step takes."""
+    """Seconds by which to delay each step."""
     commands: dict[str, str] = field(default_factory=dict)
     """Maps a step to the shell command that the rank runs after it."""
     log: str = ""
@@ -303,7 +303,7 @@ class RepeatingTrainer(FaultyTrainer):
 
 
 @dataclass
-class Started(Forked):
+class StartedRun(ForkedRanks):
     """A run on some ranks, each a separate process."""
 
     folder: Path = Path()
@@ -317,18 +317,18 @@ class Started(Forked):
         path = self.logs / f"results.{rank}"
         return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
-    def ran(self, timeout_s: float = 240) -> Ran:
+    def ran(self, timeout_s: float = 240) -> CommandResult:
         """Wait for the end and return the finished command; all ranks must have the same exit code."""
         codes = self.wait(timeout_s)
         assert codes[0] is not None and set(codes) == {codes[0]}, f"exit codes {codes}\n{self.stderr}"  # noqa: PT018
-        return Ran(codes[0], self.stdout, self.stderr, self.folder)
+        return CommandResult(codes[0], self.stdout, self.stderr, self.folder)
 
 
 def start(
     folder: Path, *arguments: str, ranks: int = 1, fault: Fault | None = None, logs_in: Path | None = None
-) -> Started:
+) -> StartedRun:
     """Start `python -m trainer.run ARGUMENTS run.dir=FOLDER` on forked ranks. Logs are written next to the folder."""
     logs = Path(tempfile.mkdtemp(prefix=f"logs-{folder.name}-", dir=logs_in or folder.parent))
     fault = dataclasses.replace(fault, log=str(logs)) if fault else None
     forked = start_run([*arguments, f"run.dir={folder}"], logs, ranks, fault.variables() if fault else {})
-    return Started(forked.processes, logs, folder=folder)
+    return StartedRun(forked.processes, logs, folder=folder)

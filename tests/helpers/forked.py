@@ -52,7 +52,7 @@ _PRELOADED = [
     "trainer.recipes",
     *(["trainer.recipes.hf.model"] if importlib.util.find_spec("transformers") else []),
     "tests.helpers.faults",
-    "tests.helpers.own_recipes",
+    "tests.helpers.custom_recipes",
     "tests.helpers.warm",
 ]
 
@@ -83,7 +83,7 @@ def _environment(**variables: str) -> Iterator[None]:
 
 
 @dataclass
-class Forked:
+class ForkedRanks:
     """The processes of some ranks, and the files with their output."""
 
     processes: list[Any]
@@ -149,7 +149,7 @@ def fork(
     variables: Mapping[str, str] | None = None,
     cwd: Path = REPOSITORY,
     meet: bool | None = None,
-) -> Forked:
+) -> ForkedRanks:
     """Run `target(*arguments)`, which returns an exit code, in `ranks` processes.
 
     They get this process's environment and `variables`; with several ranks, or `meet`, also those of torchrun.
@@ -167,7 +167,7 @@ def fork(
         _start(process)
         processes.append(process)
     _started.extend(processes)
-    return Forked(processes, logs)
+    return ForkedRanks(processes, logs)
 
 
 def _start(process: Any) -> None:
@@ -261,7 +261,7 @@ def run_module(module: str, argv: Sequence[str]) -> int:
     if module == "trainer.run":
         from trainer import run
 
-        run.leave(run.main(list(argv)))
+        run.exit_process(run.main(list(argv)))
     if "" not in sys.path:
         sys.path.insert(0, "")
     sys.argv = [module, *argv]
@@ -271,7 +271,7 @@ def run_module(module: str, argv: Sequence[str]) -> int:
 
 def start_run(
     arguments: Sequence[str], logs: Path, ranks: int = 1, variables: Mapping[str, str] | None = None, **options: Any
-) -> Forked:
+) -> ForkedRanks:
     """Start `python -m trainer.run ARGUMENTS` on some ranks."""
     return fork(run_module, ["trainer.run", list(arguments)], logs, ranks, variables, **options)
 

@@ -1,4 +1,4 @@
-"""Synchronizes a test with a run without a clock: the run waits at a gate until the test opens it."""
+"""Synchronizes a test with a run without relying on time: the run waits at a gate until the test opens it."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 _VARIABLE = "MESHTRAINER_TEST_GATE"
 
 
-def wait_until(is_so: Callable[[], object], what: str, timeout_s: float = 240) -> None:
-    """Wait until `is_so()` is true; `what` describes the condition in the error after `timeout_s`."""
+def wait_until(is_true: Callable[[], object], description: str, timeout_s: float = 240) -> None:
+    """Wait until `is_true()`; `description` describes the condition in the error after `timeout_s`."""
     deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not in time: {what}"
+    while not is_true():
+        assert time.monotonic() < deadline, f"not in time: {description}"
         time.sleep(0.02)
 
 

@@ -93,7 +93,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""The same for models of attention and layers with a state; documents in one row cross borders of their chunks."""
+"""The same for hybrid models, which also have layers with a recurrent state."""
 
 
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
@@ -111,7 +111,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""Mixtures of experts: plain, under other names, transposed with biases, and with shared experts and dense layers."""
+"""Mixture-of-experts models: plain, with other parameter names, transposed with biases, and with shared experts."""
 
 
 def settings_of(kind: str, **changes: Any) -> Any:
@@ -122,7 +122,7 @@ def settings_of(kind: str, **changes: Any) -> Any:
 
 
 def model_of(kind: str, **changes: Any) -> Any:
-    """Return transformers' model with weights that no initialization gives: 0.12 x normal noise, for all parameters."""
+    """Return transformers' model with weights unlike any initialization: normal noise, scaled by 0.12."""
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_config(settings_of(kind, **changes), dtype=torch.float32)
@@ -135,7 +135,7 @@ def model_of(kind: str, **changes: Any) -> Any:
 
 
 def folder_of(path: Path, kind: str, **changes: Any) -> Path:
-    """Write such a model as transformers does, and tokenizer files that only an export reads."""
+    """Write such a model in transformers' format, with tokenizer files that only an export reads."""
     model = model_of(kind, **changes)
     model.save_pretrained(path)
     (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
@@ -143,7 +143,7 @@ def folder_of(path: Path, kind: str, **changes: Any) -> Path:
     return path
 
 
-def load_there(folder: Path) -> tuple[Any, dict[str, Any]]:
+def load_with_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the model that transformers loads from a folder, and its loading report."""
     import transformers
 
@@ -155,7 +155,7 @@ def load_there(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 def plain_losses(folder: Path, batches: list[dict[str, torch.Tensor]], lr: float) -> tuple[list[float], Any]:
     """Return the losses of a plain loop over global batches, with AdamW at a fixed rate, and the trained model."""
-    model, _ = load_there(folder)
+    model, _ = load_with_transformers(folder)
     model.train()
     model.get_input_embeddings().padding_idx = None  # the padding row is trained, as in the native models
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)

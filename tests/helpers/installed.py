@@ -1,4 +1,4 @@
-"""meshtrainer as a new user has it: a wheel in an environment of its own, and no checkout."""
+"""meshtrainer as a new user installs it: from a wheel, in a separate environment, without a checkout."""
 
 from __future__ import annotations
 
@@ -18,38 +18,40 @@ from tests.helpers.forked import REPOSITORY
 
 @dataclass(frozen=True)
 class Installed:
-    """The wheel and the sdist that it was built from, and the environment in which it is installed."""
+    """The wheel, the sdist that it was built from, and the environment in which it is installed."""
 
     wheel: Path
     sdist: Path
     environment: Path
 
     def run(self, *command: str, folder: Path, timeout_s: float = 400, **variables: str) -> str:
-        """Run a command of the environment in a folder, demand that it ends well, and return what it printed."""
-        done = self.try_run(*command, folder=folder, timeout_s=timeout_s, **variables)
-        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
-        return done.stdout + done.stderr
+        """Run a command of the environment in a folder, assert that it succeeds, and return its output."""
+        completed = self.try_run(*command, folder=folder, timeout_s=timeout_s, **variables)
+        assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
+        return completed.stdout + completed.stderr
 
     def try_run(
         self, *command: str, folder: Path, timeout_s: float = 400, **variables: str
     ) -> subprocess.CompletedProcess[str]:
-        kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+        inherited = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
+        }
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
         variables = {"CUDA_VISIBLE_DEVICES": "", **variables, "PATH": path}
         return subprocess.run(
-            command, cwd=folder, env=kept | variables, capture_output=True, text=True, timeout=timeout_s
+            command, cwd=folder, env=inherited | variables, capture_output=True, text=True, timeout=timeout_s
         )
 
 
-_NEEDED = ("trainer", "recipes", "objectives", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
+_PACKAGED = ("trainer", "recipes", "objectives", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
 _BUILD = "from setuptools import build_meta; import sys; print(getattr(build_meta, sys.argv[1])(sys.argv[2]))"
 
 
 def build(folder: Path) -> tuple[Path, Path]:
-    """Build the sdist from a copy of what it is made of, and the wheel from the sdist.  Returns both."""
+    """Build the sdist from a copy of its files, and the wheel from the sdist; return the paths (wheel, sdist)."""
     copy = folder / "copy"
     copy.mkdir()
-    for name in _NEEDED:
+    for name in _PACKAGED:
         source = REPOSITORY / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__", "*.egg-info"))
@@ -63,11 +65,11 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 
 def _backend(hook: str, source: Path, target: Path) -> str:
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", _BUILD, hook, str(target)], cwd=source, capture_output=True, text=True, timeout=120
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()[-1]
+    assert completed.returncode == 0, completed.stdout + completed.stderr
+    return completed.stdout.splitlines()[-1]
 
 
 def install(base: Path) -> Installed:
@@ -84,17 +86,20 @@ def install(base: Path) -> Installed:
             wheel, _ = build(folder)
             environment = folder / "environment"
             venv.create(environment, with_pip=True)
-            here = Path(sysconfig.get_path("purelib"))
+            own_packages = Path(sysconfig.get_path("purelib"))
             (site,) = (environment / "lib").glob("python*/site-packages")
-            # Plain lines: the .pth files there, one of which finds this checkout, are not read.
-            more = [
-                line for file in here.glob("*.pth") for line in file.read_text().splitlines() if os.path.isdir(line)
+            # List folders, because .pth files in them are not read: one of these refers to this checkout.
+            linked_folders = [
+                line
+                for file in own_packages.glob("*.pth")
+                for line in file.read_text().splitlines()
+                if os.path.isdir(line)
             ]
             python = str(environment / "bin" / "python")
             command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-            assert done.returncode == 0, done.stdout + done.stderr
-            (site / "libraries.pth").write_text("\n".join([str(here), *more]) + "\n")
+            completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            assert completed.returncode == 0, completed.stdout + completed.stderr
+            (site / "libraries.pth").write_text("\n".join([str(own_packages), *linked_folders]) + "\n")
             (folder / "done").touch()
         (wheel,), (sdist,) = folder.glob("*.whl"), folder.glob("*.tar.gz")
         return Installed(wheel, sdist, folder / "environment")

@@ -1,4 +1,4 @@
-"""Measures what a step really needs, with FSDP2 on fake tensors and a fake process group."""
+"""Measures the memory and the collectives of an actual step, with FSDP2 on fake tensors and a fake process group."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def tracked_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts the bytes of each storage that an operator uses, for as long as it is referenced."""
+    """Counts the bytes of each storage that an operator uses, while it is referenced."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -132,24 +132,24 @@ def metered_peak(config: RunConfig, shape: MeshShape, num_micro_batches: int = 1
                 meter.note(tensor)
             update(model, config, num_micro_batches)
             dtype = getattr(torch, config.optim.state_dtype)
-            trained = [local(p) for p in model.parameters() if p.grad is not None]
-            kept = [torch.empty_like(shard, dtype=dtype) for shard in trained for _ in range(2)]
+            trained_shards = [local(p) for p in model.parameters() if p.grad is not None]
+            states = [torch.empty_like(shard, dtype=dtype) for shard in trained_shards for _ in range(2)]
             model.zero_grad(set_to_none=True)
             meter.peak = meter.live
             update(model, config, num_micro_batches)
-        del kept
+        del states
         return meter.peak
 
 
 class CollectiveLog(TorchDispatchMode):
-    """Counts the issued collectives by operation, size of the group, and bytes of the whole tensor."""
+    """Counts the issued collectives by operation, group size, and bytes of the full tensor."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[str, int, int]] = Counter()
-        """The sizes of exchanges of rows depend on tokens: they are -1 here."""
+        """The size is -1 for exchanges of rows, since it depends on the tokens."""
         self.exchanged = 0
-        """Bytes that these exchanges have brought."""
+        """Bytes received in these exchanges."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):

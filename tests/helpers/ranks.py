@@ -25,7 +25,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, ti
 
 
 @dataclass(frozen=True)
-class Ran:
+class CommandResult:
     """A finished command: its exit code and what it printed."""
 
     exit_code: int
@@ -61,21 +61,21 @@ TINY = [
     "run.threads=1",
     "run.device=cpu",
 ]
-"""Overrides that make a step of llama_small take milliseconds, also on the CPU of a machine with a GPU. A second
-thread makes nothing this small faster, and on busy cores it made runs six times slower."""
+"""Overrides with which a step of llama_small takes milliseconds, on the CPU even if the machine has a GPU. A second
+thread would not speed up a model this small; on busy cores it made runs six times slower."""
 
 
-def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> Ran:
+def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> CommandResult:
     """Run `python -m trainer.run` with the arguments and `run.dir=folder` in forked processes.
 
-    `nproc=N` works as on the command line, except that ranks are forked. With `launcher` (`FRESH` for a plain
-    interpreter), that command is started as it is, with torch's own launcher.
+    `nproc=N` works as on the command line, except that ranks are forked. With `launcher`, the command is started with
+    it instead: `FRESH` for a new interpreter, or torchrun.
     """
     arguments = (*arguments, f"run.dir={folder}")
     if launcher:
         command = [*launcher, "-m", "trainer.run", *arguments]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY)
-        return Ran(done.returncode, done.stdout, done.stderr, folder)
+        completed = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, cwd=REPOSITORY)
+        return CommandResult(completed.returncode, completed.stdout, completed.stderr, folder)
     ranks = next((int(item[6:]) for item in arguments if re.fullmatch(r"nproc=\d+", item)), 1)
     with tempfile.TemporaryDirectory() as logs:
         started = start_run(arguments, Path(logs), ranks, nproc_worker_variables(ranks) if ranks > 1 else {})
@@ -84,39 +84,40 @@ def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), tim
             codes.discard(-signal.SIGTERM)
         assert min(codes) >= 0 or not codes & {2, 75}, f"a rank has crashed: {codes}\n{started.stderr}"
         code = next((one for one in (2, 75) if one in codes), 1) if codes != {0} else 0
-        return Ran(code, started.stdout, started.stderr, folder)
+        return CommandResult(code, started.stdout, started.stderr, folder)
 
 
 FRESH = (sys.executable,)
 """The launcher for tests of the start itself, or of the processes that `nproc=N` starts."""
 
 
-def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, timeout_s: float = 240) -> Ran:
+def run_python_module(module: str, *arguments: object, cwd: Path = REPOSITORY, timeout_s: float = 240) -> CommandResult:
     """Run `python -m module arguments...` in a forked process."""
     with tempfile.TemporaryDirectory() as logs:
         started = fork(run_module, [module, list(map(str, arguments))], Path(logs), cwd=cwd)
         (code,) = started.wait_like_launcher(timeout_s)
-        return Ran(code, started.stdout, started.stderr, cwd)
+        return CommandResult(code, started.stdout, started.stderr, cwd)
 
 
-def run_tiny(folder: Path, *arguments: str, ends: int = 0, **options: Any) -> Ran:
-    """Run a tiny `llama_small`, and assert that its exit code is `ends`."""
+def run_tiny(folder: Path, *arguments: str, exit_code: int = 0, **options: Any) -> CommandResult:
+    """Run a tiny `llama_small`, and assert that its exit code is `exit_code`."""
     ran = run_command(folder, "recipe=llama_small", *tiny_overrides(*arguments), **options)
-    assert ran.exit_code == ends, ran.stderr + ran.stdout
+    assert ran.exit_code == exit_code, ran.stderr + ran.stdout
     return ran
 
 
 def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
     """Return `base` without the keys in `overrides`, followed by `overrides`."""
-    given = {override.partition("=")[0] for override in overrides}
-    return [*(item for item in base if item.partition("=")[0] not in given), *overrides]
+    overridden_keys = {override.partition("=")[0] for override in overrides}
+    return [*(item for item in base if item.partition("=")[0] not in overridden_keys), *overrides]
 
 
 def tiny_overrides(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny llama_small, some of them replaced.
+    """Return the overrides of a tiny llama_small, with `overrides` replacing or extending them.
 
-    The micro-batch is two of eight sequences; with another batch size it is one, for any number of ranks.
+    The micro-batch has two of eight sequences; if `overrides` set the global batch size, it has one, which suits any
+    number of ranks.
     """
-    given = {override.partition("=")[0] for override in overrides}
-    alone = ["train.micro_batch_size=1"] if "train.global_batch_size" in given else []
-    return merged(TINY, overrides if "train.micro_batch_size" in given else [*alone, *overrides])
+    overridden_keys = {override.partition("=")[0] for override in overrides}
+    single_sequence = ["train.micro_batch_size=1"] if "train.global_batch_size" in overridden_keys else []
+    return merged(TINY, overrides if "train.micro_batch_size" in overridden_keys else [*single_sequence, *overrides])

@@ -1,4 +1,4 @@
-"""A trainer in which rank MESHTRAINER_TEST_RANK hangs in the third step, in the phase MESHTRAINER_TEST_PLACE."""
+"""A Trainer in which rank MESHTRAINER_TEST_RANK hangs in the third step, at the place MESHTRAINER_TEST_PLACE."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import trainer.checkpoint.writer
-from tests.helpers.own_recipes import UNITS, Mlp, MlpConfig
+from tests.helpers.custom_recipes import UNITS, Mlp, MlpConfig
 from trainer import Recipe, RunConfig, Trainer, register
 from trainer.distributed.channel import TimedStore
 from trainer.metrics.record import Record

@@ -18,7 +18,7 @@ from trainer.recipe import find_recipe
 class SlowTrainer(Trainer):
     """Pauses for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate if there is one.
 
-    MESHTRAINER_TEST_PATIENCE_S is how long its end waits for a tracker.
+    MESHTRAINER_TEST_PATIENCE_S is how many seconds it waits for a tracker at the end.
     """
 
     def __init__(self, config: RunConfig) -> None:

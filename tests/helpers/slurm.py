@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.helpers.forked import REPOSITORY
 
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian puts daemons
-OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
+FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")
 FREEZER = Path("/sys/fs/cgroup/freezer")
 
 SETTINGS = """
@@ -69,12 +69,12 @@ def missing_programs() -> list[str]:
     return [name for name in programs if shutil.which(name, path=PATH) is None]
 
 
-def wait_until(is_so: Callable[[], object], what: str, timeout_s: float) -> None:
-    """Wait until `is_so()` is true; raises AssertionError with `what` after `timeout_s`."""
+def wait_until(is_true: Callable[[], object], description: str, timeout_s: float) -> None:
+    """Wait until `is_true()`; after `timeout_s`, raise AssertionError with the description of the condition."""
     deadline = time.monotonic() + timeout_s
-    while not is_so():
+    while not is_true():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {what}")
+            raise AssertionError(f"not within {timeout_s:.0f} s: {description}")
         time.sleep(0.2)
 
 
@@ -179,7 +179,7 @@ class Cluster:
 
         def has_ended() -> bool:
             found = self.job(job)
-            return found["JobState"] in OVER and int(found["Restarts"]) >= restarts
+            return found["JobState"] in FINAL_STATES and int(found["Restarts"]) >= restarts
 
         try:
             wait_until(has_ended, f"the end of job {job} after {restarts} restarts", timeout_s)

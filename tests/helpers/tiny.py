@@ -1,4 +1,4 @@
-"""A tiny llama_small that trains in the test's own process, and the records that it writes to metrics.jsonl."""
+"""A tiny llama_small for training in the test's own process, and functions to read its metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.helpers.ranks import merged, tiny_overrides
 from trainer import RunConfig, Trainer, load_config
 
 SEQ_LEN, BATCH = 16, 4
-_OWN = [
+_TINIER = [
     "model.num_kv_heads=2",
     "model.dim=16",
     "model.vocab_size=32",
@@ -27,8 +27,8 @@ _OWN = [
 
 
 def tiny_config(folder: Path, *overrides: str) -> RunConfig:
-    """Return the configuration of a run in `folder`: two micro-batches a step on one rank."""
-    return load_config("llama_small", tiny_overrides(*merged(_OWN, overrides), f"run.dir={folder}"))
+    """Return the configuration of a run in `folder`, with two micro-batches per step on one rank."""
+    return load_config("llama_small", tiny_overrides(*merged(_TINIER, overrides), f"run.dir={folder}"))
 
 
 def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:

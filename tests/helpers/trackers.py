@@ -1,4 +1,4 @@
-"""Trackers with their real clients, whose server can go away and come back: what arrived is read back from each."""
+"""Trackers with their real clients and a server that can go down and come back; tests read what each has received."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SERVE_TRACKIO = (
 
 
 class Proxy:
-    """A port in front of a server: closed, the server is away, and its clients' connections are lost."""
+    """A port in front of a server; closing it simulates an outage that breaks the connections of all clients."""
 
     def __init__(self, port: int, behind: int) -> None:
         self._behind = behind
@@ -94,8 +94,8 @@ class Tracker:
             return True
         return False
 
-    def go_away(self) -> None:
-        """Let the server be unreachable."""
+    def go_down(self) -> None:
+        """Make the server unreachable."""
         if self._proxy is not None:
             self._proxy.close()
 
@@ -104,22 +104,22 @@ class Tracker:
 
     def stop(self) -> None:
         """Kill the server and all of its processes."""
-        self.go_away()
+        self.go_down()
         if self.process is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.process.pid, 9)
             self.process.wait()
             self.process = None
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
-        """Return the step and the loss of everything that arrived from the run in the folder, in order."""
+    def received(self, folder: Path) -> list[tuple[int, float]]:
+        """Return the step and the loss of everything received from the run in `folder`, in order."""
         raise NotImplementedError
 
 
 class TensorBoard(Tracker):
     name = "tensorboard"
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
+    def received(self, folder: Path) -> list[tuple[int, float]]:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0}).Reload()
@@ -143,18 +143,18 @@ class Wandb(Tracker):
         self.come_back()
 
     def stop(self) -> None:
-        self.go_away()
+        self.go_down()
         if self.server is not None:
             self.server.stop()
             self._rows, self.server = self.server.rows, None
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
+    def received(self, folder: Path) -> list[tuple[int, float]]:
         rows = [json.loads(self._rows[number]) for number in sorted(self._rows)]
         return [(row["_step"], row["train/loss"]) for row in rows if "train/loss" in row]
 
 
 class WandbOffline(Wandb):
-    """Without a server: what `wandb sync` makes of the files of all attempts."""
+    """Without a server: the files of all attempts are uploaded afterwards with `wandb sync`."""
 
     @property
     def overrides(self) -> list[str]:
@@ -163,13 +163,13 @@ class WandbOffline(Wandb):
     def start(self) -> None:
         pass
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
+    def received(self, folder: Path) -> list[tuple[int, float]]:
         super().start()
         for path in sorted((folder / "wandb" / "wandb").glob("offline-run-*")):
             command = [sys.executable, "-m", "wandb", "sync", str(path)]
             subprocess.run(command, env=os.environ | self.env, cwd=folder, check=True, capture_output=True, timeout=120)
         super().stop()
-        return super().found(folder)
+        return super().received(folder)
 
 
 class Mlflow(Tracker):
@@ -185,7 +185,7 @@ class Mlflow(Tracker):
         own = {"MLFLOW_DISABLE_TELEMETRY": "true"}
         self._serve("-m", "mlflow", "server", *options, "--default-artifact-root", str(self.folder), env=own)
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
+    def received(self, folder: Path) -> list[tuple[int, float]]:
         with sqlite3.connect(self.folder / "mlflow.db") as store:
             assert len(store.execute("select * from runs where lifecycle_stage = 'active'").fetchall()) == 1
             return store.execute("select step, value from metrics where key = 'train/loss' order by step").fetchall()
@@ -206,7 +206,7 @@ class Trackio(Tracker):
         own = {"TRACKIO_DIR": str(self.folder / "server"), "TRACKIO_WRITE_TOKEN": "token-of-the-test"}
         self._serve("-c", SERVE_TRACKIO, str(self._behind), env=own)
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
+    def received(self, folder: Path) -> list[tuple[int, float]]:
         (path,) = (self.folder / "server").glob("*.db")
         return _rows_of(path)
 
@@ -218,7 +218,7 @@ class TrackioLocal(Tracker):
     def env(self) -> dict[str, str]:
         return {"TRACKIO_DIR": str(self.folder)}
 
-    def found(self, folder: Path) -> list[tuple[int, float]]:
+    def received(self, folder: Path) -> list[tuple[int, float]]:
         return _rows_of(self.folder / "meshtrainer.db")
 
 
@@ -229,5 +229,5 @@ def _rows_of(path: Path) -> list[tuple[int, float]]:
 
 
 def pause(seconds: float) -> None:
-    """Wait: the time itself is what is tested."""
+    """Wait, in a test whose subject is the passing of time."""
     time.sleep(seconds)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
 
 pytestmark = [
     pytest.mark.campaign,
@@ -31,10 +31,10 @@ OVERRIDES = [*MODEL, "checkpoint.every=5", "run.threads=1"]
 
 @pytest.fixture(scope="module")
 def ray_env() -> Iterator[dict[str, str]]:
-    """The environment for a Ray of our own: its sockets' paths are 107 characters at most."""
+    """The environment of a Ray cluster for these tests, in /tmp because socket paths have at most 107 characters."""
     folder = tempfile.mkdtemp(prefix="ray-", dir="/tmp")
     own = {"RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ADDRESS": "", "MESHTRAINER_TEST_REST_S": "0.3"}
-    own |= {"RAY_raylet_start_wait_time_s": "240"}  # on a machine that does much else it takes its time
+    own |= {"RAY_raylet_start_wait_time_s": "240"}  # it starts slowly on a busy machine
     yield os.environ | own
     shutil.rmtree(folder, ignore_errors=True)
 
@@ -46,10 +46,10 @@ def start(folder: Path, env: dict[str, str], *options: str, steps: int = STEPS) 
     return subprocess.Popen([*command, *overrides], cwd=REPOSITORY, env=env, **output)  # type: ignore[call-overload]
 
 
-def end(process: subprocess.Popen[str], folder: Path, exit_code: int = 0) -> Ran:
+def end(process: subprocess.Popen[str], folder: Path, exit_code: int = 0) -> CommandResult:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == exit_code, output
-    return Ran(process.returncode, output, "", folder / "run")
+    return CommandResult(process.returncode, output, "", folder / "run")
 
 
 def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:

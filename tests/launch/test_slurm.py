@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
 from tests.helpers.slurm import Cluster, missing_programs, slurm_cluster, wait_until
 
 MISSING = missing_programs()
@@ -45,7 +45,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     """One node with four ranks, on the mesh that two nodes with two ranks each make."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
     return run_tiny(folder, *OVERRIDES, "mesh.replicate=2", "mesh.shard=2", "nproc=4")
@@ -53,9 +53,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def limited(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
-    """A job that reaches its time limit: the notice comes after half a minute, and the first test runs meanwhile.
+    """A job that reaches its time limit.  Its notice comes after half a minute, during the first test.
 
-    Its steps are so long that it reaches the limit several times before it is through, however long that test takes.
+    Its steps are so long that it reaches the limit several times before it ends, however long that test takes.
     """
     folder = tmp_path_factory.mktemp("limited") / "run"
     return submit(cluster, folder, "--time=1", "--signal=B:USR1@10", rest_s=3), folder
@@ -78,8 +78,8 @@ def submit(
     return cluster.submit(*size, *options, str(REPOSITORY / "launch" / script), *overrides, **(variables | env))
 
 
-def ran(folder: Path) -> Ran:
-    return Ran(0, "", "", folder)
+def ran(folder: Path) -> CommandResult:
+    return CommandResult(0, "", "", folder)
 
 
 def wait_for_step(cluster: Cluster, job: str, folder: Path, step: int) -> None:
@@ -97,7 +97,7 @@ def ends_and_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_finished(
-    cluster: Cluster, job: str, folder: Path, undisturbed: Ran, restarts: int = 0, world_size: int = 4
+    cluster: Cluster, job: str, folder: Path, undisturbed: CommandResult, restarts: int = 0, world_size: int = 4
 ) -> None:
     ended = cluster.wait_for_end(job, restarts)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), cluster.log(job)
@@ -109,12 +109,14 @@ def assert_finished(
     assert ran(folder).train("loss") == undisturbed.train("loss")
 
 
-def test_notice_and_requeue(limited: tuple[str, Path], cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_notice_and_requeue(
+    limited: tuple[str, Path], cluster: Cluster, undisturbed: CommandResult, tmp_path: Path
+) -> None:
     job = notice_and_requeue("slurm.sbatch", cluster, undisturbed, tmp_path / "run")
     assert re.search(rf"job {job} restart 0 step \d+ requeued, exit code 75\n", attempts(tmp_path / "run"))
 
 
-def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster, undisturbed: Ran) -> None:
+def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster, undisturbed: CommandResult) -> None:
     """After a cancellation the ranks also save and exit with 75, but the job is not requeued."""
     job, folder = limited
     wait_until(lambda: cluster.job(job)["Restarts"] != "0", "the requeue", 180)
@@ -131,12 +133,12 @@ def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster
     assert losses == undisturbed.train("loss")[: len(losses)]
 
 
-def test_notice_and_requeue_under_torchrun(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_notice_and_requeue_under_torchrun(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
     job = notice_and_requeue("slurm_torchrun.sbatch", cluster, undisturbed, tmp_path / "run")
     assert re.search(rf"job {job} restart 0 step \d+ requeued, exit code 1\n", attempts(tmp_path / "run"))
 
 
-def notice_and_requeue(script: str, cluster: Cluster, undisturbed: Ran, folder: Path) -> str:
+def notice_and_requeue(script: str, cluster: Cluster, undisturbed: CommandResult, folder: Path) -> str:
     """Only the batch script gets the notice. A notice that already exists has no effect."""
     folder.mkdir()
     (folder / "notice").touch()
@@ -154,7 +156,9 @@ def attempts(folder: Path) -> str:
     return (folder / "attempts.log").read_text()
 
 
-def test_a_submitted_run_trains_is_preempted_and_ends(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_a_submitted_run_trains_is_preempted_and_ends(
+    cluster: Cluster, undisturbed: CommandResult, tmp_path: Path
+) -> None:
     """By `meshtrainer submit`, from the recipe alone; then the same command has nothing left to do."""
     folder = tmp_path / "run"
     size = [
@@ -192,7 +196,7 @@ def test_a_submitted_sweep(cluster: Cluster, tmp_path: Path) -> None:
     assert (folder / "report.html").is_file()
 
 
-def test_notice_during_the_start(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_notice_during_the_start(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)
     wait_until((folder / "attempts.log").exists, "the batch script", 60)
@@ -201,7 +205,7 @@ def test_notice_during_the_start(cluster: Cluster, undisturbed: Ran, tmp_path: P
     assert ends_and_starts(folder)[1]["step"] <= 1, "the notice came before the first step"
 
 
-def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)
     wait_for_step(cluster, job, folder, 10)
@@ -216,7 +220,7 @@ def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: Ra
     assert_finished(cluster, job, folder, undisturbed, restarts=2)
 
 
-def test_a_rank_is_killed(cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_a_rank_is_killed(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder, REQUEUE_FAILED="1")
     wait_for_step(cluster, job, folder, 10)
@@ -241,7 +245,7 @@ def ranks_of(cluster: Cluster, job: str, step: str = "0", **variables: str) -> l
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Ran, tmp_path: Path) -> None:
+def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
     """No process starts or ends the ranks of that node any more: they end by themselves, and the job continues.
 
     On a single node srun would wait for it forever; the step is found by its name, not as the first of the job.

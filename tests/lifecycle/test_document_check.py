@@ -22,7 +22,7 @@ SEQ_LEN, VOCAB, WIDTH = 512, 97, 32
 
 
 class Attention(nn.Module):
-    """Attention, which does not know of documents if `leaks`; with `biased` a bias by absolute position is added."""
+    """Attention that ignores documents if `leaks`, and adds a bias by absolute position if `biased`."""
 
     def __init__(self, leaks: bool = False, biased: bool = False) -> None:
         super().__init__()
@@ -196,10 +196,12 @@ def test_models_of_transformers_pass(kind: str, dtype: str, weights: str) -> Non
 def test_run_is_rejected_before_its_first_step(more: list[str], tmp_path: Path) -> None:
     """What the model carries over a border is less than the rounding of bfloat16."""
     shared = [item for item in tiny_overrides("data.documents=masked", *more) if not item.startswith("model.")]
-    model = "model.name=tests.helpers.own_recipes:carrying"
+    model = "model.name=tests.helpers.custom_recipes:carrying"
     ran = run_command(tmp_path / "run", "recipe=llama_small", model, *shared)
     assert ran.exit_code == 2
     assert ran.stderr.count("data.documents=masked") == 1
-    assert "model.name=tests.helpers.own_recipes:carrying lets documents in one row influence each other" in ran.stderr
+    assert (
+        "model.name=tests.helpers.custom_recipes:carrying lets documents in one row influence each other" in ran.stderr
+    )
     assert "through hidden.1 (Carry)" in ran.stderr
     assert not (tmp_path / "run").exists()

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.test_faults import lines_of, of, slow, steps_in, with_
-from tests.helpers.faults import Fault, Started, start
+from tests.helpers.faults import Fault, StartedRun, start
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import run_ranks
 from tests.helpers.tiny import tiny_config
@@ -26,8 +26,8 @@ from trainer.metrics.record import Record
 from trainer.metrics.sinks import JsonLines
 
 STEPS = 40
-AT = 5
-"""The step after which it happens: saves fall on even ones."""
+LOST_AT_STEP = 5
+"""The folder is lost after this step.  Saves are after even steps."""
 
 
 def _delete(folder: Path) -> str:
@@ -35,23 +35,23 @@ def _delete(folder: Path) -> str:
     return f"until rm -rf {folder}; do :; done"
 
 
-def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> Started:
-    """Return a run of some seconds in `base/run`, which has ended; after step 5 it runs the command."""
+def lose(base: Path, command: str, *overrides: str, ranks: int = 1, logs_in: Path | None = None) -> StartedRun:
+    """Train for some seconds in `base/run`, with the command run after step 5; return the ended run."""
     arguments = with_(f"train.steps={STEPS}", "checkpoint.keep_last=0", *overrides)
-    fault = Fault(step_s=0.1, commands={str(AT): command})
+    fault = Fault(step_s=0.1, commands={str(LOST_AT_STEP): command})
     run = start(base / "run", *arguments, ranks=ranks, fault=fault, logs_in=logs_in)
     assert run.wait() == [1] * ranks, run.stderr
     assert "Traceback" not in run.stderr
     return run
 
 
-def advice(run: Started) -> list[str]:
-    """Return the settings with which the run says that it can be continued."""
+def advice(run: StartedRun) -> list[str]:
+    """Return the settings that the run suggests for continuing it."""
     (found,) = re.findall("to continue: the same command with (.*)", run.stderr_of(0))
     return str(found).split()
 
 
-def goes_on(run: Started, settings: list[str], *overrides: str, ranks: int = 1) -> Path:
+def continue_run(run: StartedRun, settings: list[str], *overrides: str, ranks: int = 1) -> Path:
     """Continue as the run has advised; return the folder of the run.  No step is trained twice, none is missing."""
     given = with_(*settings, base=with_(f"train.steps={STEPS}", *overrides, f"run.dir={run.folder}"))
     folder = Path(next(word.partition("=")[2] for word in given if word.startswith("run.dir=")))
@@ -78,7 +78,7 @@ def test_state_is_saved_next_to_a_deleted_folder(ranks: int, tmp_path: Path) -> 
     status = json.loads((rescued / "status.json").read_text())
     assert (status["state"], status["exit_code"]) == ("failed", 1)
     assert "was deleted" in status["reason"]
-    assert goes_on(run, advice(run), ranks=ranks) == rescued
+    assert continue_run(run, advice(run), ranks=ranks) == rescued
     log = (rescued / "console.log").read_text()
     assert log.count("\n         run  ") == 2, "what the console said before is there, too"
 
@@ -90,7 +90,7 @@ def test_a_renamed_folder_is_followed(ranks: int, tmp_path: Path) -> None:
     assert not run.folder.exists()
     assert f"was renamed to {tmp_path / 'renamed'} while the run was training in it" in run.stderr_of(0)
     assert advice(run) == [f"run.dir={tmp_path / 'renamed'}"]
-    assert goes_on(run, advice(run), ranks=ranks) == tmp_path / "renamed"
+    assert continue_run(run, advice(run), ranks=ranks) == tmp_path / "renamed"
     assert not (tmp_path / "renamed" / ".owner.json").exists()
 
 
@@ -102,7 +102,7 @@ def test_loss_of_a_separate_checkpoint_folder(how: str, tmp_path: Path) -> None:
     run = lose(tmp_path, command, f"checkpoint.dir={saved}")
     assert f"checkpoint.dir={saved}: was {how}" in run.stderr_of(0)
     assert advice(run) == [f"checkpoint.dir={now}"]
-    goes_on(run, advice(run), f"checkpoint.dir={saved}")
+    continue_run(run, advice(run), f"checkpoint.dir={saved}")
     assert not saved.exists()
 
 
@@ -113,7 +113,7 @@ def test_loss_of_the_run_folder_with_separate_checkpoints(inside: bool, tmp_path
     run = lose(tmp_path, f"mv {tmp_path / 'run'} {tmp_path / 'renamed'}", f"checkpoint.dir={saved}")
     moved = [f"checkpoint.dir={tmp_path / 'renamed' / 'saved'}"] if inside else []
     assert advice(run) == [f"run.dir={tmp_path / 'renamed'}", *moved]
-    goes_on(run, advice(run), f"checkpoint.dir={saved}")
+    continue_run(run, advice(run), f"checkpoint.dir={saved}")
 
 
 @pytest.mark.campaign
@@ -124,7 +124,7 @@ def test_loss_of_both_folders_with_their_parent(tmp_path: Path) -> None:
         base, f"mv {base} {tmp_path / 'moved'}; mkdir {base}", f"checkpoint.dir={base / 'saved'}", logs_in=tmp_path
     )
     assert advice(run) == [f"run.dir={tmp_path}/moved/run", f"checkpoint.dir={tmp_path}/moved/saved"]
-    goes_on(run, advice(run), f"checkpoint.dir={base / 'saved'}")
+    continue_run(run, advice(run), f"checkpoint.dir={base / 'saved'}")
 
 
 @pytest.mark.slow
@@ -152,7 +152,7 @@ def test_another_run_takes_the_name_of_a_deleted_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_deleted_metrics_file_is_rewritten(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    fault = Fault(commands={str(AT): f"rm {run_dir}/metrics.jsonl {run_dir}/.owner.json"})
+    fault = Fault(commands={str(LOST_AT_STEP): f"rm {run_dir}/metrics.jsonl {run_dir}/.owner.json"})
     run = start(run_dir, *with_("train.steps=8"), fault=fault)
     assert run.wait() == [0], run.stderr
     assert f"{run_dir}/metrics.jsonl was deleted: it was written again" in run.stderr
@@ -285,7 +285,7 @@ def test_nested_checkpoint_folder_inside_the_run(tmp_path: Path) -> None:
     assert not run.folder.exists()
     rescued = tmp_path / "run-rescued"
     assert advice(run) == [f"run.dir={rescued}", f"checkpoint.dir={rescued}/a/b/saved"]
-    goes_on(run, advice(run))
+    continue_run(run, advice(run))
 
 
 def test_unused_parent_folders_are_removed(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from tests.checkpoint.test_faults import last_step
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, run_command, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_command, tiny_overrides
 from tests.lifecycle.test_stopping import wait_until_it_catches
 
 STEPS = 400
@@ -31,7 +31,7 @@ def start(folder: Path, arguments: list[str], env: Mapping[str, str]) -> subproc
 def preempt(
     process: subprocess.Popen[str], folder: Path, how: signal.Signals | str, after_s: float, before_step: int
 ) -> None:
-    """Request a stop after a while, or once the run comes to `before_step`, so that it does not end first."""
+    """Request a stop after a while, or once the run reaches `before_step`, so that it does not end first."""
     wait_until_it_catches(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + after_s
     while time.monotonic() < deadline and last_step(folder) < before_step:
@@ -39,7 +39,8 @@ def preempt(
     if isinstance(how, signal.Signals):
         process.send_signal(how)
         return
-    while process.poll() is None:  # as a batch script does: the run may take the first for one from before
+    # Repeatedly, as a batch script does: the run ignores a notice that is older than its start.
+    while process.poll() is None:
         if folder.exists():
             (folder / "notice").touch()
         time.sleep(0.5)
@@ -81,6 +82,6 @@ def test_twenty_preemptions(more: list[str], tmp_path: Path) -> None:
     print(f"{len(codes)} preemptions, {len(starts) - 1} of them after the first step had begun")
 
 
-def evaluations(ran: Ran) -> dict[int, float]:
+def evaluations(ran: CommandResult) -> dict[int, float]:
     """Return the evaluation losses by step. An evaluation aborted by a stop is made up for after the resume."""
     return {line["step"]: line["loss"] for line in ran.metrics if line["kind"] == "eval"}

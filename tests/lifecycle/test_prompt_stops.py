@@ -26,10 +26,10 @@ import numpy as np
 import pytest
 
 from tests.distributed.test_processes import processes_of
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.forked import popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, tiny_overrides
+from tests.helpers.ranks import CommandResult, tiny_overrides
 from tests.lifecycle.test_random_signals import draws
 
 pytestmark = pytest.mark.slow
@@ -38,10 +38,10 @@ KINDS = ("chats", "raw text", "remote text", "remote shards", "hf folder", "lora
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LIMIT_S = 5.0
 BUSY_S = 15.0
-"""What the normal suite allows, whose machine may be busy with other tests."""
+"""The limit in the normal suite, where other tests may keep the machine busy."""
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is trained
+# The runs
 
 
 def write_chats(path: Path, count: int) -> None:
@@ -49,14 +49,14 @@ def write_chats(path: Path, count: int) -> None:
     with open(path, "w") as file:
         for number in range(count):
             turns = [" ".join(words[(number + turn + k) % 6] for k in range(1 + number % 5)) for turn in range(4)]
-            file.write(json.dumps({"messages": said(*turns)}) + "\n")
+            file.write(json.dumps({"messages": conversation(*turns)}) + "\n")
 
 
 def write_pairs(path: Path, count: int) -> None:
     with open(path, "w") as file:
         for number in range(count):
             answers = [[{"role": "assistant", "content": text}] for text in ("Yes", "No")]
-            prompt = said("two and " * (1 + number % 7))
+            prompt = conversation("two and " * (1 + number % 7))
             file.write(json.dumps({"prompt": prompt, "chosen": answers[0], "rejected": answers[1]}) + "\n")
 
 
@@ -190,7 +190,7 @@ def stop_at_random(
     wait_until(lambda: not processes_of(folder), "the end of all processes", 15)
     assert not half_files(folder), f"{half_files(folder)}; {said}"
     if (folder / "run" / "status.json").exists():
-        assert Ran(75, "", "", folder / "run").status["state"] == "stopped", said
+        assert CommandResult(75, "", "", folder / "run").status["state"] == "stopped", said
     process = start(material, kind, folder, "train.steps=2", f"nproc={ranks}")
     _, stderr = process.communicate(timeout=240)
     assert process.returncode == 0, f"the next start: {stderr}\n{said}"

@@ -21,14 +21,14 @@ import pytest
 from tests.distributed.test_processes import processes_of
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
 from tests.helpers.slurm import OVER, Cluster, missing_programs, slurm_cluster
 
 pytestmark = pytest.mark.campaign
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 STEPS = 300
-_OVER_S = 30.0
+_END_TIMEOUT_S = 30.0
 
 
 def draws(default: int) -> list[int]:
@@ -48,9 +48,9 @@ def saved_steps(folder: Path) -> list[int]:
 def assert_nothing_is_lost(folder: Path, code: int, stderr: str, signals: int) -> None:
     """Stopped with its last step saved, or before there was anything to save, or before our first line ran."""
     assert code in (75, 0, -signals, 128 + signals), f"exit code {code}\n{stderr}"
-    wait_until(lambda: not processes_of(folder), "the end of all processes", _OVER_S)
+    wait_until(lambda: not processes_of(folder), "the end of all processes", _END_TIMEOUT_S)
     if (folder / "status.json").exists():
-        status = Ran(code, "", "", folder).status
+        status = CommandResult(code, "", "", folder).status
         assert status["state"] == "stopped", f"{status}\n{stderr}"
         assert status["step"] == 0 or saved_steps(folder)[-1] == status["step"]
     else:
@@ -87,9 +87,9 @@ def test_a_signal_at_any_moment_of_the_start(way: str, seed: int, tmp_path: Path
             wait_until(lambda process=process: catches(process.pid, signal.SIGTERM), "torchrun's handlers", 120)
         process.send_signal(number)
         try:
-            _, stderr = process.communicate(timeout=_OVER_S + 15)
+            _, stderr = process.communicate(timeout=_END_TIMEOUT_S + 15)
         except subprocess.TimeoutExpired:
-            pytest.fail(f"{number.name} {after_s:.2f} s after the start: still there after {_OVER_S + 15:.0f} s")
+            pytest.fail(f"{number.name} {after_s:.2f} s after the start: still there after {_END_TIMEOUT_S + 15:.0f} s")
         code = process.returncode
         if way == "torchrun":  # its own code says that a worker was ended, whatever the worker's was
             code = 75 if (folder / "status.json").exists() else 0
@@ -119,13 +119,15 @@ def test_a_signal_at_any_moment_of_the_start_under_srun(seed: int, cluster: Clus
         is_there = any("trainer.run" in line and "srun" not in line for line in processes_of(folder))
         cluster.call("scancel", f"--signal={number.name.removeprefix('SIG')}", job, check=False)
         try:
-            wait_until(lambda job=job: cluster.job(job)["JobState"] in OVER, f"the end of {job}: {said}", _OVER_S)
+            wait_until(
+                lambda job=job: cluster.job(job)["JobState"] in OVER, f"the end of {job}: {said}", _END_TIMEOUT_S
+            )
         except AssertionError:
             if not is_there:  # the step had no process yet that a signal could reach
                 cluster.call("scancel", job)
                 continue
             raise
-        wait_until(lambda folder=folder: not processes_of(folder), "the end of all processes", _OVER_S)
+        wait_until(lambda folder=folder: not processes_of(folder), "the end of all processes", _END_TIMEOUT_S)
         if (folder / "status.json").exists():
             assert_nothing_is_lost(folder, 75, said + cluster.log(job), number)
 
@@ -184,7 +186,7 @@ def test_terminal_or_pipe_closes_at_any_moment(
             process.communicate(timeout=120)
             assert process.returncode == 0
     wait_until(lambda: not processes_of(folder), "the end of all processes", 60)
-    status = Ran(0, "", "", folder).status
+    status = CommandResult(0, "", "", folder).status
     assert saved_steps(folder)[-1] == status["step"]
     assert (status["state"] == "finished") is (status["step"] == STEPS)
     assert (status["step"] == STEPS) is (way in ("stdout", "stderr")), f"{way} at step {step}: {status}"

@@ -39,7 +39,7 @@ TINY = tiny_overrides(
     "checkpoint.keep_last=0",
 )
 STEPS, MORE = 4, 6
-"""What the original trains, with a checkpoint each two steps, and how far it is to go then."""
+"""The steps of the original run, with a checkpoint every two steps, and `train.steps` of the next start."""
 
 Start = tuple[str, list[str]]
 """A recipe and overrides."""
@@ -55,7 +55,7 @@ def original(folder: Path, *overrides: str, steps: int = STEPS) -> Path:
 
 
 def train(recipe: str, overrides: list[str]) -> str:
-    """Start once more.  Returns the user's mistake, if it is one."""
+    """Start once more; return the message of a UserError, if there is one."""
     base = TINY if recipe == "llama_small" else []
     try:
         trainer = Trainer(load_config(recipe, merged([*base, f"train.steps={MORE}"], overrides)))

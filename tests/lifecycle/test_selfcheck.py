@@ -42,7 +42,7 @@ class OtherReplica(Trainer):
 
 
 class LeftOut(Trainer):
-    """A parameter that FSDP never saw, and one that it saw."""
+    """A parameter that is registered after FSDP has wrapped the model."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -292,7 +292,7 @@ def test_self_check_takes_less_than_two_seconds(tmp_path: Path) -> None:
 def test_a_failed_self_check_ends_the_run_with_1(tmp_path: Path) -> None:
     overrides = ["data.source=synthetic", "data.seq_len=16", "train.steps=2", "nproc=2"]
     ran = run_command(
-        tmp_path / "run", "recipe=llama_small", "model.name=tests.helpers.own_recipes:mlp_left_out", *overrides
+        tmp_path / "run", "recipe=llama_small", "model.name=tests.helpers.custom_recipes:mlp_left_out", *overrides
     )
     assert ran.exit_code == 1
     assert ran.stderr.count("error: self-check: ranks 0, 1: extra is not sharded") == 1, ran.stderr

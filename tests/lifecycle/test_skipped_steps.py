@@ -49,7 +49,7 @@ class Skipping(Trainer):
 
 
 def run(folder: Path, *overrides: str, **how: Any) -> int:
-    """Train as `how` says; returns the exit code, or raises what `fit` raises."""
+    """Train with the attributes `how` of `Skipping`; return the exit code, or raise what `fit` raises."""
     own = Skipping(tiny_config(folder, *merged(OWN, overrides)))
     for name, value in how.items():
         setattr(own, name, value)

@@ -18,11 +18,11 @@ import pytest
 import torch.distributed as dist
 
 from tests.distributed.test_processes import processes_of, wait_for_step
-from tests.helpers.faults import Started
+from tests.helpers.faults import StartedRun
 from tests.helpers.faults import start as start_faulty
 from tests.helpers.forked import REPOSITORY, free_port, popen, rank_variables, start_run
 from tests.helpers.gate import Gate, wait_until
-from tests.helpers.ranks import Ran, run_tiny, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, find_deadline
@@ -41,13 +41,13 @@ def start(folder: Path, *overrides: str, env: dict[str, str] | None = None) -> s
     return popen(command, env=os.environ | (env or {}))
 
 
-def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 240) -> Ran:
+def ended(process: subprocess.Popen[str], folder: Path, timeout_s: float = 240) -> CommandResult:
     stdout, stderr = process.communicate(timeout=timeout_s)
-    return Ran(process.returncode, stdout, stderr, folder)
+    return CommandResult(process.returncode, stdout, stderr, folder)
 
 
-def start_forked(folder: Path, *overrides: str, ranks: int = 1, env: dict[str, str] | None = None) -> Started:
-    """Start the same without a launcher, forked: where the start is not the subject."""
+def start_forked(folder: Path, *overrides: str, ranks: int = 1, env: dict[str, str] | None = None) -> StartedRun:
+    """Start forked ranks without a launcher, for tests that are not about the start."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in (env or {}).items():
             patch.setenv(name, value)
@@ -95,7 +95,7 @@ def test_a_notice_stops_the_run(nproc: int, tmp_path: Path) -> None:
     (folder / "notice").touch()  # of an attempt before: of no meaning to this one
     run = start_forked(folder, *tiny_overrides("train.steps=100000"), ranks=nproc)
     wait_for_step(folder)
-    began = Ran(0, "", "", folder).metrics[1]["time"]
+    began = CommandResult(0, "", "", folder).metrics[1]["time"]
     wait_until(lambda: time.time() > began + 2 * StopRequest.POLL_S, "it has looked for a notice meanwhile")
     assert run.processes[0].is_alive()
     (folder / "notice").touch()
@@ -217,13 +217,13 @@ def test_signal_aborts_an_evaluation(tmp_path: Path) -> None:
 
 def test_deadline_in_the_past_is_a_user_error(tmp_path: Path) -> None:
     """Otherwise a job that is restarted again and again would make one step each time."""
-    ran = run_tiny(tmp_path / "run", "train.steps=5", "run.deadline=2020-01-01", ends=2)
+    ran = run_tiny(tmp_path / "run", "train.steps=5", "run.deadline=2020-01-01", exit_code=2)
     assert "run.deadline=2020-01-01: has already passed" in ran.stderr
 
 
 def test_job_without_remaining_time_makes_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SLURM_JOB_END_TIME", "1700000000")
-    ran = run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", ends=75)
+    ran = run_tiny(tmp_path / "run", "train.steps=5", "nproc=2", exit_code=75)
     assert ran.status == {"state": "stopped", "exit_code": 75, "step": 0, "reason": "deadline"}
     assert ran.train("step") == []
 
@@ -362,7 +362,7 @@ def test_terminal_of_the_launcher_is_closed(tmp_path: Path) -> None:
     process.stderr.close()  # type: ignore[union-attr]
     os.killpg(process.pid, signal.SIGHUP)
     assert process.wait(240) == 75
-    status = Ran(75, "", "", folder).status
+    status = CommandResult(75, "", "", folder).status
     assert status["state"] == "stopped"
     assert (folder / "checkpoints" / f"step_{status['step']:08d}").is_dir()
 
@@ -377,8 +377,8 @@ def test_closed_terminal_has_no_effect_under_nohup(nproc: int, tmp_path: Path) -
     process = popen(command, **quiet)
     wait_for_step(folder)
     process.send_signal(signal.SIGHUP)
-    seen = len(Ran(0, "", "", folder).train("step"))
-    wait_until(lambda: process.poll() or len(Ran(0, "", "", folder).train("step")) > seen + 20, "more steps")
+    seen = len(CommandResult(0, "", "", folder).train("step"))
+    wait_until(lambda: process.poll() or len(CommandResult(0, "", "", folder).train("step")) > seen + 20, "more steps")
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(240) == 75
@@ -406,7 +406,7 @@ def test_output_without_a_reader_does_not_stop_a_run(reader: str, tmp_path: Path
     assert process.returncode == 0, stderr
     assert "Traceback" not in stderr
     assert stderr.count("warning: standard output was closed") == (reader == "goes"), stderr
-    ran = Ran(0, "", "", folder)
+    ran = CommandResult(0, "", "", folder)
     assert ran.status["state"] == "finished"
     assert ran.train("step")[-1] == 80
     if reader != "goes":

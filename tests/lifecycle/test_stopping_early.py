@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.forked import popen
 from tests.helpers.gate import wait_until
 from trainer.config import DataSection
@@ -168,7 +168,9 @@ def test_signal_handlers_are_restored() -> None:
 
 def chats(folder: Path, count: int) -> DataSection:
     path = folder / "chats.jsonl"
-    lines = [said("Hi", "Yes" + " No" * (number % 4), "Bye", "No" + " two" * (number % 9)) for number in range(count)]
+    lines = [
+        conversation("Hi", "Yes" + " No" * (number % 4), "Bye", "No" + " two" * (number % 9)) for number in range(count)
+    ]
     path.write_text("".join(json.dumps({"messages": line}) + "\n" for line in lines))
     model = write_tokenizer(folder / "model", CHATML)
     return DataSection(
@@ -241,7 +243,7 @@ def test_turns_past_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> No
         return render(messages, *more, **named)
 
     template.render = counted  # type: ignore[method-assign]
-    chat = Conversation(said(*["Hi", "Yes"] * 2000))
+    chat = Conversation(conversation(*["Hi", "Yes"] * 2000))
     found, some = encoder.encode(chat, 24), encoder.encode(Conversation(chat.messages[:40]))
     assert (found.trained[:24] == some.trained[:24]).all()
     assert found.trained[:24].any()

@@ -20,7 +20,7 @@ from torch.distributed import HashStore
 import trainer.trainer
 from tests.helpers.faults import Fault, start
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, run_command
+from tests.helpers.ranks import CommandResult, run_command
 from trainer import load_config
 from trainer.distributed.channel import TimedStore
 from trainer.lifecycle.watchdog import (
@@ -39,7 +39,7 @@ from trainer.lifecycle.watchdog import (
 )
 
 LIMIT_S = 8.0
-"""More than a good step takes where other processes, or other machines on the same host, have the cores for seconds."""
+"""Longer than a normal step takes, even if other processes use the cores for seconds."""
 SLEEPING = ["recipe=llama_small", "model.name=tests.helpers.sleeping_trainer:sleeping", "data.source=synthetic"]
 SLEEPING += ["data.seq_len=16", "train.steps=5", "log.every=1", "log.sample_tokens=0", "checkpoint.every=0"]
 SLEEPING += ["run.threads=1"]
@@ -47,8 +47,8 @@ SLEEPING += ["run.threads=1"]
 
 def run_sleeping(
     monkeypatch: pytest.MonkeyPatch, folder: Path, place: str, *overrides: str, rank: int = 1, nproc: int = 2
-) -> tuple[Ran, float]:
-    """Run until it ends; return how long it took, too."""
+) -> tuple[CommandResult, float]:
+    """Run until it ends; return its result and its seconds."""
     monkeypatch.setenv("MESHTRAINER_TEST_PLACE", place)
     monkeypatch.setenv("MESHTRAINER_TEST_RANK", str(rank))
     given = {override.partition("=")[0] for override in overrides}
@@ -138,7 +138,7 @@ def test_rank_lost_after_a_save_is_noticed_soon(tmp_path: Path, monkeypatch: pyt
 def test_rank_that_stops_during_a_background_save(tmp_path: Path) -> None:
     """Its part of the save is never written, and no rank waits a minute for it."""
     fault = Fault(rank=1, hang="write", hang_until=str(tmp_path / "never"), at_step=3, then="SIGSTOP")
-    options = ["recipe=llama_small", "model.name=tests.helpers.own_recipes:mlp_faulty", "data.source=synthetic"]
+    options = ["recipe=llama_small", "model.name=tests.helpers.custom_recipes:mlp_faulty", "data.source=synthetic"]
     options += ["data.seq_len=16", "train.steps=9", "eval.every=0", "checkpoint.every=2", "checkpoint.mode=async"]
     options += ["run.threads=1", f"run.step_timeout_s={LIMIT_S}", "log.sample_tokens=0"]
     run = start(tmp_path / "run", *options, ranks=2, fault=fault)

@@ -28,7 +28,7 @@ from rich.console import Console
 
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.ranks import run_tiny
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from tests.helpers.tiny import BATCH, SEQ_LEN, fit, lines, tiny_config
 from trainer import Trainer
 from trainer.lifecycle import folder as rundir
@@ -235,7 +235,7 @@ def test_steps_yields_all_fields_also_between_records(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_rates_and_bytes_are_totals_of_all_ranks(two: Shared) -> None:
+def test_rates_and_bytes_are_totals_of_all_ranks(two: SharedRun) -> None:
     for line in two.ran.metrics:
         if line["kind"] == "train":
             assert line["tokens_per_s"] * line["step_s"] == pytest.approx(8 * 32), "targets of one step"

@@ -19,7 +19,7 @@ LINE = re.compile(r'(?:# (?:HELP|TYPE) meshtrainer_\w+ .+|meshtrainer_\w+\{run="
 
 
 def values_of(page: str) -> dict[str, float]:
-    """Return the samples of a page, by name and part; demands Prometheus' text format of every line."""
+    """Return the samples of a page, by name and part; assert that every line has Prometheus' text format."""
     assert LINE.sub("", page) == ""
     found = re.findall(r'^(meshtrainer_\w+)\{run="[^"]*"(?:,part="(\w+)")?\} (\S+)$', page, re.MULTILINE)
     assert len({(name, part) for name, part, _ in found}) == len(found), "each once"

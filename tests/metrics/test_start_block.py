@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.data.test_data import write_shards
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.tiny import tiny_config
 from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, load_config
@@ -104,8 +104,11 @@ def test_adapters_and_their_shares(tmp_path: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("pairs", [False, True])
 def test_chats_and_pairs(pairs: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = write_tokenizer(tmp_path / "model", CHATML)
-    chat, answers = {"messages": said("Hi", "Yes")}, {"prompt": said("Hi"), "chosen": said("", "Yes")[1:]}
-    row = {**answers, "rejected": said("", "No")[1:]} if pairs else chat
+    chat, answers = (
+        {"messages": conversation("Hi", "Yes")},
+        {"prompt": conversation("Hi"), "chosen": conversation("", "Yes")[1:]},
+    )
+    row = {**answers, "rejected": conversation("", "No")[1:]} if pairs else chat
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
     settings = ["data.source=chat", f"data.path={tmp_path / 'chats.jsonl'}", f"data.tokenizer={folder}"]
     more = [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=64", "model.vocab_size=128", "train.steps=1"]

@@ -21,7 +21,7 @@ import pytest
 from tests.helpers import trackers
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, tiny_overrides
+from tests.helpers.ranks import CommandResult, tiny_overrides
 from tests.helpers.tiny import fit
 from trainer import UserError, load_config
 from trainer.config import rules
@@ -39,13 +39,13 @@ MODEL = [
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The interface, with a tracker of one's own
+# The interface, with a custom tracker
 
 
-class Kept:
+class RecordingTracker:
     """A tracker that records what it receives, and may fail."""
 
-    made: list[Kept] = []
+    made: list[RecordingTracker] = []
     opens_fail = 0
     writes_fail = 0
     knows_steps = True
@@ -58,14 +58,14 @@ class Kept:
     def open(self, run: TrackedRun) -> int | None:
         self.calls.append("open")
         self.run = run
-        if Kept.opens_fail:
-            Kept.opens_fail -= 1
+        if RecordingTracker.opens_fail:
+            RecordingTracker.opens_fail -= 1
             raise ConnectionRefusedError("the server is away")
         return max((step for step, _ in self.rows), default=0) if self.knows_steps else None
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
-        if Kept.writes_fail:
-            Kept.writes_fail -= 1
+        if RecordingTracker.writes_fail:
+            RecordingTracker.writes_fail -= 1
             raise TimeoutError("the server is slow")
         self.rows.append((step, dict(values)))
 
@@ -74,23 +74,25 @@ class Kept:
 
 
 @pytest.fixture
-def kept(monkeypatch: pytest.MonkeyPatch) -> type[Kept]:
+def kept(monkeypatch: pytest.MonkeyPatch) -> type[RecordingTracker]:
     """The tracker `kept`, as another distribution announces it."""
     point = EntryPoint("kept", f"{__name__}:Kept", "meshtrainer.sinks")
     for module in ("trainer.config.rules", "trainer.metrics.trackers"):
         monkeypatch.setattr(f"{module}.entry_points", lambda group: [point])
-    monkeypatch.setattr(EntryPoint, "load", lambda self: Kept)
+    monkeypatch.setattr(EntryPoint, "load", lambda self: RecordingTracker)
     monkeypatch.setattr(Follower, "_PAUSES_S", (0.01,))
     for name, value in (("made", []), ("rows", []), ("opens_fail", 0), ("writes_fail", 0), ("knows_steps", True)):
-        monkeypatch.setattr(Kept, name, value)
-    return Kept
+        monkeypatch.setattr(RecordingTracker, name, value)
+    return RecordingTracker
 
 
 def of(kind: str, found: list[dict[str, Any]], field: str) -> list[Any]:
     return [line[field] for line in found if line["kind"] == kind]
 
 
-def test_a_tracker_of_ones_own_gets_each_step_once_with_its_evaluation(kept: type[Kept], tmp_path: Path) -> None:
+def test_a_tracker_of_ones_own_gets_each_step_once_with_its_evaluation(
+    kept: type[RecordingTracker], tmp_path: Path
+) -> None:
     found = fit(tmp_path, "train.steps=6", "eval.every=3", "log.trackers=[kept]")
     (one,) = kept.made
     assert one.calls == ["open", "close"]
@@ -103,7 +105,7 @@ def test_a_tracker_of_ones_own_gets_each_step_once_with_its_evaluation(kept: typ
 
 @pytest.mark.parametrize("knows_steps", [True, False])
 def test_a_resumed_run_continues_in_its_tracker(
-    knows_steps: bool, kept: type[Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    knows_steps: bool, kept: type[RecordingTracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It resumes at 3, and the tracker has 4 and 5 of the attempt before."""
     monkeypatch.setattr(kept, "knows_steps", knows_steps)
@@ -122,7 +124,7 @@ def test_a_resumed_run_continues_in_its_tracker(
 def test_after_an_outage_everything_arrives_and_one_message_tells(
     opens_fail: int,
     writes_fail: int,
-    kept: type[Kept],
+    kept: type[RecordingTracker],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -130,9 +132,9 @@ def test_after_an_outage_everything_arrives_and_one_message_tells(
     monkeypatch.setattr(kept, "opens_fail", opens_fail)
     monkeypatch.setattr(kept, "writes_fail", writes_fail)
     settled = threading.Event()
-    write = Kept.write
+    write = RecordingTracker.write
 
-    def write_and_tell(self: Kept, *arguments: Any) -> None:
+    def write_and_tell(self: RecordingTracker, *arguments: Any) -> None:
         write(self, *arguments)
         settled.set()
 
@@ -152,7 +154,7 @@ def test_after_an_outage_everything_arrives_and_one_message_tells(
 
 
 def test_a_tracker_that_hangs_is_left(
-    kept: type[Kept], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kept: type[RecordingTracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(Follower, "FINISH_S", 0.3)
     released = threading.Event()
@@ -281,9 +283,9 @@ def wait_for_step(folder: Path, process: subprocess.Popen[str], step: int) -> No
 
 
 def assert_every_step_arrived_once(folder: Path, tracker: trackers.Tracker) -> None:
-    ran = Ran(0, "", "", folder)
+    ran = CommandResult(0, "", "", folder)
     tracker.stop()
-    found = tracker.found(folder)
+    found = tracker.received(folder)
     assert [step for step, _ in found] == list(range(1, STEPS + 1))
     assert [loss for _, loss in found] == pytest.approx(ran.train("loss"), rel=1e-6)
 
@@ -310,11 +312,11 @@ def test_its_server_is_away_for_a_minute(tracker: trackers.Tracker, tmp_path: Pa
     folder = tmp_path / "run"
     process = start(folder, tracker, rest_s=1.0, patience_s=60.0)
     wait_for_step(folder, process, 10)
-    tracker.go_away()
+    tracker.go_down()
     trackers.pause(AWAY_S)
     tracker.come_back()
     assert process.wait(400) == 0, Path(f"{folder}.log").read_text()
-    times = [line["time"] for line in Ran(0, "", "", folder).metrics if line["kind"] == "train"]
+    times = [line["time"] for line in CommandResult(0, "", "", folder).metrics if line["kind"] == "train"]
     assert max(after - before for before, after in itertools.pairwise(times)) < 8, "no step waited"
     assert_every_step_arrived_once(folder, tracker)
     assert Path(f"{folder}.log").read_text().count("warning") <= 1

@@ -15,16 +15,16 @@ import pytest
 from tests.helpers.fake_wandb import FakeWandbServer
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import Ran, tiny_overrides
+from tests.helpers.ranks import CommandResult, tiny_overrides
 from trainer.metrics.follower import Follower
 
 STEPS = 20
 PATIENCE_S = 3.0
-"""What the end of a run waits for the client here; in the campaign as long as in any run."""
+"""How long the end of a run waits for the client here; in the campaign as long as outside of tests."""
 MORE_S = 60.0
-"""What a run may take from its last record to its end: 15 s for Weights & Biases, and more on a busy machine.
+"""Longest time from the last record of a run to its end: 15 s for Weights & Biases, and more on a busy machine.
 
-Before that its client is waited for nowhere, and how long the steps take depends on what else the machine does.
+Nothing waits for the client before the end, and the time of the steps depends on how busy the machine is.
 """
 MODEL = [
     "model.name=tests.helpers.slow_trainer:slow_llama",
@@ -39,7 +39,7 @@ SCRIPT = "import sys; from trainer import *; sys.exit(Trainer(load_config('llama
 pytestmark = pytest.mark.slow
 
 
-class Started:
+class StartedRun:
     """A run with the client in the given mode, in whose environment its processes can be found."""
 
     def __init__(
@@ -92,7 +92,7 @@ class Started:
     def end(self) -> float:
         """Demand that the run ends well, complete, and leaves no process; returns how long its end took."""
         assert self.process.wait(240) == 0, self.output()
-        ran = Ran(0, "", "", self.folder)
+        ran = CommandResult(0, "", "", self.folder)
         assert ran.metrics[-1]["kind"] == "end"
         held_up_s = time.time() - ran.metrics[-1]["time"]
         print(f"held up for {held_up_s:.1f} s")
@@ -126,14 +126,14 @@ def test_unreachable_at_the_start_with_the_full_wait(command: Sequence[str], por
 
 
 def unreachable(command: Sequence[str], port_that: int, folder: Path, patience_s: float) -> None:
-    run = Started(folder / "run", "online", port_that, 0.0, command, patience_s)
+    run = StartedRun(folder / "run", "online", port_that, 0.0, command, patience_s)
     assert run.end() < MORE_S
     assert run.output().count(f"warning: Weights & Biases did not finish within {patience_s:.0f} s") == 1
 
 
 @pytest.mark.campaign
 def test_its_service_is_killed(tmp_path: Path) -> None:
-    run = Started(tmp_path / "run", "offline", 1, 1.0, patience_s=Follower.FINISH_S)
+    run = StartedRun(tmp_path / "run", "offline", 1, 1.0, patience_s=Follower.FINISH_S)
     run.wait_for('"step": 4,')
     while not (services := run.processes("wandb-core")):  # it takes its time to start
         assert run.process.poll() is None, run.output()
@@ -154,13 +154,13 @@ def server() -> Iterator[FakeWandbServer]:
 @pytest.mark.parametrize("loss", ["", "gone", "mute"])
 def test_the_server_is_lost_in_mid_run(loss: str, server: FakeWandbServer, tmp_path: Path) -> None:
     patience_s = PATIENCE_S if loss else 60.0  # where all is well nothing is waited for
-    run = Started(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)
+    run = StartedRun(tmp_path / "run", "online", server.server_address[1], 0.1, patience_s=patience_s)
     run.wait_for('"step": 8,')
     if loss == "mute":
-        server.is_mute.set()
+        server.is_unresponsive.set()
     elif loss == "gone":
         server.stop()
     assert run.end() < MORE_S
     assert run.output().count("warning: Weights & Biases") == bool(loss)
     if not loss:
-        assert server.losses == Ran(0, "", "", run.folder).train("loss"), "all that was logged has arrived"
+        assert server.losses == CommandResult(0, "", "", run.folder).train("loss"), "all that was logged has arrived"

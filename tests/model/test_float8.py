@@ -23,7 +23,7 @@ from trainer.model.units import find_blocks
 
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 needs_torchao = pytest.mark.skipif(not HAS_TORCHAO, reason="needs torchao")
-pytestmark = pytest.mark.filterwarnings("ignore")  # torchao's own, of its kernels
+pytestmark = pytest.mark.filterwarnings("ignore")  # torchao warns about its kernels
 
 WAYS = ["tensorwise", "rowwise"]
 BFLOAT16 = "fsdp.param_dtype=bfloat16"
@@ -41,14 +41,14 @@ def small_llama() -> tuple[nn.Module, list[nn.Module]]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# What is refused
+# What is rejected
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
 @pytest.mark.parametrize("launch", [["nproc=2"], pytest.param([], marks=pytest.mark.campaign)])
 def test_without_torchao_one_message_says_what_to_install(launch: list[str], tmp_path: Path) -> None:
-    ran = run_tiny(tmp_path / "run", "train.float8=rowwise", BFLOAT16, *launch, ends=2)
+    ran = run_tiny(tmp_path / "run", "train.float8=rowwise", BFLOAT16, *launch, exit_code=2)
     assert ran.stderr.count("pip install 'meshtrainer[float8]'") == 1
     assert "Traceback" not in ran.stderr
     assert not (tmp_path / "run").exists()

@@ -46,8 +46,8 @@ def counted(model: nn.Module) -> float:
         (r"layers\.1", 0),
         (r"layers\.0", 0),
         (r"tok_embeddings", 0),
-        # Within a block that is trained in part nobody knows what comes before what: its attention, and the inputs of
-        # w1 and w3, are taken to be gone back through.
+        # The order of layers within a block is not known.  So if a part of it is trained, the backward pass is taken to
+        # go through its attention and the inputs of w1 and w3.
         (r"layers\.\d\.feed_forward", 2 / 3 * 6 * 2 * 32 * SEQ_LEN + 2 * 2 * 32 * 64),
     ],
 )

@@ -14,8 +14,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from tests.helpers.hf_models import KINDS, folder_of, load_there, plain_losses
-from tests.helpers.ranks import Ran, run_command, run_ranks
+from tests.helpers.hf_models import KINDS, folder_of, load_with_transformers, plain_losses
+from tests.helpers.ranks import CommandResult, run_command, run_ranks
 from tests.helpers.tiny import full
 from trainer import Source, Trainer, TrainLoader, UserError, fill, load_config, load_weights, run
 from trainer.config import MeshShape
@@ -29,7 +29,7 @@ from trainer.recipe import find_recipe
 LR = 1e-3
 STEPS = 20
 WHOLE_LOGITS = ("gemma2", "granite")
-"""Models whose logits are more than their head's output: capped, divided."""
+"""Models that change the output of their head: one caps it, one divides it."""
 TRAINED = [kind for kind in KINDS if kind != "mamba"]
 TRIED = ("llama", "gemma3", "gpt2")
 """Kinds that are in `make test-fast`: plain; tied, two rotary embeddings, a window; learned positions."""
@@ -54,7 +54,7 @@ def overrides(folder: Path, *more: str, name: str = "hf") -> list[str]:
     return [f"model.name={name}", f"model.path={folder}", *kept, *more]
 
 
-def trained(folder: Path, out: Path, *more: str) -> Ran:
+def trained(folder: Path, out: Path, *more: str) -> CommandResult:
     ran = run_command(out, "recipe=llama_small", *overrides(folder, *more))
     assert ran.exit_code == 0, ran.stderr + ran.stdout
     return ran
@@ -94,7 +94,7 @@ def test_training_and_export_equal_a_plain_loop(kind: str, ranks: int, tmp_path:
     shutil.move(source, tmp_path / "gone")
 
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    there, report = load_there(tmp_path / "out")
+    there, report = load_with_transformers(tmp_path / "out")
     assert not any(report.values()), report
     assert type(there) is type(model)
     here = load_weights(tmp_path / "run").state_dict()
@@ -175,7 +175,7 @@ def model_of(folder: Path) -> Any:
     with torch.device("meta"):
         model = recipe.build_model(config)
     materialize(model, 0, torch.device("cpu"), recipe.init, is_loaded_later=lambda name: True)
-    source = recipe.first_weights(config)
+    source = recipe.initial_weights(config)
     assert source is not None
     fill(model, source)
     return model.eval().requires_grad_(False)
@@ -211,7 +211,7 @@ def test_padding_row_of_a_new_model_equals_transformers(folders: Any) -> None:
 @pytest.mark.parametrize("kind", kinds(TRAINED, (*TRIED, "gemma2", "qwen3_moe")))
 def test_logits_and_loss_equal_those_of_transformers(kind: str, folders: Any, tokens: torch.Tensor) -> None:
     """Also if logits are processed after the head: then the loss is not computed in chunks."""
-    model, (there, _) = model_of(folders(kind)), load_there(folders(kind))
+    model, (there, _) = model_of(folders(kind)), load_with_transformers(folders(kind))
     assert isinstance(model, type(there))
     expected = there(input_ids=tokens).logits
     assert torch.equal(model(tokens), expected)
@@ -274,7 +274,7 @@ def test_model_that_mixes_documents_is_rejected_before_training(kind: str, folde
 
 def test_generated_text_equals_that_of_transformers(folders: Any, tokens: torch.Tensor) -> None:
     """With transformers' own method, and with `trainer.generate`, which uses transformers' cache."""
-    model, (there, _) = model_of(folders("qwen3")), load_there(folders("qwen3"))
+    model, (there, _) = model_of(folders("qwen3")), load_with_transformers(folders("qwen3"))
     how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = there.generate(tokens[:1], **how)
     assert torch.equal(model.generate(tokens[:1], **how), expected)
@@ -300,10 +300,10 @@ def test_texts_of_a_batch_equal_those_generated_alone(kind: str, folders: Any) -
 
 def test_rows_of_merged_experts_are_read_from_separate_tensors(folders: Any) -> None:
     config = config_of(folders("qwen3_moe"))
-    source = find_recipe("hf").first_weights(config)
+    source = find_recipe("hf").initial_weights(config)
     assert source is not None
     name = "model.layers.1.mlp.experts.gate_up_proj"
-    whole = load_there(folders("qwen3_moe"))[0].state_dict()[name]
+    whole = load_with_transformers(folders("qwen3_moe"))[0].state_dict()[name]
     asked: list[str] = []
     files = source._converted._source  # type: ignore[attr-defined]
     read = files.read
@@ -356,7 +356,7 @@ def test_random_weights_equal_those_of_transformers_on_any_mesh(folders: Any, tm
 def test_folder_without_weights_gets_random_ones(folders: Any, tmp_path: Path) -> None:
     shutil.copy(folders("llama") / "config.json", tmp_path)
     assert config_of(tmp_path).fresh
-    assert find_recipe("hf").first_weights(config_of(tmp_path)) is None
+    assert find_recipe("hf").initial_weights(config_of(tmp_path)) is None
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     assert not config_of(tmp_path).fresh
     with pytest.raises(UserError, match=r"^model\.path=.* only pytorch_model\.bin: pickle files are not read"):

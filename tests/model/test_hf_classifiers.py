@@ -16,7 +16,7 @@ from tests.helpers.hf_models import folder_of
 from tests.weights.test_huggingface import Memory
 from trainer import UserError, load_config
 from trainer.model.network import build_network
-from trainer.weights.exporting import Origin, export, read_model_files
+from trainer.weights.exporting import ModelFiles, export, read_model_files
 from trainer.weights.loading import load_unsharded
 from trainer.weights.sources import fill
 
@@ -27,7 +27,7 @@ def classifier_of(folder: Path) -> tuple[Any, Any]:
     """Return the configuration and the model of a folder's weights with a head for three classes."""
     config = load_config("classify", [f"model.path={folder}", *OWN])
     model = build_network(config)
-    source = config.recipe.first_weights(config.model)
+    source = config.recipe.initial_weights(config.model)
     assert source is not None
     load_unsharded(model, config.recipe, source, torch.device("cpu"))
     head = next(p for name, p in model.named_parameters() if name.endswith(".score"))
@@ -53,9 +53,9 @@ def test_scores_are_those_of_the_export(kind: str, tmp_path: Path) -> None:
     with torch.no_grad():
         ours = model(tokens)
     assert ours.shape == (2, 12, 3)
-    origin = Origin()
-    origin.files = read_model_files(tmp_path / "base")
-    export(Memory(model.state_dict()), config.recipe, config.model, tmp_path / "out", origin=origin)
+    model_files = ModelFiles()
+    model_files.files = read_model_files(tmp_path / "base")
+    export(Memory(model.state_dict()), config.recipe, config.model, tmp_path / "out", model_files=model_files)
     theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]

@@ -1,4 +1,4 @@
-"""Models of attention and layers with a state (`model.name=hf`) on packed documents, compared with documents apart."""
+"""Models of attention and layers with a state (`model.name=hf`): packed documents equal documents in separate rows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.recipe import find_recipe
 from trainer.sequence import Documents, apply_by_document
 
 LENGTHS = ((17, 1, 70, 40),)
-"""Of the documents in each row: within chunks and across them."""
+"""Lengths of the documents in each row: within chunks and across them."""
 
 EVERYDAY = ("qwen3_next", "nemotron_h", "lfm2")
 """A gated delta rule with a mixture, a state space, and convolutions alone."""
@@ -46,7 +46,7 @@ def batch_of(lengths: tuple[tuple[int, ...], ...]) -> dict[str, torch.Tensor]:
 
 
 def apart(batch: dict[str, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return tokens and targets of each document, as a row of its own."""
+    """Return tokens and targets of each document, in a row for each."""
     found = []
     for row, lengths in enumerate(LENGTHS):
         for end, length in zip(itertools.accumulate(lengths), lengths, strict=True):

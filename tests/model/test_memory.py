@@ -69,7 +69,7 @@ def load_folder(path: Path, run: Path, recipe: str, *overrides: str) -> tuple[fl
         common = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=8", f"run.dir={run / 'run'}"]
         config = load_config(recipe, [*common, weights, *overrides])
         trainer = Trainer(config)
-        load_initial_weights(trainer.model, trainer.origin, config, trainer.world)
+        load_initial_weights(trainer.model, trainer.model_files, config, trainer.world)
         return trainer
 
     build(path / "small").close()  # what the first one imports

@@ -1,4 +1,4 @@
-"""muP: initial weights and rates follow from the widths of a smaller model, and activations stay as they are there."""
+"""muP: initial weights and rates follow from the widths of a smaller model, and activations stay as large as in it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import Ran, run_command, run_python_module, run_ranks, tiny_overrides
+from tests.helpers.ranks import CommandResult, run_command, run_python_module, run_ranks, tiny_overrides
 from tests.helpers.tiny import tiny_config
 from trainer import Recipe, RunConfig, Trainer, load_config, register
 from trainer.model.mup import find_growth, scale_initial_weights
@@ -45,8 +45,8 @@ TABLE: dict[tuple[str, str], dict[str, float]] = {
     ("muon", "match_rms_adamw"): {"wq": 1 / 2, "w1": 1 / 2, "w2": 1 / 3, "output": 1 / 4, "tok_embeddings": 1},
     ("muon", "jordan"): {"wq": 1, "w1": 1, "w2": math.sqrt(4 / 6), "output": 1 / 4, "tok_embeddings": 1},
 }
-"""By optimizer and Muon's scale.  Muon's last two: their updates relative to sqrt(rows / columns), here and there; the
-feed-forward layers are 192 x 64 here and 32 x 16 there.
+"""By optimizer and Muon's scale.  Muon's last two: their updates relative to sqrt(rows / columns), in this model and in
+the base model, whose feed-forward layers are 192 x 64 and 32 x 16.
 """
 
 
@@ -198,7 +198,7 @@ def test_a_base_model_that_cannot_be_meant_is_refused(kind: str, tmp_path: Path)
     assert not (tmp_path / "run").exists()
 
 
-def run_wide(folder: Path, *overrides: str) -> Ran:
+def run_wide(folder: Path, *overrides: str) -> CommandResult:
     return run_command(folder, "recipe=llama_small", *tiny_overrides(*WIDE, "optim.lr=0.01", *overrides))
 
 

@@ -18,7 +18,7 @@ from tests.helpers.ranks import merged, run_command
 from tests.weights.test_huggingface import (
     assert_same_bits,
     difference,
-    load_there,
+    load_with_transformers,
     their_deepseek_v3,
     their_gpt2,
     their_gpt_oss,
@@ -75,7 +75,7 @@ def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
 
 def plain_losses(folder: Path, config: Any) -> list[float]:
     """Return the losses of a plain loop around transformers' model, with full batches on one rank."""
-    model = load_there(folder, dtype=torch.float32).train()
+    model = load_with_transformers(folder, dtype=torch.float32).train()
     optim = config.optim
     optimizer = torch.optim.AdamW(model.parameters(), optim.lr, optim.betas, optim.eps, weight_decay=0.0)
     config = replace(config, train=replace(config.train, micro_batch_size=config.train.global_batch_size))
@@ -128,7 +128,7 @@ def test_twenty_steps_equal_a_plain_loop(kind: str, mesh: str, tmp_path: Path) -
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     trained = load_weights(tmp_path / "run")
     assert_same_bits(load_weights(tmp_path / "out"), trained)
-    assert difference(trained, load_there(tmp_path / "out")) < 1e-5
+    assert difference(trained, load_with_transformers(tmp_path / "out")) < 1e-5
 
 
 def losses_of_both(

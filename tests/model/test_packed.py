@@ -37,7 +37,7 @@ from trainer.plan.plan import make_plan, without_data
 from trainer.plan.probe import Probe
 
 WIDE = replace(TINY, dim=64, ffn_dim=192)
-"""Rows of 64 and 192 weights.  Three ranks do not divide its 32 and 64 rows evenly."""
+"""Its rows have 64 or 192 weights.  Three ranks do not divide its 32 or 64 rows evenly."""
 PACKINGS = ["nf4", "fp8"]
 
 

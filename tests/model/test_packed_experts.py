@@ -34,11 +34,11 @@ SIZES: dict[str, dict[str, Any]] = {
     },
     "qwen3_next": {"num_layers": 2, "delta_value_dim": 16, "shared_dim": 64},
 }
-"""Rows of 64 weights, the least that can be packed."""
+"""Their rows have 64 weights, the fewest that can be packed."""
 
 
 def wide_folder(path: Path, kind: str, **sizes: Any) -> Path:
-    """Write a mixture as Hugging Face has it, in float32."""
+    """Write a mixture in Hugging Face's format, in float32."""
     recipe, config = MODELS[kind]
     sizes = {"dim": 64, "expert_dim": 64, "num_experts": 4, "num_chosen": 2, **SIZES[kind], **sizes}
     return folder_of(path, recipe, replace(config, **sizes))

@@ -45,7 +45,7 @@ def test_buckets_are_full_in_one_dtype_and_in_order() -> None:
 
 
 class Branches(nn.Module):
-    """Of its three branches, a batch goes through those it names."""
+    """A batch goes through the `taken` ones of three branches."""
 
     def __init__(self) -> None:
         super().__init__()

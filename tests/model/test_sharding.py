@@ -551,7 +551,7 @@ def test_in_place_addition_to_units_that_return_views(tmp_path: Path) -> None:
 
     def losses(name: str) -> list[float]:
         own = [
-            f"model.name=tests.helpers.own_recipes:{name}",
+            f"model.name=tests.helpers.custom_recipes:{name}",
             "data.source=synthetic",
             "train.steps=3",
             "optim.lr=0.01",

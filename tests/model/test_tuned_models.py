@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 from safetensors.torch import load_file
 
 from tests.commands.test_generate import written_here, written_there
-from tests.helpers.hf_models import folder_of, load_there
+from tests.helpers.hf_models import folder_of, load_with_transformers
 from tests.helpers.ranks import run_command, run_python_module, run_ranks
 from tests.model.test_hf import LR, TRAINED, WHOLE_LOGITS, overrides
 from tests.model.test_lora import plain_loop
@@ -73,7 +73,7 @@ def test_adapters_of_any_model_equal_pefts(kind: str, tmp_path: Path) -> None:
     for out, *how in (("adapter",), ("merged", "--merged")):
         assert export([str(tmp_path / "one"), str(tmp_path / out), *how]) == 0
 
-    loaded = PeftModel.from_pretrained(load_there(source)[0], tmp_path / "adapter")
+    loaded = PeftModel.from_pretrained(load_with_transformers(source)[0], tmp_path / "adapter")
     tensors = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     theirs = {key.replace(".default", ""): w for key, w in loaded.state_dict().items() if "lora_" in key}
     assert set(theirs) == set(tensors)
@@ -81,14 +81,14 @@ def test_adapters_of_any_model_equal_pefts(kind: str, tmp_path: Path) -> None:
     tokens = torch.randint(3, 257, (2, 24), generator=torch.Generator().manual_seed(1))
     logits, ours = loaded(tokens).logits, load_weights(tmp_path / "one")(tokens)
     torch.testing.assert_close(ours, logits, rtol=0, atol=2e-6 * float(logits.detach().abs().max()))
-    merged, report = load_there(tmp_path / "merged")
+    merged, report = load_with_transformers(tmp_path / "merged")
     assert not any(report.values()), report
     for key, weight in loaded.merge_and_unload().state_dict().items():
         assert torch.equal(weight, merged.state_dict()[key]), key
 
     settings = LoraConfig.from_pretrained(tmp_path / "adapter")
     settings.inference_mode = False
-    model = get_peft_model(load_there(source)[0].train(), settings)
+    model = get_peft_model(load_with_transformers(source)[0].train(), settings)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.no_grad():
         for parameter, weight in zip(trained, first.values(), strict=True):
@@ -124,7 +124,7 @@ def plain_preferences(source: Path, adapters: dict[str, torch.Tensor], exported:
     from peft import LoraConfig, get_peft_model
 
     dtype = torch.float32 if "moe" in (source / "config.json").read_text() else torch.float64
-    model, reference = (load_there(source)[0].to(dtype).train() for _ in range(2))
+    model, reference = (load_with_transformers(source)[0].to(dtype).train() for _ in range(2))
     if adapters:
         settings = LoraConfig.from_pretrained(exported)
         settings.inference_mode = False

@@ -26,8 +26,8 @@ DECAY = 0.6
 OWN = (f"train.ema={DECAY}", "optim.lr=0.05", "schedule.warmup_steps=0")
 
 
-class Kept(Trainer):
-    """Keeps the weights after each step; the third step has no finite loss."""
+class SkipsThirdStep(Trainer):
+    """The third step has no finite loss."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         return super().loss(batch) * (float("nan") if self.state.step == 2 else 1.0)
@@ -45,7 +45,7 @@ def averages_in(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.slow
 def test_average_equals_a_plain_loops_and_is_evaluated(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    trainer = Kept(tiny_config(run, *OWN, "train.steps=6", "eval.every=6", "train.max_skipped_updates=2"))
+    trainer = SkipsThirdStep(tiny_config(run, *OWN, "train.steps=6", "eval.every=6", "train.max_skipped_updates=2"))
     expected: dict[str, torch.Tensor] = {}
     for record in trainer.steps():
         now = weights_of(trainer)

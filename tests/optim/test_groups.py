@@ -242,7 +242,7 @@ def test_groups_are_said_in_the_start_block_and_fixed_on_a_resume(tmp_path: Path
     assert "adamw, decay 0.1, lr x 0.5:" in ran.stdout
     assert "matched by several groups (the last one takes effect): 2 parameters" in ran.stdout
     changed = groups.replace("2.0", "4.0")
-    refused = run_tiny(tmp_path, changed, *common, "train.steps=6", ends=2)
+    refused = run_tiny(tmp_path, changed, *common, "train.steps=6", exit_code=2)
     assert "optim.groups" in refused.stderr
     assert "checkpoint.allow_changes=[optim.groups]" in refused.stderr
     assert run_tiny(tmp_path, groups, *common, "train.steps=3").train("step") == [1, 2, 3]
@@ -269,7 +269,7 @@ def test_a_resume_with_other_groups_keeps_every_moment(tmp_path: Path) -> None:
 def test_a_parameter_may_change_its_optimizer_on_a_resume_if_that_is_allowed(tmp_path: Path) -> None:
     groups = 'optim.groups=[{match: "*.w1.weight", optimizer: muon}]'
     run_tiny(tmp_path, "train.steps=2")
-    refused = run_tiny(tmp_path, groups, "train.steps=4", "checkpoint.allow_changes=[optim.groups]", ends=2)
+    refused = run_tiny(tmp_path, groups, "train.steps=4", "checkpoint.allow_changes=[optim.groups]", exit_code=2)
     assert "AdamW in the checkpoint, Muon now, for layers.0.feed_forward.w1.weight" in refused.stderr
     ran = run_tiny(tmp_path, groups, "train.steps=4", "checkpoint.allow_changes=[optim.groups, state.optimizer]")
     assert ran.train("step") == [1, 2, 3, 4]
@@ -281,5 +281,5 @@ def test_groups_of_adapters(tmp_path: Path) -> None:
     given = ["lora.rank=2", "lora.targets=[wq]", "train.steps=2"]
     ran = run_tiny(tmp_path, *given, 'optim.groups=[{match: "*.lora_B.*", lr: 16}]')
     assert "lr x 16: 128 in 2 tensors, layers.*.attention.wq.lora_B.default" in ran.stdout
-    refused = run_tiny(tmp_path / "base", *given, "optim.groups=[{match: '*.wk.weight', lr: 2}]", ends=2)
+    refused = run_tiny(tmp_path / "base", *given, "optim.groups=[{match: '*.wk.weight', lr: 2}]", exit_code=2)
     assert "matches no trainable parameter" in refused.stderr

@@ -47,7 +47,7 @@ def origin(key: int = 1, place: int = 0) -> torch.Tensor:
 
 
 def rounded(values: torch.Tensor, times: int) -> torch.Tensor:
-    """Return values rounded so often: bfloat16 of shape (times, N)."""
+    """Return values rounded `times` times, in bfloat16 with shape (times, N)."""
     bits = random_bits(origin(), times * len(values)).view(times, -1)
     return round_stochastically(values.expand(times, -1), bits)
 

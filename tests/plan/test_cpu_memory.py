@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran
+from tests.helpers.ranks import CommandResult
 
 pytestmark = pytest.mark.campaign
 
@@ -20,7 +20,7 @@ SIZE = [
     *("train.global_batch_size=4", "train.steps=4", "train.compile=false", "checkpoint.every=0", "eval.every=0"),
     *("log.sample_tokens=0", "log.every=1", "run.threads=1", "run.device=cpu"),
 ]
-"""30 M parameters: tensors of about as much memory as the process takes itself."""
+"""30 M parameters: the tensors take about as much memory as the rest of the process."""
 
 KINDS = {
     "plain": [],
@@ -45,7 +45,7 @@ def test_real_run_needs_the_memory_in_its_start_block(kind: str, tmp_path: Path)
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=500)
     assert done.returncode == 0, done.stderr
     assert "on top: " in done.stdout
-    end = Ran(0, done.stdout, done.stderr, tmp_path).metrics[-1]
+    end = CommandResult(0, done.stdout, done.stderr, tmp_path).metrics[-1]
     print(f"{kind}: planned {end['planned_peak_gib']:.3f} GiB, took {end['peak_memory_gib']:.3f} GiB")
     assert "not as planned: peak memory" not in done.stdout
     least, most = range_of(done.stdout)
@@ -67,5 +67,5 @@ def test_without_a_heap_the_plan_is_exact(tmp_path: Path, monkeypatch: pytest.Mo
     command = [sys.executable, "-m", "trainer.run", "recipe=llama_small", *SIZE, f"run.dir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, timeout=500)
     assert done.returncode == 0, done.stderr
-    end = Ran(0, done.stdout, done.stderr, tmp_path).metrics[-1]
+    end = CommandResult(0, done.stdout, done.stderr, tmp_path).metrics[-1]
     assert end["peak_memory_gib"] == pytest.approx(range_of(done.stdout)[0], rel=0.05)

@@ -37,7 +37,7 @@ MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
 
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
-    """Return a configuration whose step has so many micro-batches on each rank of `shape`."""
+    """Return a configuration whose step has `micro_batches` on each rank of `shape`."""
     config = without_data(load_config(recipe, overrides, needs_weights=False))
     micro = config.train.micro_batch_size
     batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches
@@ -165,7 +165,7 @@ def test_peak_of_an_unsharded_model(overrides: list[str], micro_batches: int) ->
 @pytest.mark.slow
 def test_peak_of_an_unknown_model() -> None:
     """Odd shapes and two kinds of block, which the planner has no special case for."""
-    own = ["model.name=tests.helpers.own_recipes:mlp", "model.width=1030", "model.num_hidden=21", "data.seq_len=33"]
+    own = ["model.name=tests.helpers.custom_recipes:mlp", "model.width=1030", "model.num_hidden=21", "data.seq_len=33"]
     shape = MeshShape(1, 4)
     plan = plan_of("llama_small", *own, shape=shape, micro_batches=2)
     assert plan.trace.root == 23
@@ -183,7 +183,7 @@ WAYS = ["", "activation", "flag", "left out", "between", "twice", "reversed", "c
 @pytest.mark.parametrize("micro_batches", [3, pytest.param(1, marks=pytest.mark.campaign)])
 def test_blocks_that_only_look_equal_are_traced_separately(way: str, micro_batches: int) -> None:
     """Parameters without a gradient are neither reduced nor kept by the optimizer."""
-    own = ["model.name=tests.helpers.own_recipes:wayward", f"model.way={way}", "data.seq_len=65"]
+    own = ["model.name=tests.helpers.custom_recipes:wayward", f"model.way={way}", "data.seq_len=65"]
     shape = MeshShape(1, 4)
     plan = plan_of("llama_small", *own, shape=shape, micro_batches=micro_batches)
     truth = metered_peak(plan.config, shape, micro_batches)
@@ -191,7 +191,7 @@ def test_blocks_that_only_look_equal_are_traced_separately(way: str, micro_batch
 
 
 def test_model_that_cannot_be_planned() -> None:
-    config = config_of("llama_small", "model.name=tests.helpers.own_recipes:undecided", shape=MeshShape(1, 2))
+    config = config_of("llama_small", "model.name=tests.helpers.custom_recipes:undecided", shape=MeshShape(1, 2))
     with pytest.raises(UserError, match=r"model\.name=.*undecided: cannot be planned: tracing it on meta tensors"):
         make_plan(config, MeshShape(1, 2), find_machine("h100"))
 
@@ -430,12 +430,12 @@ def test_documented_commands_fit(file: str) -> None:
         assert fits(asked[1], int(said[1]) if said else ranks, machine, *overrides), line
 
 
-def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, ends: int = 0) -> tuple[str, str]:
+def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int = 0) -> tuple[str, str]:
     """Return what `python -m trainer.plan` prints, on stdout and stderr."""
     capsys.readouterr()
     code = command_line(arguments)
     stdout, stderr = capsys.readouterr()
-    assert code == ends, stderr + stdout
+    assert code == exit_code, stderr + stdout
     return stdout, stderr
 
 
@@ -479,11 +479,11 @@ TOO_LARGE = ["recipe=llama_small", "ranks=2", "device=h100", "model.dim=1024", "
     "overrides", [[], pytest.param(["train.activation_checkpoint=auto"], marks=pytest.mark.campaign)]
 )
 def test_plan_that_does_not_fit_exits_with_3(overrides: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run_plan(capsys, *TOO_LARGE, *overrides, "--json", ends=3)[0])
+    found = json.loads(run_plan(capsys, *TOO_LARGE, *overrides, "--json", exit_code=3)[0])
     assert (found["num_ranks"], found["fits"]) == (2, False)
     assert found["memory"]["needed_gib"] > found["memory_gib"] == 1.01
     assert found["time"]["tokens_per_s"] > 0
-    shown, said = run_plan(capsys, *TOO_LARGE, *overrides, ends=3)
+    shown, said = run_plan(capsys, *TOO_LARGE, *overrides, exit_code=3)
     assert "DOES NOT FIT" in shown
     assert "no single change" in shown + said
     assert ("nothing fits 1.01 GiB" in said) == bool(overrides)
@@ -507,7 +507,7 @@ def test_plan_that_does_not_fit_exits_with_3(overrides: list[str], capsys: pytes
     ],
 )
 def test_mistakes(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert message in run_plan(capsys, *arguments, ends=2)[1]
+    assert message in run_plan(capsys, *arguments, exit_code=2)[1]
 
 
 @pytest.mark.campaign
@@ -530,7 +530,7 @@ def test_calibration_is_stored_and_used(
     assert done.stdout.count("kept in") == 1
     (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
     path.write_text("{}")
-    assert "is not a calibration" in run_plan(capsys, "recipe=llama_small", "device=cpu", ends=2)[1]
+    assert "is not a calibration" in run_plan(capsys, "recipe=llama_small", "device=cpu", exit_code=2)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -558,7 +558,12 @@ def test_run_resolves_auto_and_compares_itself_with_the_plan(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_out_of_memory_is_explained(tmp_path: Path) -> None:
-    own = ["model.name=tests.helpers.own_recipes:greedy", "model.width=600", "data.seq_len=32", "log.sample_tokens=0"]
+    own = [
+        "model.name=tests.helpers.custom_recipes:greedy",
+        "model.width=600",
+        "data.seq_len=32",
+        "log.sample_tokens=0",
+    ]
     own += ["train.micro_batch_size=2", "fsdp.reshard_after_forward=never", "train.steps=5", "eval.every=0"]
     ran = run_command(tmp_path / "run", "recipe=llama_small", *own, "nproc=2")
     assert ran.exit_code == 1
@@ -607,7 +612,7 @@ def test_real_out_of_memory_ends_with_advice(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_out_of_memory_in_a_custom_script_ends_with_advice(tmp_path: Path) -> None:
-    own = ["model.name=tests.helpers.own_recipes:greedy", "data.seq_len=32", "data.source=synthetic", "eval.every=0"]
+    own = ["model.name=tests.helpers.custom_recipes:greedy", "data.seq_len=32", "data.source=synthetic", "eval.every=0"]
     config = load_config("llama_small", [*own, "log.sample_tokens=0", f"run.dir={tmp_path}"])
     trainer = config.recipe.trainer_class(Trainer)(config)
     with pytest.raises(torch.OutOfMemoryError) as caught:
@@ -619,7 +624,7 @@ def test_out_of_memory_in_a_custom_script_ends_with_advice(tmp_path: Path) -> No
 
 @pytest.mark.campaign
 def test_nothing_fits_in_a_run(tmp_path: Path) -> None:
-    ran = run_tiny(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", ends=2)
+    ran = run_tiny(tmp_path / "run", "fsdp.reshard_after_forward=auto", "run.memory_gib=0.4001", "nproc=2", exit_code=2)
     assert "nothing fits 0.4001 GiB" in ran.stderr
     assert not (tmp_path / "run" / "config.yaml").exists()
 

@@ -1,4 +1,4 @@
-"""The plan of generating texts inside a step, as in reinforcement learning, beside what a generation allocates."""
+"""The plan of generating texts inside a step, compared with what a generation allocates."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def of_campaign(rows: dict[str, Row]) -> list[object]:
 def plan_of(row: Row, device: str) -> Plan:
     """Return the plan of a model that returns full logits and gathers all but its blocks at once, as theirs do."""
     overrides = [
-        "model.name=tests.helpers.own_recipes:llama_whole_logits",
+        "model.name=tests.helpers.custom_recipes:llama_whole_logits",
         *(f"model.{field}" for field in row.model),
         f"data.seq_len={row.seq_len}",
         f"train.micro_batch_size={row.micro_batch}",

@@ -23,7 +23,7 @@ import bench.gpu
 import bench.optim
 import bench.scale
 import bench.step
-from bench.stopwatch import COLLECTING, IMPORT
+from bench.stopwatch import GARBAGE_COLLECTION, IMPORT
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.ranks import tiny_overrides
 from trainer import UserError, load_config
@@ -44,14 +44,14 @@ NOT_FOR_THE_FIRST_STEP = {
     "trainer.checkpoints",
     "trainer.plan.calibrate",
 }
-"""What only some runs need, or none: imported where it is used."""
+"""Modules that only some runs need, or none: they are imported where they are used."""
 
 
-def run_bench(name: str, *arguments: str, ends: int = 0) -> tuple[list[dict[str, Any]], str]:
+def run_bench(name: str, *arguments: str, exit_code: int = 0) -> tuple[list[dict[str, Any]], str]:
     """Run a benchmark; returns its lines of JSON and all that it printed."""
     command = [sys.executable, "-m", f"bench.{name}", *arguments]
     ran = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=500)
-    assert ran.returncode == ends, ran.stdout + ran.stderr
+    assert ran.returncode == exit_code, ran.stdout + ran.stderr
     lines = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
     assert lines
     assert all(line["bench"] == name for line in lines)
@@ -79,7 +79,7 @@ def test_first_step_does_not_import_unneeded_modules(tmp_path) -> None:
     )
     found = json.loads(times.read_text())
     assert not NOT_FOR_THE_FIRST_STEP & set(found["modules"])
-    assert found["parts"].get(COLLECTING, [0.0])[0] < 0.05 * found["cpu_s"]
+    assert found["parts"].get(GARBAGE_COLLECTION, [0.0])[0] < 0.05 * found["cpu_s"]
     assert found["parts"]["planner's forecast"][0] < 0.25 * found["cpu_s"]
 
 
@@ -282,7 +282,7 @@ def test_step() -> None:
     runs, printed = run_bench("step", *SMALL_STEP, "--nproc", "2")
     assert [run["side"] for run in runs] == ["trainer", "handwritten"]
     assert runs[0]["first_loss"] == pytest.approx(runs[1]["first_loss"], rel=1e-4)
-    assert "| CPU s a step, mean of ranks |" in printed
+    assert "| CPU s per step, mean of ranks |" in printed
 
 
 @pytest.mark.slow
@@ -373,4 +373,4 @@ def test_checkpoint() -> None:
         pairs = [run for run in runs if run["kind"] == kind]
         assert [run["pair"] for run in pairs] == [0, 1]
         assert summary[f"{kind}_over_{pairs[0]['base']}_each"] == [round(run["ratio"], 3) for run in pairs]
-    assert "| a whole save, checksums included |" in printed
+    assert "| a complete save, including checksums |" in printed

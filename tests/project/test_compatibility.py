@@ -47,7 +47,7 @@ def test_a_refusal_prints_the_sentence_of_the_page(tmp_path: Path) -> None:
     for pair in REFUSED:
         with pytest.raises(UserError) as refusal:
             check_config(compatibility.config_of(pair, tmp_path), pair.num_ranks, pair.num_ranks)
-        assert compatibility.sentence(refusal.value, tmp_path) == page[pair], pair
+        assert compatibility.first_line(refusal.value, tmp_path) == page[pair], pair
 
 
 @pytest.mark.slow
@@ -62,7 +62,7 @@ def test_pairs_that_ranks_try_do_what_the_page_says() -> None:
 @pytest.mark.campaign
 def test_the_page_is_what_all_tries_write() -> None:
     """Without torchao, float8 is left as the page states it."""
-    names = compatibility.features_here()
+    names = compatibility.available_features()
     pairs = [*compatibility.pairs_of_kinds(names), *compatibility.pairs_of_features(names)]
     assert len(pairs) > len(KINDS) * len(names)
     results = stated() | compatibility.try_all(pairs)

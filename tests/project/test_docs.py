@@ -18,8 +18,8 @@ import pytest
 
 from tests import walks
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import Ran, merged, run_command, run_python_module, run_tiny, tiny_overrides
-from tests.helpers.runs import Shared
+from tests.helpers.ranks import CommandResult, merged, run_command, run_python_module, run_tiny, tiny_overrides
+from tests.helpers.runs import SharedRun
 from trainer import run
 from trainer.metrics.time_breakdown import KINDS
 
@@ -122,7 +122,7 @@ def documented(section: str) -> tuple[set[str], set[str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["start", "train", "checkpoint", "end"])
-def test_documented_fields_match_a_run(kind: str, one: Shared) -> None:
+def test_documented_fields_match_a_run(kind: str, one: SharedRun) -> None:
     check_fields(one.ran, kind)
 
 
@@ -134,7 +134,7 @@ def test_documented_optional_fields_match_a_run(tmp_path: Path) -> None:
         check_fields(ran, kind)
 
 
-def check_fields(ran: Ran, kind: str) -> None:
+def check_fields(ran: CommandResult, kind: str) -> None:
     fields, conditional = documented(kind)
     written = {name for record in ran.metrics if record["kind"] == kind for name in record}
     assert written <= fields, "a field without its meaning in docs/metrics.md"
@@ -197,4 +197,6 @@ def test_the_site_is_built(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_file_counts_of_code_paths_match_the_page() -> None:
     page = walks.PAGE.read_text()
-    assert walks.written(page, walks.count()) == page, "docs/architecture.md is stale: python -m tests.walks --write"
+    assert walks.with_table(page, walks.count_files()) == page, (
+        "docs/architecture.md is stale: python -m tests.walks --write"
+    )

@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from tests import first_hour
-from tests.helpers.chats import CHATML, WORDS, said
+from tests.helpers.chats import CHATML, WORDS, conversation
 from tests.helpers.forked import REPOSITORY, popen
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(3600)]
@@ -41,7 +41,7 @@ ELSEWHERE = {
     "python -m trainer.evaluate runs/sft --lm-eval": "tests/commands/test_evaluate.py, where lm_eval is installed",
     "python -m trainer.run recipe=llama_small data.path=https://": "tests/data/test_remote.py",
 }
-"""Commands that need what a test cannot have, by how they begin, and what tests them."""
+"""Beginnings of commands that cannot run in a test, and where they are tested instead."""
 
 SMALL = ["run.device=cpu", "run.threads=1", "data.seq_len=32", "eval.steps=2"]
 NATIVE = ["model.dim=32", "model.num_layers=2", "model.ffn_dim=64"]
@@ -108,7 +108,7 @@ def write_inputs(folder: Path) -> None:
     for name in ("shards/early", "held_out/some", "other/more"):
         options = ["--out", name, "--tokenizer", "Llama-3.1-8B/tokenizer.json"]
         subprocess.run([sys.executable, "-m", "trainer.prepare", "web.jsonl", *options], cwd=folder, check=True)
-    chats = [said(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
+    chats = [conversation(*(" ".join(WORDS[(number + turn) % 30 :][:5]) for turn in range(4))) for number in range(60)]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
     (folder / "prompts.jsonl").write_text("".join(json.dumps({"messages": chat[:1]}) + "\n" for chat in chats[:20]))
     pairs = [{"prompt": chat[:1], "chosen": chat[1:2], "rejected": chat[3:4]} for chat in chats]
@@ -232,14 +232,14 @@ def test_every_command_of_every_page_in_order(pages: list[Path], tmp_path: Path)
 def test_the_first_hour_of_a_newcomer(tmp_path: Path) -> None:
     """In a fresh clone, one command per step; nothing is deleted or edited by hand."""
     clone = tmp_path / "clone"
-    for taken in first_hour.walk(clone, first_hour.SMALL):
-        print(f"{taken.seconds:5.1f} s  {taken.step.aim}", flush=True)
-        assert not taken.complaint, (taken.complaint, taken.step.command, taken.screen)
-        if taken.step.ctrl_c_after:
-            assert taken.seen_s is not None
-            assert "run the same command to resume from there" in taken.screen
-        if taken.step.aim.startswith("resume"):
-            assert "(resumed at step " in taken.screen
-    assert all((clone / name).is_file() for name in first_hour.LEFT)
+    for result in first_hour.run_steps(clone, first_hour.SMALL):
+        print(f"{result.seconds:5.1f} s  {result.step.aim}", flush=True)
+        assert not result.problem, (result.problem, result.step.command, result.screen)
+        if result.step.ctrl_c_after:
+            assert result.text_seen_s is not None
+            assert "run the same command to resume from there" in result.screen
+        if result.step.aim.startswith("resume"):
+            assert "(resumed at step " in result.screen
+    assert all((clone / name).is_file() for name in first_hour.EXPECTED_FILES)
     changed = subprocess.run(["git", "status", "--porcelain"], cwd=clone, capture_output=True, text=True, check=True)
     assert changed.stdout == "", "what runs leave is ignored by git"

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.budget import SEVERAL, SHARE_S, STALL_S, Budget, tier_of
+from tests.budget import ALLOWANCE_S, DEFAULT_LIMIT_S, LIMIT_FACTOR, Budget, tier_of
 from tests.campaign import PARTS, REST
 from tests.defects import DEFECTS, find_code
 from tests.helpers.forked import REPOSITORY
@@ -99,23 +99,23 @@ def budget(reference_s: Iterator[float] | float, **recorded: float) -> Budget:
 
 
 def test_limit_is_a_multiple_of_the_recorded_duration() -> None:
-    most_s = 10.0 * SEVERAL + STALL_S
+    most_s = 10.0 * LIMIT_FACTOR + ALLOWANCE_S
     assert budget(0.1, known=10.0).overrun("known", "test", most_s - 0.1) == ""
     said = budget(0.1, known=10.0).overrun("known", "test", most_s + 0.1)
-    assert said.startswith(f"known took {most_s + 0.1:.1f} s: 10.0 s are on record")
+    assert said.startswith(f"known took {most_s + 0.1:.1f} s: 10.0 s were recorded")
 
 
-@pytest.mark.parametrize("tier", SHARE_S)
+@pytest.mark.parametrize("tier", DEFAULT_LIMIT_S)
 def test_limit_of_a_new_test_depends_on_its_tier(tier: str) -> None:
-    assert budget(0.1).overrun("new", tier, SHARE_S[tier]) == ""
-    assert "a new test of its tier" in budget(0.1).overrun("new", tier, SHARE_S[tier] + STALL_S + 0.1)
+    assert budget(0.1).overrun("new", tier, DEFAULT_LIMIT_S[tier]) == ""
+    assert "a new test of its tier" in budget(0.1).overrun("new", tier, DEFAULT_LIMIT_S[tier] + ALLOWANCE_S + 0.1)
 
 
 def test_slow_machine_extends_limits_and_fast_one_keeps_them() -> None:
-    seconds = 2 * SHARE_S["fast"] + STALL_S
+    seconds = 2 * DEFAULT_LIMIT_S["fast"] + ALLOWANCE_S
     assert budget(0.1).overrun("new", "fast", seconds)
     assert budget(0.21).overrun("new", "fast", seconds) == ""
-    assert budget(0.01).overrun("new", "fast", SHARE_S["fast"]) == ""
+    assert budget(0.01).overrun("new", "fast", DEFAULT_LIMIT_S["fast"]) == ""
     busy_once = budget(iter([0.21, 0.1]))
     assert busy_once.overrun("new", "fast", seconds) == ""
     assert busy_once.overrun("newer", "fast", seconds) == "", "it was busy, so it may have been"

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.fake_hub import FakeHub
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.installed import Installed, install
@@ -73,7 +73,7 @@ def fake(tmp_path: Path) -> Iterator[FakeHub]:
 
 def write_inputs(folder: Path) -> None:
     (folder / "book.txt").write_text((REPOSITORY / "trainer" / "trainer.py").read_text() * 2)
-    record = json.dumps({"messages": said("Hi", "Yes")})
+    record = json.dumps({"messages": conversation("Hi", "Yes")})
     (folder / "chats.jsonl").write_text(f"{record}\n" * 8)
 
 

@@ -34,7 +34,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def say_otherwise(checkpoint: Path, old: str, new: str) -> None:
+def change_config(checkpoint: Path, old: str, new: str) -> None:
     """Change a checkpoint's configuration, and its manifest accordingly, as an attacker would."""
     path = checkpoint / "config.yaml"
     text = path.read_text()
@@ -79,7 +79,7 @@ def evil(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def name_module(run_dir: Path, name: str) -> Path:
     """Have the newest checkpoint of a run name a module as its model's; returns the checkpoint."""
     checkpoint = run_dir / "checkpoints" / "step_00000002"
-    say_otherwise(checkpoint, "model:\n  name: llama", f"model:\n  name: {name}:x")
+    change_config(checkpoint, "model:\n  name: llama", f"model:\n  name: {name}:x")
     return checkpoint
 
 
@@ -140,7 +140,7 @@ def test_finding_a_runs_checkpoints_imports_nothing(run_dir: Path, evil: str, tm
 
 def test_a_resume_imports_nothing_that_the_checkpoint_names(run_dir: Path, evil: str, tmp_path: Path) -> None:
     checkpoint = name_module(run_dir, evil)
-    say_otherwise(checkpoint, "wrap: block", f"wrap: {evil}:wrap")
+    change_config(checkpoint, "wrap: block", f"wrap: {evil}:wrap")
     trainer = Trainer(tiny_config(tmp_path / "next", f"checkpoint.resume={checkpoint}"))
     with pytest.raises(UserError, match=rf"model.name: {evil}:x in the checkpoint, llama now"):
         trainer.fit()
@@ -197,8 +197,8 @@ def test_omegaconf_resolvers_in_a_stored_configuration_are_disabled(
 ) -> None:
     monkeypatch.setenv("SECRET_OF_TEST", SECRET)
     checkpoint = run_dir / "checkpoints" / "step_00000002"
-    say_otherwise(checkpoint, "  resume: auto", "  resume: ${oc.env:SECRET_OF_TEST}")
-    say_otherwise(checkpoint, "  source: synthetic", "  source: ${oc.env:SECRET_OF_TEST}")
+    change_config(checkpoint, "  resume: auto", "  resume: ${oc.env:SECRET_OF_TEST}")
+    change_config(checkpoint, "  source: synthetic", "  source: ${oc.env:SECRET_OF_TEST}")
     stored = (checkpoint / "config.yaml").read_text()
     assert stored_value(stored, "checkpoint.resume") == "${oc.env:SECRET_OF_TEST}"
     refused, free = compare_configs(tiny_config(run_dir), stored)

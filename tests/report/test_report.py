@@ -176,7 +176,7 @@ def test_start_time_is_that_of_the_command_and_counted_once() -> None:
 def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     """Killed after step 5 with a checkpoint at 3: steps 4 and 5 are lost, in the file and in the report."""
     folder = tmp_path / "run"
-    arguments = ["recipe=llama_small", "model.name=tests.helpers.own_recipes:mlp_faulty", "data.source=synthetic"]
+    arguments = ["recipe=llama_small", "model.name=tests.helpers.custom_recipes:mlp_faulty", "data.source=synthetic"]
     arguments += ["data.seq_len=16", "train.global_batch_size=4", "train.micro_batch_size=1", "train.steps=8"]
     arguments += ["eval.every=4", "eval.steps=1", "log.every=1", "log.sample_tokens=0", "run.threads=1"]
     arguments += ["checkpoint.every=3", "checkpoint.mode=sync"]

@@ -35,7 +35,7 @@ def browser() -> Iterator[Any]:
 
 
 class Tab:
-    """A page that is open, with what its console has said."""
+    """An open page, and the messages of its console."""
 
     def __init__(self, browser: Any, where: Path | str, width: int = 1280, scheme: str = "light") -> None:
         self.said: list[str] = []

@@ -14,7 +14,7 @@ import torch
 from trainer.recipes.llama.config import LlamaConfig
 
 from tests.helpers.ranks import run_command, run_ranks, run_tiny, tiny_overrides
-from tests.helpers.runs import STEPS, Shared
+from tests.helpers.runs import STEPS, SharedRun
 from tests.sequence.test_document_isolation import LENGTHS, TINY, alone, inputs, numbers
 from tests.trainer.test_exactness import relative
 from trainer import Trainer, UserError, load_config
@@ -145,7 +145,9 @@ def test_mistakes() -> None:
     ):
         with pytest.raises(UserError, match=f"(?s){said}"):
             check_config(load_config("llama_small", tiny_overrides(*overrides)), ranks, ranks)
-    own = load_config("llama_small", ["model.name=tests.helpers.own_recipes:mlp", "mesh.context=2", "data.seq_len=32"])
+    own = load_config(
+        "llama_small", ["model.name=tests.helpers.custom_recipes:mlp", "mesh.context=2", "data.seq_len=32"]
+    )
     with pytest.raises(UserError, match=r"does not declare that only trainer\.sequence"):
         check_config(own, 2, 2)
 
@@ -338,8 +340,8 @@ def test_every_model_trains_in_slices(ranks: int, mesh: list[str], tmp_path: Pat
     ],
     ids=["2", "4", "2x2"],
 )
-def test_run_resumes_with_slices(to: list[str], tmp_path: Path, one: Shared) -> None:
-    ran = run_tiny(one.copied(tmp_path / "run", up_to=10), f"train.steps={STEPS}", "log.sample_tokens=4", *to)
+def test_run_resumes_with_slices(to: list[str], tmp_path: Path, one: SharedRun) -> None:
+    ran = run_tiny(one.copy_to(tmp_path / "run", up_to=10), f"train.steps={STEPS}", "log.sample_tokens=4", *to)
     starts = [line for line in ran.metrics if line["kind"] == "start"]
     assert [line["resumed_step"] for line in starts] == [None, 10]
     assert starts[-1]["mesh"]["context"] == int(to[1][-1])
@@ -351,7 +353,7 @@ def test_run_resumes_with_slices(to: list[str], tmp_path: Path, one: Shared) -> 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("to", [["nproc=1"], ["nproc=4"], ["nproc=4", "mesh.context=4"]], ids=["1", "4", "4 of 4"])
-def test_run_with_slices_resumes_on_different_meshes(to: list[str], tmp_path: Path, one: Shared) -> None:
+def test_run_with_slices_resumes_on_different_meshes(to: list[str], tmp_path: Path, one: SharedRun) -> None:
     run_tiny(tmp_path / "run", "nproc=2", "mesh.context=2", "train.steps=10", "schedule.name=constant")
     ran = run_tiny(tmp_path / "run", "train.steps=20", *to, "schedule.name=constant")
     straight = run_tiny(tmp_path / "straight", "train.steps=20", "schedule.name=constant")
@@ -371,7 +373,7 @@ def test_recipe_that_mixes_tokens_outside_attention_is_rejected(recipe: str, tmp
     """The recipe claims not to; the message has both numbers, and no files are left."""
     settings = [text for text in tiny_overrides("nproc=2", "mesh.context=2", GATHER) if not text.startswith("model.")]
     shape = [] if recipe == "shifting" else ["model.dim=32", "model.num_layers=2", "model.num_heads=4"]
-    model = [f"model.name=tests.helpers.own_recipes:{recipe}", *shape]
+    model = [f"model.name=tests.helpers.custom_recipes:{recipe}", *shape]
     ran = run_command(tmp_path / "run", "recipe=llama_small", *model, *settings)
     assert ran.exit_code == 2, ran.stderr
     assert "mixes or counts tokens outside trainer.sequence" in ran.stderr

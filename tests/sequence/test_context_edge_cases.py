@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.faults import Fault, Started, start
-from tests.helpers.ranks import Ran, run_command, run_ranks, run_tiny, tiny_overrides
+from tests.helpers.faults import Fault, StartedRun, start
+from tests.helpers.ranks import CommandResult, run_command, run_ranks, run_tiny, tiny_overrides
 from tests.helpers.tiny import full
 from tests.trainer.test_exactness import relative
 from trainer import RunConfig, Trainer, UserError, load_config
@@ -33,7 +33,7 @@ Holes = Callable[[NDArray[np.int64], NDArray[Any]], None]
 
 
 class WithHoles(SourceSubset):
-    """Samples of another source, some of whose targets count for nothing."""
+    """Samples of another source, with some targets ignored."""
 
     def __init__(self, whole: Source, holes: Holes) -> None:
         super().__init__(whole, 0, len(whole))
@@ -47,12 +47,12 @@ class WithHoles(SourceSubset):
 
 
 def beginnings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
-    """Leave the first eighth of each row: all but the first slices have no target."""
+    """Keep only the first eighth of each row: all but the first slices have no target."""
     targets[:, targets.shape[1] // 8 :] = IGNORE
 
 
 def endings(indices: NDArray[np.int64], targets: NDArray[Any]) -> None:
-    """Leave the last eighth of each row."""
+    """Keep only the last eighth of each row."""
     targets[:, : -(targets.shape[1] // 8)] = IGNORE
 
 
@@ -235,7 +235,10 @@ def refusal(recipe: str, folder: str) -> str:
 
     dist.init_process_group("gloo")
     given = tiny_overrides("mesh.context=2", GATHER, "data.seq_len=256", f"run.dir={folder}")
-    own = [f"model.name=tests.helpers.own_recipes:{recipe}", *(item for item in given if not item.startswith("model."))]
+    own = [
+        f"model.name=tests.helpers.custom_recipes:{recipe}",
+        *(item for item in given if not item.startswith("model.")),
+    ]
     trainer = Sparse(load_config("llama_small", own), "endings")
     try:
         next(trainer.steps())
@@ -298,12 +301,12 @@ def compare(name: str, ours: Any, theirs: Any) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Ranks that fail, or are asked to stop, inside attention
 
-OF_FAULTS = ["recipe=llama_small", "model.name=tests.helpers.own_recipes:llama_faulty", "schedule.name=constant"]
+OF_FAULTS = ["recipe=llama_small", "model.name=tests.helpers.custom_recipes:llama_faulty", "schedule.name=constant"]
 CALLS = {"attend": 39, "attend backward": 19}
 """Calls, counted from 0, that are of step 3: 8 a step, each forward one once more backward, and 2 before the first."""
 
 
-def started(folder: Path, inside: str, then: str) -> Started:
+def started(folder: Path, inside: str, then: str) -> StartedRun:
     """Start six steps on 4 ranks in 2 groups, whose rank 1 sends itself a signal inside attention."""
     own = ["mesh.context=2", GATHER, "train.micro_batch_size=1", "train.steps=6", "checkpoint.every=2"]
     own += ["checkpoint.mode=sync"]  # what was saved after step 2 is there in step 3
@@ -311,7 +314,7 @@ def started(folder: Path, inside: str, then: str) -> Started:
     return start(folder, *OF_FAULTS, *tiny_overrides(*own, "run.step_timeout_s=6"), ranks=4, fault=fault)
 
 
-def went_on(folder: Path, *overrides: str) -> Ran:
+def went_on(folder: Path, *overrides: str) -> CommandResult:
     ran = run_command(folder, *OF_FAULTS, *tiny_overrides("train.steps=6", "train.micro_batch_size=1", *overrides))
     assert ran.exit_code == 0, ran.stderr
     return ran

@@ -17,13 +17,13 @@ from trainer.recipe import find_recipe
 from trainer.sequence import Documents, attend, attention, compute_cu_seqlens, positions
 
 LENGTHS = [[5, 1, 10, 16], [32], [1, 1, 30], [20, 12]]
-"""Of the documents in each row of a batch."""
+"""Lengths of the documents in each row of a batch."""
 
 TINY = [[1] * 16, [2] * 8]
 
 
 def numbers(lengths: list[list[int]]) -> torch.Tensor:
-    """Return the batch's `documents`; any numbers will do, if neighbours differ."""
+    """Return the batch's `documents`; any numbers are valid if neighbors differ."""
     rows = [[7 * (i % 2) for i, length in enumerate(row) for _ in range(length)] for row in lengths]
     return torch.tensor(rows, dtype=torch.int32)
 

@@ -11,7 +11,7 @@ from tests.sequence.test_context import part_of, slices_of
 from trainer.sequence import Cache, Documents, causal_convolution, gated_delta_rule, linear_attention, use_slices
 
 LENGTHS = [[70, 1, 57, 128], [256], [3, 125, 100, 28]]
-"""Of the documents in each row: within chunks of 64 tokens, across them, and ending with them."""
+"""Lengths of the documents in each row: within chunks of 64 tokens, across them, and ending with them."""
 
 
 def numbers(lengths: list[list[int]]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Attention with a window, sinks, a scale of its own and narrow values, by the formula, however it is computed."""
+"""Attention with a window, sinks, a custom scale and narrow values: every implementation equals the formula."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from trainer.metrics.record import Record
 from trainer.recipe import find_recipe
 
 pytestmark = pytest.mark.slow
-"""Each of them trains."""
+"""Each test trains."""
 
 Batch = dict[str, torch.Tensor]
 

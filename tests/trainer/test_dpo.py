@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch.func import functional_call
 from trainer.recipes.dpo.trainer import PreferenceTrainer
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.ranks import merged, run_command, run_python_module, run_ranks
 from tests.model.test_lora import config_of
 from tests.project.test_docs import check_fields
@@ -40,7 +40,7 @@ WITH = {"adapters": ["lora.rank=4", "lora.alpha=8"], "a second model": ["lora.ra
 
 
 class Pairs(Source):
-    """Pairs of answers of other lengths to one prompt; of sample i, row 2i is the chosen one."""
+    """Pairs of answers of different lengths to one prompt; row 2i is the chosen answer of sample i."""
 
     seq_len, vocab_size, checks_ids, rows_per_sample = SEQ_LEN, 263, True, 2
 
@@ -240,7 +240,11 @@ def test_one_command_trains_a_model_folder_on_a_file_of_pairs(tmp_path: Path) ->
     folder = write_tokenizer(folder_of(tmp_path / "model", config=model), CHATML, eos_token="<|im_end|>")
     pairs = tmp_path / "pairs.jsonl"
     lines = [
-        {"prompt": said(asked), "chosen": [ASSISTANT | {"content": a}], "rejected": [ASSISTANT | {"content": b}]}
+        {
+            "prompt": conversation(asked),
+            "chosen": [ASSISTANT | {"content": a}],
+            "rejected": [ASSISTANT | {"content": b}],
+        }
         for asked, a, b in (("Hi", "Yes", "No"), ("Bye", "No", "Yes"), ("two and two", "four", "two"))
     ]
     pairs.write_text("".join(json.dumps(line) + "\n" for line in lines * 4))

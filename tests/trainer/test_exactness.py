@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.ranks import Ran, run_ranks, run_tiny, tiny_overrides
-from tests.helpers.runs import STEPS, Shared
+from tests.helpers.ranks import CommandResult, run_ranks, run_tiny, tiny_overrides
+from tests.helpers.runs import STEPS, SharedRun
 from tests.helpers.tiny import full
 from trainer import Trainer, load_config
 
@@ -28,7 +28,7 @@ def train_each(
 ) -> list[dict[str, list[float]]]:
     """Train tiny llama_small with each list of overrides, one after another in one process group.
 
-    A document a row: what fills the rows up counts for nothing, and each rank has another number of targets.
+    Each row has one document and is padded, so each rank has a different number of targets.
     """
     from itertools import islice
 
@@ -61,7 +61,7 @@ SETTINGS_ON_FOUR = [
     ["fsdp.reshard_after_forward=2", "fsdp.prefetch_forward=2", "fsdp.prefetch_backward=2"],
     ["fsdp.reshard_after_forward=[never,2,always,4]", "train.activation_checkpoint=full"],
     ["fsdp.wrap=size:5000", "train.activation_checkpoint=2"],
-    ["fsdp.wrap=tests.helpers.own_recipes:every_linear"],
+    ["fsdp.wrap=tests.helpers.custom_recipes:every_linear"],
     ["train.activation_checkpoint=selective"],
     ["train.activation_checkpoint=budget:0.3"],
     ["fsdp.cpu_offload=true"],
@@ -91,7 +91,7 @@ def test_losses_agree_on_every_mesh(
 
 
 @pytest.mark.slow
-def test_a_plain_pytorch_loop_gives_the_same_losses(one: Shared) -> None:
+def test_a_plain_pytorch_loop_gives_the_same_losses(one: SharedRun) -> None:
     config = load_config("llama_small", tiny_overrides(f"train.steps={STEPS}"))
     assert relative(plain_loop(config), one.ran.train("loss")) < 1e-5
 
@@ -148,8 +148,8 @@ def plain_loop(config: Any) -> list[float]:
 @pytest.mark.parametrize("name", ["four", pytest.param("one", marks=pytest.mark.campaign)])
 def test_resume_is_bit_identical(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """After step 10, as after a crash, and with workers, which the first attempt did not use."""
-    straight: Shared = request.getfixturevalue(name)
-    resumed = run_tiny(straight.copied(tmp_path / "run", up_to=10), *straight.overrides, "data.num_workers=1")
+    straight: SharedRun = request.getfixturevalue(name)
+    resumed = run_tiny(straight.copy_to(tmp_path / "run", up_to=10), *straight.overrides, "data.num_workers=1")
     assert [line["resumed_step"] for line in resumed.metrics if line["kind"] == "start"] == [None, 10]
     for field in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert resumed.train(field) == straight.ran.train(field), field
@@ -184,9 +184,11 @@ def assert_equal_tensors(a: dict[str, Any], b: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["2", *(pytest.param(to, marks=pytest.mark.campaign) for to in ("1", "2x2"))])
-def test_checkpoint_of_four_ranks_resumes_on_other_meshes(to: str, tmp_path: Path, four: Shared, one: Shared) -> None:
+def test_checkpoint_of_four_ranks_resumes_on_other_meshes(
+    to: str, tmp_path: Path, four: SharedRun, one: SharedRun
+) -> None:
     """No sample is repeated or missed: the losses are those of the undisturbed run."""
-    ran = run_tiny(four.copied(tmp_path / "run", up_to=10), f"train.steps={STEPS}", *MESHES[to])
+    ran = run_tiny(four.copy_to(tmp_path / "run", up_to=10), f"train.steps={STEPS}", *MESHES[to])
     assert [line["resumed_step"] for line in ran.metrics if line["kind"] == "start"] == [None, 10]
     assert relative(ran.train("loss"), one.ran.train("loss")) < 1e-5
     assert ran.train("tokens") == one.ran.train("tokens")
@@ -195,7 +197,7 @@ def test_checkpoint_of_four_ranks_resumes_on_other_meshes(to: str, tmp_path: Pat
 @pytest.mark.campaign
 @pytest.mark.parametrize("to", list(MESHES))
 def test_ragged_batches_resume_on_other_meshes(
-    to: str, tmp_path: Path, ragged_four: Path, ragged_straight: Ran
+    to: str, tmp_path: Path, ragged_four: Path, ragged_straight: CommandResult
 ) -> None:
     """Sequences end before their rows, so that ranks have different numbers of targets."""
     shutil.copytree(ragged_four, tmp_path / "run")
@@ -206,7 +208,7 @@ def test_ragged_batches_resume_on_other_meshes(
 
 
 @pytest.fixture(scope="module")
-def ragged_straight(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def ragged_straight(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     return run_tiny(tmp_path_factory.mktemp("straight"), "train.steps=20", "data.pack=false")
 
 

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("transformers", reason="some of the drawn models are transformers models")
 
-from tests.fuzz import CONTEXT_MESHES, EXPERT_MESHES, MESHES, draw, parse_seeds, run_case, write_material
+from tests.fuzz import CONTEXT_MESHES, EXPERT_MESHES, MESHES, draw, parse_seeds, run_case, write_inputs
 
 SEEDS = range(40)
 """Those of the campaign."""
@@ -16,7 +16,7 @@ SEEDS = range(40)
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_material(tmp_path_factory.mktemp("material"))
+    return write_inputs(tmp_path_factory.mktemp("material"))
 
 
 def test_seeds_are_deterministic_and_cover_all_options(tmp_path: Path) -> None:

@@ -34,9 +34,9 @@ def train_grpo(folder: Path, num_supervised: int, overrides: list[str]) -> dict[
             return rolled
 
         def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-            if "drawn" in batch:
+            if "old_logprobs" in batch:
                 logprobs = grpo.token_logprobs(self.model, batch).detach()
-                counted = (logprobs - batch["drawn"])[batch["targets"] != grpo.IGNORE]
+                counted = (logprobs - batch["old_logprobs"])[batch["targets"] != grpo.IGNORE]
                 drifts.append(float(counted.abs().max()))
             loss: torch.Tensor = super().loss(batch)
             return loss

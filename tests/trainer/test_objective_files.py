@@ -13,7 +13,7 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the library `tokenizers`")
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.ranks import merged, run_command
 from tests.project.test_docs import DOCS
 from tests.trainer.test_score_models import model as model
@@ -147,7 +147,10 @@ def test_old_keys_of_dpo_work(tmp_path: Path) -> None:
 def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
     """Of sample i, row 2i is the answer with its label, and row 2i + 1 its prompt with the next record's answer."""
     tokenizer = write_tokenizer(tmp_path / "model", CHATML)
-    records = [{"messages": said("Hi", "Yes"), "label": True}, {"messages": said("Bye", "No No"), "label": False}]
+    records = [
+        {"messages": conversation("Hi", "Yes"), "label": True},
+        {"messages": conversation("Bye", "No No"), "label": False},
+    ]
     path = write(tmp_path / "labelled.jsonl", records)
     settings = ["train.objective=kto", "data.source=chat", f"data.path={path}", f"data.tokenizer={tokenizer}"]
     config = load_config(
@@ -190,7 +193,7 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
 def test_answers_that_kto_cannot_compare_are_refused(
     prompt: str, labels: list[Any], message: str, fix: str, tmp_path: Path
 ) -> None:
-    answers = [said("Hi", "Yes"), said(prompt, "No")]
+    answers = [conversation("Hi", "Yes"), conversation(prompt, "No")]
     records = [{"messages": answer, "label": label} for answer, label in zip(answers, labels, strict=True)]
     with pytest.raises(UserError, match=f"{re.escape(message)}(.|\n)*to fix: .*{fix}"):
         ObjectiveTrainer(kto(tmp_path, records))
@@ -208,7 +211,7 @@ def test_labels_of_csv_and_of_columns_with_gaps_are_read(tmp_path: Path) -> None
 
 def test_objectives_for_pairs_and_for_labels_are_told_apart(tmp_path: Path) -> None:
     """Each message names what to use for the data that there are, and not the setting that they have already."""
-    records = [{"messages": said(text, "Yes"), "label": text == "Hi"} for text in ("Hi", "Bye")]
+    records = [{"messages": conversation(text, "Yes"), "label": text == "Hi"} for text in ("Hi", "Bye")]
     config = kto(tmp_path, records, "train.objective=dpo")
     rule = r"train\.objective=dpo: needs preference pairs, but data\.path has none"
     with pytest.raises(UserError, match=rf"^{rule}\n  to fix: use records with .* recipe=kto$"):
@@ -225,7 +228,7 @@ def test_tokens_that_an_objective_is_not_trained_on_are_refused(objective: str, 
 def test_mismatched_answers_are_of_another_prompt(tmp_path: Path) -> None:
     """Several answers to one prompt often follow one another in a file."""
     asked = (("Hi", "Yes"), ("Hi", "No"), ("Bye", "now"))
-    config = kto(tmp_path, [{"messages": said(prompt, answer), "label": True} for prompt, answer in asked])
+    config = kto(tmp_path, [{"messages": conversation(prompt, answer), "label": True} for prompt, answer in asked])
     batch = as_mapping(open_source(config.data, 128, "train").batch(np.arange(3)))
     yes, _, no, _, now, _ = (row[row >= 0].tolist() for row in batch["targets"])
     assert [row[row >= 0].tolist() for row in batch["targets"]] == [yes, now, no, now, now, yes]

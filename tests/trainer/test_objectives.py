@@ -51,7 +51,7 @@ MESHES = {
 
 
 class Labelled(Pairs):
-    """Of sample i, row 2i is an answer with a label, and row 2i + 1 an answer to another prompt."""
+    """Row 2i is a labelled answer of sample i, and row 2i + 1 an answer to another prompt."""
 
     num_labels = 2
 

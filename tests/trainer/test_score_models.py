@@ -16,7 +16,7 @@ pytest.importorskip("transformers", reason="exports are loaded with transformers
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.ranks import run_command, run_python_module
 from tests.project.test_docs import check_fields
 from tests.weights.test_pretrained import SOURCE, folder_of
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pairs(folder: Path) -> Path:
     asked = (("Hi", "Yes", "No"), ("Bye", "Yes now", "No"), ("two and two", "Yes", "No No"))
     lines = [
-        {"prompt": said(text), "chosen": [ASSISTANT | {"content": a}], "rejected": [ASSISTANT | {"content": b}]}
+        {"prompt": conversation(text), "chosen": [ASSISTANT | {"content": a}], "rejected": [ASSISTANT | {"content": b}]}
         for text, a, b in asked
     ]
     return write(folder / "pairs.jsonl", lines * 4)

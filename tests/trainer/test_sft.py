@@ -15,8 +15,8 @@ pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with 
 import numpy as np
 import torch
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
-from tests.helpers.ranks import Ran, run_command, run_python_module, run_tiny
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
+from tests.helpers.ranks import CommandResult, run_command, run_python_module, run_tiny
 from tests.helpers.tiny import fit, tiny_config
 from tests.project.test_docs import check_fields
 from trainer import Trainer, TrainLoader, load_config
@@ -38,7 +38,7 @@ def write_chats(folder: Path) -> list[str]:
     """Write conversations of many lengths, and a tokenizer; return the settings that train on them."""
     words = ["Hi", "Yes", "No", "two", "four", "Bye"]
     chats = [
-        said(
+        conversation(
             *(" ".join(words[(number + turn + k) % 6] for k in range(1 + (7 * number + turn) % 5)) for turn in range(4))
         )
         for number in range(NUM_CHATS)
@@ -183,7 +183,7 @@ def test_chats_train_the_same_on_any_mesh_and_resumed_within_an_epoch(
 
 @pytest.mark.slow
 def test_start_block_shows_what_is_trained_on(tmp_path: Path) -> None:
-    ran: Ran = run_tiny(tmp_path / "run", *write_chats(tmp_path), "train.steps=1")
+    ran: CommandResult = run_tiny(tmp_path / "run", *write_chats(tmp_path), "train.steps=1")
     check_fields(ran, "start")
     (start,) = (line for line in ran.metrics if line["kind"] == "start")
     assert 0.2 < start["trained_share"] < 0.6
@@ -210,7 +210,7 @@ def test_a_sample_at_the_end_answers_a_held_out_chat(
 @pytest.mark.parametrize("kind", ["a chat", "a sample of text"])
 def test_empty_evaluation_is_reported(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = write_chats(tmp_path)
-    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": said("Hi", "Yes")}) + "\n")
+    (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": conversation("Hi", "Yes")}) + "\n")
     if kind == "a sample of text":
         (tmp_path / "text.txt").write_text("Hello there. " * 5)
         settings = [f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
@@ -245,7 +245,7 @@ def test_one_command_trains_a_folder_and_a_second_one_chats_with_it(
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
     taught = {"Hi": "Yes", "Bye": "No", "two and two": "four", "Paris": "sunny"}
     chats = tmp_path / "chats.jsonl"
-    lines = [json.dumps({"messages": said(asked, f"It is {answer}")}) for asked, answer in taught.items()]
+    lines = [json.dumps({"messages": conversation(asked, f"It is {answer}")}) for asked, answer in taught.items()]
     chats.write_text("\n".join(lines * 15) + "\n")
     settings = ["recipe=sft", f"model.path={folder}", f"data.path={chats}", f"data.cache_dir={tmp_path / 'cache'}"]
     quick = [
@@ -265,7 +265,7 @@ def test_one_command_trains_a_folder_and_a_second_one_chats_with_it(
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
     given = tokenizer.apply_chat_template(
-        said("Bye"), add_generation_prompt=True, return_tensors="pt", return_dict=True
+        conversation("Bye"), add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
     written = exported.generate(**given, max_new_tokens=20, do_sample=False)[0, given["input_ids"].shape[1] :]
     assert tokenizer.decode(written, skip_special_tokens=True).split() == [*header, "It", "is", "No"]
@@ -323,7 +323,7 @@ def test_a_million_random_weights_memorize_400_facts(tmp_path: Path) -> None:
     names = [f"{a}{b}{c}" for a in "BDFGKLMNPRSTVZ" for b in "aeiou" for c in ("li", "ra", "to", "mun", "ses", "dok")]
     facts = list(zip(names[:400], reversed(names[:400]), strict=True))
     chats = tmp_path / "chats.jsonl"
-    told = [said(f"What is the capital of {one}?", f"The capital of {one} is {other}.") for one, other in facts]
+    told = [conversation(f"What is the capital of {one}?", f"The capital of {one} is {other}.") for one, other in facts]
     chats.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in told))
     folder = write_subwords(tmp_path / "model", [message["content"] for chat in told for message in chat])
     end = json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]["<|im_end|>"]

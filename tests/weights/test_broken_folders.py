@@ -15,10 +15,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.broken_folders import CASES, CHAT, weights, write_good
+from tests.helpers.broken_folders import CASES, CHAT, weights, write_valid_folder
 from tests.weights.test_huggingface import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
-from trainer.files import link_outside
+from trainer.files import symlink_target_outside
 from trainer.report.live import Pages
 from trainer.weights.exporting import read_model_files
 from trainer.weights.sources import SafetensorsFolder
@@ -28,11 +28,11 @@ pytest.importorskip("tokenizers")
 LIMIT_S, LIMIT_GIB = 10.0, 2.0
 NOT_FINITE = ("weights: NaN", "weights: one infinity")
 AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
-"""What is found in config.json and in the names of files, before torch is needed."""
-LEFT = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
-"""What only reading more than configuration files and headers shows."""
-TRAINED = ("tokenizer: catastrophic regex",)
-"""Not refused: the tokenizers library gives up on such a match, and the run trains."""
+"""Defects of config.json and of file names, which are found before torch is imported."""
+FOUND_LATER = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
+"""Defects that are not in configuration files or headers."""
+ACCEPTED = ("tokenizer: catastrophic regex",)
+"""Not rejected: the tokenizers library gives up on such a match, and the run trains."""
 HEADERS = [
     "weights: empty",
     "weights: garbage",
@@ -48,13 +48,13 @@ TOKENIZERS = [name for name in CASES if name.startswith("tokenizer")]
 
 
 def broken(tmp_path: Path, name: str) -> Path:
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     CASES[name](folder)
     return folder
 
 
 @pytest.mark.parametrize("model", ["auto", "hf"])
-@pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in LEFT] + HEADERS)
+@pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in FOUND_LATER] + HEADERS)
 def test_broken_folder_is_rejected_at_once(name: str, model: str, tmp_path: Path) -> None:
     """From metadata alone: no model is built, and no weights are read."""
     folder = broken(tmp_path, name)
@@ -77,7 +77,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
     """Such as in a quantized folder: converted to floating point, the codes would be trained as weights."""
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     weights(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
     with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
         load_weights(folder)
@@ -85,7 +85,7 @@ def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
 
 def test_matrices_of_zeros_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupted download leaves them if the file was allocated in advance."""
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     weights(lambda tensors: tensors[UP].zero_())(folder)
     load_weights(folder)
     assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
@@ -113,7 +113,7 @@ def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])
 def test_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None:
-    folder = write_good(tmp_path / "model")
+    folder = write_valid_folder(tmp_path / "model")
     (tmp_path / "private").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
@@ -134,7 +134,7 @@ def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
     snapshot = tmp_path / "models--a--b" / "snapshots" / "0123"
     blobs = tmp_path / "models--a--b" / "blobs"
     blobs.mkdir(parents=True)
-    write_good(snapshot)
+    write_valid_folder(snapshot)
     for number, path in enumerate(sorted(snapshot.iterdir())):
         path.rename(blobs / str(number))
         path.symlink_to(f"../../blobs/{number}")
@@ -142,7 +142,7 @@ def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
     for folder in (snapshot, tmp_path / "link"):
         assert "tokenizer.json" in read_model_files(folder)
         assert load_config("sft", [f"model.path={folder}", "data.path=x.jsonl"]).model.num_layers == 2
-    assert link_outside(snapshot, "../../../elsewhere") is not None
+    assert symlink_target_outside(snapshot, "../../../elsewhere") is not None
 
 
 def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["auto", "hf"])
-@pytest.mark.parametrize("name", [name for name in CASES if name not in TRAINED])
+@pytest.mark.parametrize("name", [name for name in CASES if name not in ACCEPTED])
 def test_broken_folder_costs_little_time_and_memory(name: str, model: str, tmp_path: Path) -> None:
     """The whole command in a separate process: one message, exit code 2, bounded time and memory."""
     if model == "hf":

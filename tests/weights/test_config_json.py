@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.weights.test_huggingface import GPT2, LLAMA, QWEN3, QWEN3_MOE, Memory, build, load_there
+from tests.weights.test_huggingface import GPT2, LLAMA, QWEN3, QWEN3_MOE, Memory, build, load_with_transformers
 from tests.weights.test_pretrained import config_of, trained
 from trainer import Trainer, UserError, load_weights
 from trainer.config.pretrained import fields_of
@@ -21,7 +21,7 @@ from trainer.recipe import all_recipes
 from trainer.weights.exporting import export
 
 ABSENT = object()
-"""Takes an entry out of config.json."""
+"""Removes an entry from config.json."""
 
 BASE: dict[str, dict[str, Any]] = {
     "llama": {
@@ -334,7 +334,7 @@ def assert_loaded_by_transformers_or_refused(folder: Path) -> None:
         model = load_weights(folder)
     except UserError:
         return
-    assert torch.equal(logits_of(model), logits_of(load_there(folder, dtype=torch.float32)))
+    assert torch.equal(logits_of(model), logits_of(load_with_transformers(folder, dtype=torch.float32)))
 
 
 @pytest.mark.campaign
@@ -353,7 +353,7 @@ def test_variant_is_computed_like_transformers_or_rejected(variant: Variant, tmp
         with pytest.raises(UserError, match=f"(?s){variant.refused}"):
             Trainer(config_of(folder, f"run.dir={tmp_path / 'run'}", recipe=recipe)).load_checkpoint()
         return
-    expected = logits_of(load_there(folder, dtype=torch.float32))
+    expected = logits_of(load_with_transformers(folder, dtype=torch.float32))
     assert expected.std() > 0.1, "logits that say something"
     assert (logits_of(load_weights(folder)) - expected).abs().max() < 1e-5 * expected.abs().max()
     told = fields_of(variant.content, RECIPES[variant.kind])
@@ -361,7 +361,7 @@ def test_variant_is_computed_like_transformers_or_rejected(variant: Variant, tmp
     run_folder = trained(folder, tmp_path / "run", "optim.lr=0", *as_told, recipe=recipe)
     assert torch.equal(logits_of(load_weights(run_folder)), logits_of(load_weights(folder)))
     assert main([str(run_folder), str(tmp_path / "out")]) == 0
-    assert torch.equal(logits_of(load_there(tmp_path / "out", dtype=torch.float32)), expected)
+    assert torch.equal(logits_of(load_with_transformers(tmp_path / "out", dtype=torch.float32)), expected)
     assert torch.equal(logits_of(load_weights(tmp_path / "out")), logits_of(load_weights(folder)))
     content = json.loads((tmp_path / "out" / "config.json").read_text())
     dtype = {key: "float32" for key in ("dtype", "torch_dtype") if key in content}
@@ -394,7 +394,7 @@ def test_dropouts_of_gpt2_are_in_the_same_places_as_in_transformers(
     folder = folder_of(gpt2(**dict(zip(names, rates, strict=True))), tmp_path)
     tokens = torch.randint(0, 263, (2, 40), generator=torch.Generator().manual_seed(1))
     found = []
-    for model in (load_weights(folder), load_there(folder, dtype=torch.float32)):
+    for model in (load_weights(folder), load_with_transformers(folder, dtype=torch.float32)):
         torch.manual_seed(5)
         with torch.no_grad():
             logits = model.train()(tokens)

@@ -91,14 +91,15 @@ def write(
     writer.add_chat_template("{{ messages }}")
     for name, value in metadata.items():
         writer.add_string(name.replace("__", "."), value)
-    to_theirs = {theirs: ours for ours, theirs in {**gguf_model._NAMES, **gguf_model._LAYER_NAMES}.items()}
+    hf_names = {**gguf_model._TENSOR_NAMES, **gguf_model._LAYER_TENSOR_NAMES}
+    gguf_names = {hf_name: gguf_name for gguf_name, hf_name in hf_names.items()}
     state = model.state_dict()
     for name, tensor in state.items():
         if name == "lm_head.weight" and config.tie_word_embeddings:
             continue
         stem, _, suffix = name.rpartition(".")
         layer = stem.removeprefix("model.layers.").partition(".")
-        theirs = to_theirs[stem] if stem in to_theirs else f"blk.{layer[0]}.{to_theirs[layer[2]]}"
+        gguf_name = gguf_names[stem] if stem in gguf_names else f"blk.{layer[0]}.{gguf_names[layer[2]]}"
         values = tensor.numpy().copy()
         if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
             heads = values.shape[0] // 16
@@ -109,9 +110,9 @@ def write(
             if kind == "llama" and stem.endswith(("q_proj", "k_proj")):
                 kept = kept.reshape(heads, 8, 2, -1).swapaxes(1, 2).reshape(values.shape)
             tensor.copy_(torch.from_numpy(np.ascontiguousarray(kept)))
-            writer.add_tensor(f"{theirs}.{suffix}", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+            writer.add_tensor(f"{gguf_name}.{suffix}", packed, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
         else:
-            writer.add_tensor(f"{theirs}.{suffix}", values)
+            writer.add_tensor(f"{gguf_name}.{suffix}", values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -149,7 +150,7 @@ def test_text_is_split_as_the_file_says(tmp_path: Path) -> None:
     import tokenizers
 
     write(tmp_path / "m.gguf", vocabulary=of_bytes("smollm"))
-    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    folder = gguf_model.convert(tmp_path / "m.gguf", "model.path", with_weights=False)
     assert not (folder / "model.safetensors").exists()
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     assert tokenizer.encode("the t12<|end|>").tokens == ["t", "he", "Ġt", "1", "2", "<|end|>"]
@@ -181,7 +182,7 @@ def test_sentencepiece_gives_the_ids_of_transformers(tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
     write(tmp_path / "m.gguf", vocabulary=of_sentencepiece())
-    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    folder = gguf_model.convert(tmp_path / "m.gguf", "model.path", with_weights=False)
     ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf")
     page = (REPOSITORY / "docs" / "data.md").read_text()
@@ -202,7 +203,7 @@ def test_sentencepiece_as_the_file_says(tmp_path: Path) -> None:
 
     entries = {"add_space_prefix": False, "add_bos_token": False, "add_eos_token": True}
     write(tmp_path / "m.gguf", vocabulary=of_sentencepiece(**entries))
-    folder = gguf_model.converted(tmp_path / "m.gguf", "model.path", with_weights=False)
+    folder = gguf_model.convert(tmp_path / "m.gguf", "model.path", with_weights=False)
     ours = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     *pieces, last = ours.encode("the run").tokens
     assert ("".join(pieces), last) == ("the▁run", "</s>")

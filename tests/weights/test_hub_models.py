@@ -1,4 +1,4 @@
-"""Models by name: fetched from a hub on this machine, pinned, resumed, and refused with one message."""
+"""Models by name: fetched from a hub on this machine, pinned, resumed, and rejected with one message."""
 
 from __future__ import annotations
 

@@ -156,7 +156,7 @@ def difference(ours: nn.Module, theirs: Any, length: int = 48) -> float:
     return found
 
 
-def load_there(folder: Path, **options: Any) -> Any:
+def load_with_transformers(folder: Path, **options: Any) -> Any:
     """Load the folder with transformers and demand that it finds all it needs and nothing else."""
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a pool of threads for a few kilobytes
     transformers = pytest.importorskip("transformers")
@@ -177,7 +177,7 @@ def test_transformers_computes_the_same_logits(
     model = build(recipe, config)
     with caplog.at_level(logging.WARNING):
         export_model(model, recipe, config, tmp_path, end_id=256)
-        theirs = load_there(tmp_path)
+        theirs = load_with_transformers(tmp_path)
     assert not caplog.records, "transformers has something to say of config.json"
     assert difference(model, theirs) < 1e-5
     assert type(theirs).__name__ == recipe.hf.architecture
@@ -218,7 +218,7 @@ def test_a_large_model_is_split_into_files_with_an_index(name: str, tmp_path: Pa
             assert handle.metadata() == {"format": "pt"}
     fill(other, SafetensorsFolder(tmp_path, recipe, config), "train.init_from")
     assert_same_bits(other, model)
-    assert difference(model, load_there(tmp_path)) < 1e-5
+    assert difference(model, load_with_transformers(tmp_path)) < 1e-5
 
 
 def test_exported_file_does_not_depend_on_the_block_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_export_in_a_different_dtype(tmp_path: Path) -> None:
     for name, parameter in other.named_parameters():
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, model.get_parameter(name).bfloat16().float())
-    assert load_there(tmp_path, dtype="auto").dtype == torch.bfloat16
+    assert load_with_transformers(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("beside", [False, True])

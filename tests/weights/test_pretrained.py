@@ -19,7 +19,7 @@ from trainer.config.location import locate
 from trainer.data.tokenizer import find_tokenizer
 from trainer.export import command_line as main
 from trainer.recipe import Recipe
-from trainer.weights.exporting import Origin, export, read_model_files, read_tokenizer
+from trainer.weights.exporting import ModelFiles, export, read_model_files, read_tokenizer
 from trainer.weights.sources import StateDictFile
 
 LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
@@ -28,7 +28,7 @@ SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
 
 
 def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
-    """Write a model as Hugging Face has it; `changes` of config.json, None takes a key out."""
+    """Write a model in Hugging Face's format; `changes` of config.json, where None removes a key."""
     export(Memory(build(recipe, config).state_dict()), recipe, config, path)
     edit(path, **changes)
     return path
@@ -344,11 +344,18 @@ def test_different_tokenizer_is_exported_with_its_end_token(tmp_path: Path) -> N
 def test_chat_template_of_the_run_replaces_the_folders(tmp_path: Path) -> None:
     source = chat_folder(tmp_path / "source")
     (tmp_path / "own.jinja").write_bytes(b"{{ messages[0].content }}")
-    origin = Origin()
-    origin.files = read_model_files(source)
-    origin.tokenizer = read_tokenizer(str(source / "tokenizer.json"), str(tmp_path / "own.jinja"))
+    model_files = ModelFiles()
+    model_files.files = read_model_files(source)
+    model_files.tokenizer = read_tokenizer(str(source / "tokenizer.json"), str(tmp_path / "own.jinja"))
     before = files_of(source)
-    export(Memory(build(LLAMA, TINY).state_dict()), LLAMA, TINY, tmp_path / "out", turn_ends={258, 7}, origin=origin)
+    export(
+        Memory(build(LLAMA, TINY).state_dict()),
+        LLAMA,
+        TINY,
+        tmp_path / "out",
+        turn_ends={258, 7},
+        model_files=model_files,
+    )
     after = files_of(tmp_path / "out")
     assert before.keys() - after.keys() == {"additional_chat_templates/tool.jinja"}
     assert after["chat_template.jinja"] == b"{{ messages[0].content }}"

@@ -13,7 +13,7 @@ import pytest
 
 from tests.helpers.fake_hub import FakeHub
 from tests.helpers.forked import REPOSITORY
-from tests.helpers.runs import Shared
+from tests.helpers.runs import SharedRun
 from tests.weights.test_hub_models import folder
 from trainer import load_config
 from trainer.export import card_of
@@ -37,7 +37,7 @@ def push(fake: FakeHub, home: Path, *arguments: object, **more: str) -> subproce
 
 
 @pytest.mark.slow
-def test_pushed_as_exported(fake: FakeHub, one: Shared, tmp_path: Path) -> None:
+def test_pushed_as_exported(fake: FakeHub, one: SharedRun, tmp_path: Path) -> None:
     """One commit with the same files as a local export, and a card; a second push replaces it."""
     ran = push(
         fake, tmp_path, one.ran.folder, tmp_path / "out", "--push", "tester/mine", "--private", HF_TOKEN=fake.token
@@ -104,8 +104,8 @@ def test_a_card_names_the_library_and_task_of_what_was_exported(folder: Path, tm
 
 
 @pytest.mark.slow
-def test_a_card_without_metrics(one: Shared, tmp_path: Path) -> None:
-    run = one.copied(tmp_path / "run")
+def test_a_card_without_metrics(one: SharedRun, tmp_path: Path) -> None:
+    run = one.copy_to(tmp_path / "run")
     (run / "metrics.jsonl").unlink()
     config = run / "checkpoints" / "step_00000020"
     assert "trained from random weights" in card_of(config, "mine", tmp_path)

@@ -23,7 +23,7 @@ from trainer.recipe import all_recipes
 from trainer.weights.sources import SafetensorsFolder
 
 BLOCK = 16
-"""Of the matrices in fp8; it divides some of their sizes only."""
+"""Block size of the matrices in fp8; it divides only some of their sizes."""
 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
 MXFP4 = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
@@ -40,7 +40,7 @@ def write(folder: Path, config: Any, quantize: Callable[[str, torch.Tensor], dic
     for name, tensor in sorted(load_file(file).items()):
         tensors |= quantize(name, tensor)
     file.unlink()
-    # What belongs together is in different files.
+    # Scales are in a different file from the values they belong to.
     files = {"model-00001-of-00002.safetensors": {}, "model-00002-of-00002.safetensors": {}}  # type: ignore[var-annotated]
     for name, tensor in tensors.items():
         files[[*files][name.endswith(("_scales", "_scale_inv"))]][name] = tensor.contiguous()

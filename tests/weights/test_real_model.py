@@ -24,15 +24,15 @@ from torch import nn
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from tests.helpers.chats import said
-from tests.helpers.ranks import Ran, run_command, run_python_module
+from tests.helpers.chats import conversation
+from tests.helpers.ranks import CommandResult, run_command, run_python_module
 from trainer import load_weights
 
 pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
 
 CHATS = [
-    said("What is the capital of France?", "Paris, on the river Seine.", "And of Italy?", "Rome."),
-    said("Name three colours.", "Red, green and blue.", system="You answer in one short sentence."),
+    conversation("What is the capital of France?", "Paris, on the river Seine.", "And of Italy?", "Rome."),
+    conversation("Name three colours.", "Red, green and blue.", system="You answer in one short sentence."),
 ]
 PAIRS = [
     ("Is water wet?", "Yes, to the touch.", "No idea, ask someone else."),
@@ -80,27 +80,27 @@ def model(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     """Three steps of all weights on both conversations."""
     folder = tmp_path_factory.mktemp("tuned")
     return train(folder, "sft", model, [{"messages": chat} for chat in CHATS], "train.steps=3", "optim.lr=1e-4")
 
 
 @pytest.fixture(scope="module")
-def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
     """Two steps of adapters."""
     more = ["train.steps=2", "optim.lr=1e-2", "lora.rank=4", "lora.alpha=8"]
     return train(tmp_path_factory.mktemp("adapted"), "sft", model, [{"messages": chat} for chat in CHATS], *more)
 
 
-def train(base: Path, recipe: str, model: Path, records: list[dict[str, Any]], *more: str) -> Ran:
+def train(base: Path, recipe: str, model: Path, records: list[dict[str, Any]], *more: str) -> CommandResult:
     data = base / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     places = [f"model.path={model}", f"data.path={data}", f"data.cache_dir={base / 'cache'}"]
     return ended_well(run_command(base / "run", f"recipe={recipe}", *places, *SETTINGS, *more))
 
 
-def ended_well(ran: Ran) -> Ran:
+def ended_well(ran: CommandResult) -> CommandResult:
     assert ran.exit_code == 0, ran.stderr + ran.stdout
     return ran
 
@@ -110,7 +110,7 @@ def export(run: Path, to: Path, *options: str) -> Path:
     return to
 
 
-def load_there(folder: Path) -> Any:
+def load_with_transformers(folder: Path) -> Any:
     """Return transformers' model, which it loads in float32 and trains in full.
 
     transformers gives the row of the padding token no gradient. Here that token also ends a turn, which is trained.
@@ -157,7 +157,7 @@ def test_evaluation_equals_the_loss_of_transformers(model: Path, tmp_path: Path)
     text.write_text((Path(__file__).parents[2] / "README.md").read_text())
     options = [f"data.eval_path={text}", f"data.seq_len={SEQ_LEN}", "eval.steps=0", f"data.cache_dir={tmp_path}"]
     ran = ended_well(run_python_module("trainer.evaluate", model, *options, "run.threads=1", "--json"))
-    tokenizer, there = tokenizer_of(model), load_there(model)
+    tokenizer, there = tokenizer_of(model), load_with_transformers(model)
     ids = torch.tensor(tokenizer(text.read_text(), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])
     windows = [ids[at : at + SEQ_LEN + 1] for at in range(0, len(ids) - 1, SEQ_LEN)]  # the last is short
     assert len(windows) > 5
@@ -169,8 +169,8 @@ def test_evaluation_equals_the_loss_of_transformers(model: Path, tmp_path: Path)
     assert json.loads(ran.stdout)["loss"] == pytest.approx(sum(sums) / (len(ids) - 1), rel=1e-6)
 
 
-def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned: Ran) -> None:
-    tokenizer, there = tokenizer_of(model), load_there(model)
+def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned: CommandResult) -> None:
+    tokenizer, there = tokenizer_of(model), load_with_transformers(model)
     chats = [encode(tokenizer, chat) for chat in CHATS]
     number = sum(int(trained.sum()) for _, trained in chats)
     assert 10 < number < 0.5 * sum(len(ids) for ids, _ in chats)
@@ -196,7 +196,7 @@ def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned
 def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> None:
     """All weights are trained, and the reference is a second model."""
     records = [
-        {"prompt": said(asked), "chosen": said("", good)[1:], "rejected": said("", bad)[1:]}
+        {"prompt": conversation(asked), "chosen": conversation("", good)[1:], "rejected": conversation("", bad)[1:]}
         for asked, good, bad in PAIRS
     ]
     ran = train(tmp_path, "dpo", model, records, "train.steps=2", "optim.lr=1e-5", f"dpo.beta={BETA}")
@@ -205,10 +205,10 @@ def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> Non
     found = json.loads(ended_well(run_python_module("trainer.evaluate", ran.folder, *options)).stdout)
 
     tokenizer = tokenizer_of(model)
-    answers = [encode(tokenizer, said(asked, answer)) for asked, *both in PAIRS for answer in both]
+    answers = [encode(tokenizer, conversation(asked, answer)) for asked, *both in PAIRS for answer in both]
     sums = []
     for folder in (export(ran.folder, tmp_path / "exported"), model):
-        there = load_there(folder)
+        there = load_with_transformers(folder)
         with torch.no_grad():
             sums.append(torch.stack([log_probability(there, *answer) for answer in answers]))
         del there
@@ -227,10 +227,10 @@ def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> Non
 # Adapters
 
 
-def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: Ran, tmp_path: Path) -> None:
+def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: CommandResult, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     tokens = encode(tokenizer_of(model), CHATS[0])[0][None]
-    there = peft.PeftModel.from_pretrained(load_there(model), export(adapted.folder, tmp_path / "adapter"))
+    there = peft.PeftModel.from_pretrained(load_with_transformers(model), export(adapted.folder, tmp_path / "adapter"))
     with torch.no_grad():
         expected, found = there(tokens).logits, load_weights(adapted.folder)(tokens)
         with there.disable_adapter():
@@ -249,10 +249,14 @@ def test_packed_base_is_merged_into_the_model_that_was_trained(model: Path, tmp_
     """Fine-tuned in 4 bits, merged, and loaded by transformers: the same logits, and the same greedy text."""
     more = ["train.steps=3", "optim.lr=3e-3", "lora.rank=16", "lora.base_dtype=nf4"]
     run = train(tmp_path, "sft", model, [{"messages": chat} for chat in CHATS], *more)
-    there = load_there(export(run.folder, tmp_path / "merged", "--merged"))
+    there = load_with_transformers(export(run.folder, tmp_path / "merged", "--merged"))
     ids, trained = encode(tokenizer_of(model), CHATS[0])
     with torch.no_grad():
-        expected, found, before = load_weights(run.folder)(ids[None]), there(ids[None]).logits, load_there(model)
+        expected, found, before = (
+            load_weights(run.folder)(ids[None]),
+            there(ids[None]).logits,
+            load_with_transformers(model),
+        )
         changed = (before(ids[None]).logits - expected).abs().max()
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
     assert changed > 0.1
@@ -279,10 +283,10 @@ def generated(folder: Path, kind: str, text: str, max_tokens: int = 40) -> str:
 
 @pytest.mark.parametrize(("kind", "text"), [("prompt", "def fibonacci(n):"), ("chat", QUESTION)])
 def test_generated_text_equals_that_of_transformers(kind: str, text: str, model: Path) -> None:
-    tokenizer, there = tokenizer_of(model), load_there(model)
+    tokenizer, there = tokenizer_of(model), load_with_transformers(model)
     asked = text
     if kind == "chat":
-        asked = tokenizer.apply_chat_template(said(text), tokenize=False, add_generation_prompt=True)
+        asked = tokenizer.apply_chat_template(conversation(text), tokenize=False, add_generation_prompt=True)
     ids = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"]
     written = there.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=40)
     expected = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
@@ -319,7 +323,9 @@ def to_gguf(folder: Path, original: Path, to: Path) -> Path:
     return to
 
 
-def test_llama_cpp_gives_the_same_answer_with_a_fine_tuned_model(gguf_file: Path, tuned: Ran, tmp_path: Path) -> None:
+def test_llama_cpp_gives_the_same_answer_with_a_fine_tuned_model(
+    gguf_file: Path, tuned: CommandResult, tmp_path: Path
+) -> None:
     need("xllamacpp", "pip install -e '.[real-model]'")
     exported = export(tuned.folder, tmp_path / "exported")
     written = to_gguf(exported, gguf_file, tmp_path / "model.gguf")

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
 
-from tests.helpers.chats import CHATML, said, write_tokenizer
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.weights.test_pretrained import folder_of
 from trainer import UserError, evaluate, load_config, run
 from trainer.data.__main__ import command_line as data_command
@@ -34,8 +34,10 @@ def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 def model(tmp_path: Path) -> Path:
     """Return the folder of a chat model with its weights and a file of chats."""
     folder = write_tokenizer(folder_of(tmp_path / "model"), CHATML)
-    chat = json.dumps({"messages": said("Hi", "Yes")})
-    pair = json.dumps({"prompt": said("Hi"), "chosen": said("", "Yes")[1:], "rejected": said("", "No")[1:]})
+    chat = json.dumps({"messages": conversation("Hi", "Yes")})
+    pair = json.dumps(
+        {"prompt": conversation("Hi"), "chosen": conversation("", "Yes")[1:], "rejected": conversation("", "No")[1:]}
+    )
     (tmp_path / "chats.jsonl").write_text(f"{chat}\n" * 8)
     (tmp_path / "pairs.jsonl").write_text(f"{pair}\n" * 8)
     (tmp_path / "text.txt").write_text("Hi two four. " * 200)

@@ -68,7 +68,7 @@ from trainer.config.passes import current_checkpoint_dir
 from trainer.config.stored import CONFIG, run_of_best
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
-from trainer.files import find_folder
+from trainer.files import local_path
 from trainer.recipe import StoredTensors
 
 if TYPE_CHECKING:
@@ -514,7 +514,7 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
     for folder in (storage, storage / "checkpoints", *_configured_folder(storage)):
         if any(name.startswith(CHECKPOINT_PREFIX) for name in folder.names()) or folder.quarantined_names():
             return folder
-    local = find_folder(path)
+    local = local_path(path)
     rule = "has no checkpoints"
     if local is not None and not local.is_dir():
         rule = "is a file" if local.exists() else "no such folder"

@@ -21,7 +21,7 @@ from trainer.checkpoint.writer import Checkpoints, SaveResult
 from trainer.config import CheckpointSection, RunConfig
 from trainer.distributed.channel import StepSync
 from trainer.errors import TrainingFailed
-from trainer.files import find_folder
+from trainer.files import local_path
 from trainer.metrics.goodput import RunHistory
 from trainer.metrics.record import Record
 from trainer.metrics.sinks import Metrics, warn
@@ -142,7 +142,7 @@ class Saver:
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
         path = str(self._checkpoints.storage / checkpoint_name(state.step))
-        return path if find_folder(path) is None else Path(path)
+        return path if local_path(path) is None else Path(path)
 
     def collect(self) -> None:
         """Collect the result of the save in flight if it has ended on every rank.  Never waits."""

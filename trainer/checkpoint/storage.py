@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import UserError, is_disk_full, masked, redact
-from trainer.files import content_of, crc32, find_folder, sync_folder
+from trainer.files import content_of, crc32, local_path, sync_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
@@ -124,7 +124,7 @@ class Storage(Protocol):
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
     """Return the storage for a path or URL.  Raises UserError for an unsupported kind of URL."""
-    folder, text = find_folder(path), os.fspath(path)
+    folder, text = local_path(path), os.fspath(path)
     if folder is not None:
         return LocalStorage(folder)
     try:
@@ -153,7 +153,7 @@ def list_configured_folder(storage: Storage) -> list[str]:
 
 def is_same_location(one: str, other: str) -> bool:
     """Return whether two paths or URLs refer to the same location, with links resolved."""
-    folder, other_folder = find_folder(one), find_folder(other)
+    folder, other_folder = local_path(one), local_path(other)
     if folder is None or other_folder is None:
         return one.rstrip("/") == other.rstrip("/")
     return os.path.realpath(folder) == os.path.realpath(other_folder)

@@ -57,7 +57,7 @@ from trainer.config.stored import (
     section_of,
 )
 from trainer.errors import UserError, setting_error
-from trainer.recipe import find_recipe, resolve
+from trainer.recipe import find_recipe, import_object
 
 if TYPE_CHECKING:
     from trainer.distributed.world import World
@@ -317,7 +317,7 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
         path = path / name.path if to_fetch != name else path
     if resolution.is_stored or not gguf_model.is_gguf(str(path)):
         return str(path)
-    return str(gguf_model.converted(path, key, with_weights=resolution.needs_weights and key != "data.tokenizer"))
+    return str(gguf_model.convert(path, key, with_weights=resolution.needs_weights and key != "data.tokenizer"))
 
 
 def _stored_config(keys: Keys, resolution: Resolution) -> Mapping[str, Any]:
@@ -872,7 +872,7 @@ def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> Conf
         previous_origins = dict(resolution.origins)
         function = each_pass.function
         if isinstance(function, str):
-            function = resolve(function, each_pass.name)
+            function = import_object(function, each_pass.name)
         config = function(config, resolution)
         after = dict(_flat(config))
         for key in before.keys() | after.keys():

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer import gguf_model, hub
 from trainer.errors import UserError, setting_error
-from trainer.files import link_outside, parse_json, read_json
+from trainer.files import parse_json, read_json, symlink_target_outside
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
 
 CONFIG_JSON = "config.json"
@@ -359,7 +359,7 @@ def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FIL
     """
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
-            outside = link_outside(folder, str(path.relative_to(folder)))
+            outside = symlink_target_outside(folder, str(path.relative_to(folder)))
             if outside is not None and outside.name != path.name:
                 rule = f"{path.relative_to(folder)} is a link to {outside}, outside of the folder, and is not read"
                 raise setting_error(setting, folder, rule, fix="put the file itself there, or remove the link")

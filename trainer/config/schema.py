@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from trainer import gguf_model, hub
 from trainer.errors import masked, masked_command
 from trainer.objective import Tokens
-from trainer.recipe import Recipe, TrainerType, declare, find_recipe, resolve
+from trainer.recipe import Recipe, TrainerType, declare, find_recipe, import_object
 from trainer.renamed import Renamed
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -693,7 +693,7 @@ class RunConfig:
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
         """Return the Trainer class of the objective, else of the recipe, else `default`."""
         if self.objective.trainer is not None:
-            return cast("type[TrainerType]", resolve(self.objective.trainer, "train.objective"))
+            return cast("type[TrainerType]", import_object(self.objective.trainer, "train.objective"))
         return self.recipe.trainer_class(default)
 
     @property

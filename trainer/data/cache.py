@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import CHECKSUM, checked, find_cache_folders, replacing, sync_folder, with_checksum
+from trainer.files import CHECKSUM, find_cache_folders, replacing, sync_folder, verify_checksum, with_checksum
 from trainer.locks import locked, remove
 from trainer.stopping import add_partial, drop_partial
 
@@ -183,5 +183,5 @@ def read_value(path: Path) -> Any:
     """Return the stored JSON value, or None if it is missing or corrupt."""
     with contextlib.suppress(*CORRUPTION_ERRORS):
         content = json.loads(path.read_bytes())
-        return checked(content)["value"] if CHECKSUM in content else None
+        return verify_checksum(content)["value"] if CHECKSUM in content else None
     return None

@@ -45,7 +45,7 @@ from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSour
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
 from trainer.errors import UserError, setting_error
-from trainer.files import find_cache_folders, find_folder
+from trainer.files import find_cache_folders, local_path
 from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:
@@ -234,7 +234,7 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
         hub_data = find_data(setting, key)
         built = _tokenize_text(hub_data.inputs(key), hub_data.settings(data), key, hub_data.fetch)
         return dataclasses.replace(built, files=[str(name) for name in hub_data.names()])
-    if find_folder(setting) is None:
+    if local_path(setting) is None:
         return _find_remote_shards(setting, data, key)
     path, bins = _find_shard_files(setting, key)
     try:
@@ -334,7 +334,7 @@ def _check_complete(setting: str) -> None:
 
 def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserError:
     """Return the error for shards that cannot be used."""
-    if find_folder(setting) is None:
+    if local_path(setting) is None:
         from trainer.data.remote.transport import unusable_url
 
         return unusable_url(key, setting, error)
@@ -488,7 +488,7 @@ def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
 
         hub_data = find_data(setting, key)
         inputs, data = hub_data.inputs(key), hub_data.settings(data)
-    elif find_folder(setting) is None:
+    elif local_path(setting) is None:
         from trainer.data.remote.text import find_text, is_text
 
         if not is_text(setting):
@@ -578,7 +578,7 @@ def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
         from trainer.data.chat.formats import find_files
 
         return [os.path.realpath(file) for file in find_files(key, setting)]
-    if find_folder(setting) is None:
+    if local_path(setting) is None:
         return [setting]
     manifest, files = _find_shard_files(setting, key)
     if manifest is not None:

@@ -25,7 +25,7 @@ from trainer.data.cache import get_or_build
 from trainer.data.mixture import sample_at
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_content
-from trainer.files import checked, crc32, with_checksum
+from trainer.files import crc32, verify_checksum, with_checksum
 
 if TYPE_CHECKING:
     from trainer.config import DataSection
@@ -254,7 +254,7 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
 
 def _memory_map(folder: Path) -> RowLayout:
     """Return the layout written by `_write`, memory-mapped.  Raises ValueError if it is corrupt."""
-    metadata = checked(json.loads((folder / "totals.json").read_bytes()))
+    metadata = verify_checksum(json.loads((folder / "totals.json").read_bytes()))
     totals = PieceTotals(**metadata["totals"])
     pieces, ends = (_read_array(folder / name, dtype, metadata[name]) for name, dtype in _FILES.items())
     return RowLayout(pieces, ends, totals)

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
-from trainer.files import CHECKSUM, checked, crc32, replacing, with_checksum
+from trainer.files import CHECKSUM, crc32, replacing, verify_checksum, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
@@ -440,7 +440,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     if info.dtype != find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
         raise ShardError(f"{path} is damaged: {info}")
     try:
-        checked(stored)
+        verify_checksum(stored)
     except ValueError as error:
         raise ShardError(f"{path} is damaged: {error}") from error
     return info
@@ -558,7 +558,7 @@ class ShardManifest:
     def parse(cls, content: bytes, path: str) -> ShardManifest:
         """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
         try:
-            manifest = cls(**checked(json.loads(content)))
+            manifest = cls(**verify_checksum(json.loads(content)))
             if manifest.format != _MANIFEST_FORMAT:
                 raise ShardError(f"{path} has format {manifest.format}, this version reads format {_MANIFEST_FORMAT}")
             _check_types(manifest)

@@ -54,7 +54,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser = CommandParser(prog="python -m trainer.init", description=__doc__)
     parser.add_argument("name", metavar="NAME", help="name of the folder and of its model")
 
-    def act() -> int:
+    def create() -> int:
         arguments = parser.parse_args(argv)
         folder = write_project(arguments.name, Path())
         module = folder.name.replace("-", "_")
@@ -62,7 +62,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         print_stdout(f"{folder}: {files}\nnext: cd {folder} && meshtrainer run recipe={module}.yaml")
         return EXIT_FINISHED
 
-    return run_command(act)
+    return run_command(create)
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ from trainer.metrics.stop_criterion import StopCriterion, find_horizon
 from trainer.optim.ema import EMA, WeightAverage
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import Forecast, describe_choice
-from trainer.weights.exporting import Origin
-from trainer.weights.loading import ORIGIN, load_base
+from trainer.weights.exporting import ModelFiles
+from trainer.weights.loading import MODEL_FILES, load_base
 
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
@@ -53,7 +53,7 @@ class TrainingRun:
     state: TrainState
     """The state that a resume restores."""
     average: WeightAverage
-    origin: Origin
+    model_files: ModelFiles
     """The files that came with the initial weights, including those of the tokenizer."""
     folder: RunFolder
     watchdog: Watchdog
@@ -115,8 +115,8 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
         expert_balance = ExpertBalance(model, world, trainer.log)
         optimizer.step_listeners.append(expert_balance)
         state.add(BALANCE, expert_balance)
-    origin = Origin()
-    state.add(ORIGIN, origin)
+    model_files = ModelFiles()
+    state.add(MODEL_FILES, model_files)
 
     folder = RunFolder(config, world.is_main, describe_choice(trainer.plan_choice))
     watchdog = Watchdog(world, config)
@@ -141,7 +141,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
         horizon=horizon,
         state=state,
         average=average,
-        origin=origin,
+        model_files=model_files,
         folder=folder,
         watchdog=watchdog,
         checkpoints=checkpoints,

@@ -24,7 +24,7 @@ from trainer.checkpoint.storage import open_storage
 from trainer.config import RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, as_typed, masked, print_stderr, redact, setting_error
-from trainer.files import find_folder, write_and_sync, write_atomically
+from trainer.files import local_path, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class RunFolder:
         """True once the run writes elsewhere because a folder was lost."""
         self.checkpoint_dir = config.checkpoint.dir
         """The folder for checkpoints; None if it is inside the run folder."""
-        elsewhere = find_folder(config.checkpoint.dir) if config.checkpoint.dir else None
+        elsewhere = local_path(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
         for lock in self._locks:
@@ -146,7 +146,7 @@ class RunFolder:
                 lock.release()
                 lock = self._locks[index] = FolderLock(_rescue_folder(loss.folder), loss.setting)
                 lock.acquire()
-            checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
+            checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
             if checkpoint_dir is not None and loss.folder.absolute() in (checkpoint_dir, *checkpoint_dir.parents):
                 self.checkpoint_dir = str(lock.folder / checkpoint_dir.relative_to(loss.folder.absolute()))
             if loss.setting == "run.dir":
@@ -161,7 +161,7 @@ class RunFolder:
 
         Done only when the run acquires its folder: saves create no parents, so that deleted folders stay deleted.
         """
-        checkpoint_dir = find_folder(self.checkpoint_dir) if self.checkpoint_dir else None
+        checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
             self._locks[0].make(checkpoint_dir.parent)
 

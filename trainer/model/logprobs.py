@@ -7,7 +7,7 @@ from torch import nn
 
 from trainer.errors import UserError
 from trainer.experts import find_balance
-from trainer.loss import find_loss, losses_of_tokens, replace_loss
+from trainer.loss import find_loss, per_token_losses, replace_loss
 
 
 def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -25,7 +25,7 @@ def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
             "log-probabilities per token: the routers' losses do not belong to single tokens\n"
             "  to fix: set model.balance=0 model.sequence_balance=0 model.z_loss=0; model.balance_rate adds no loss"
         )
-    with replace_loss(losses_of_tokens):
+    with replace_loss(per_token_losses):
         losses_BT = find_loss(model)(batch)
     if losses_BT.shape != batch["targets"].shape:
         raise UserError(

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.errors import UserError, nearest
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
-from trainer.recipe import Recipe, Unit, resolve
+from trainer.recipe import Recipe, Unit, import_object
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
         listed = recipe.units(model) if callable(recipe.units) else recipe.units
         source = f"recipe {recipe.name!r}: units"
     else:
-        listed = _units_by_function(model, resolve(wrap, "fsdp.wrap"))
+        listed = _units_by_function(model, import_object(wrap, "fsdp.wrap"))
         source = f"fsdp.wrap={wrap}"
     units = [unit for entry in listed for unit in _resolve_unit(model, entry, source)]
     _check_units(model, units, source)

@@ -13,7 +13,7 @@ import torch
 
 from trainer.config.keys import parse_override
 from trainer.errors import UserError, choice_error, nearest, setting_error
-from trainer.files import checked, with_checksum, write_atomically
+from trainer.files import verify_checksum, with_checksum, write_atomically
 from trainer.metrics.devices import DEVICES, Device, find_device
 from trainer.plan.estimates import Rates
 
@@ -198,7 +198,7 @@ def read_calibration(name: str) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        values = checked(json.loads(path.read_text()))
+        values = verify_checksum(json.loads(path.read_text()))
         for key in ("matmul", "attention"):
             {int(size): float(rate) for size, rate in values[key].items()}
         for key in ("measured", "memory", "kernel_s", "host_s"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from trainer.errors import UserError, setting_error
-from trainer.files import link_outside
+from trainer.files import symlink_target_outside
 from trainer.report.history import read_run
 from trainer.report.page import REFRESH_S, write_comparison, write_page
 
@@ -67,9 +67,9 @@ class Pages:
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None
         folder = self._folders[0] / "profile"
-        is_inside = link_outside(self._folders[0], "profile") is None  # a symlink may point anywhere
+        is_inside = symlink_target_outside(self._folders[0], "profile") is None  # a symlink may point anywhere
         names = [file.name for file in folder.glob("*") if file.is_file()] if is_inside else []
-        files = {name: folder / name for name in names if link_outside(folder, name) is None}
+        files = {name: folder / name for name in names if symlink_target_outside(folder, name) is None}
         return files.get(parts[1])
 
 

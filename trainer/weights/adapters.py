@@ -1,4 +1,4 @@
-"""Weights of models with adapters (LoRA): identifies the base, joins or merges it with them, and exports them for peft.
+"""Weights of models with adapters (LoRA): identifies the base weights, merges adapters into them, and exports for peft.
 
 The checkpoint of a LoRA run holds only the adapters, and identifies the base by its path and a checksum.  The base is
 read from its original path, and the checksum verifies that its weights have not changed.
@@ -32,7 +32,7 @@ from trainer.weights.exporting import (
     ADAPTER_WEIGHTS,
     MARK,
     ExportedTensor,
-    Origin,
+    ModelFiles,
     is_tokenizer_file,
     json_bytes,
     write_folder,
@@ -68,18 +68,18 @@ class BaseWeights(StatePart):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
 
-    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+    def changes_outside(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Return an error line if the stored run had other weights; a different path is not an error."""
-        if plain["checksum"] == self.checksum:
+        if stored["checksum"] == self.checksum:
             return [], []
-        return [wrong_base_message(self.path, self.checksum, plain, self.setting)], []
+        return [wrong_base_message(self.path, self.checksum, stored, self.setting)], []
 
 
 def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:
     """Return the error message for weights that differ from those that `expected` describes."""
     kind = "base model" if setting == "train.init_from" else "model"
     return (
-        f"{setting}={path or 'null'}: is not the {kind} that this was trained on; that was "
+        f"{setting}={path or 'null'}: is not the {kind} that the run was trained with; that was "
         f"{expected['path'] or 'drawn at random'} (checksum {expected['checksum'] or 'none'}, this has "
         f"{checksum or 'none'})"
     )
@@ -226,23 +226,23 @@ def export_adapter(
     *,
     base: str = "",
     dtype: torch.dtype | None = None,
-    origin: Origin | None = None,
+    model_files: ModelFiles | None = None,
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
     """Write the adapters of `source` to `folder` in peft's format, and return the files.
 
     `model` is the model without adapters, on any device; `base` is the path of the base weights to record for peft.
-    Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `origin` are copied.  Raises UserError
-    as `exporting.export` does.
+    Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `model_files` are copied.  Raises
+    UserError as `exporting.export` does.
     """
     names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
     expert_prefixes = peft_prefixes(model, adapters, names.to_huggingface)
     layers = adapters - expert_prefixes.keys()
     weight_names = {layer: _huggingface_weight(names, recipe, layer) for layer in layers}
-    is_transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
-    is_transposed |= layers & transposed_layers(model)
-    if is_transposed not in (set(), layers):
+    transposed = {layer for layer in layers if isinstance(weight_names[layer], Transposed)}
+    transposed |= layers & transposed_layers(model)
+    if transposed not in (set(), layers):
         raise UserError(f"recipe {recipe.name!r}: only some of the layers with adapters are stored transposed")
     prefixes = {layer: name.removesuffix(".weight") for layer, name in weight_names.items()}
     prefixes |= expert_prefixes
@@ -267,13 +267,13 @@ def export_adapter(
         **{"r": lora.rank, "lora_alpha": alpha, "lora_dropout": lora.dropout, "bias": "none"},
         "target_modules": target_modules({name.removesuffix(".weight") for name in weight_names.values()}, all_names),
         **({"modules_to_save": ["score"]} if has_head else {}),
-        **{"fan_in_fan_out": bool(is_transposed), "init_lora_weights": True, "inference_mode": True},
+        **{"fan_in_fan_out": bool(transposed), "init_lora_weights": True, "inference_mode": True},
     }
     if expert_prefixes:
         settings["target_parameters"] = target_parameters(model, adapters, names.to_huggingface)
-    origin = origin or Origin()
-    tokenizer_files = {name: data for name, data in origin.files.items() if is_tokenizer_file(name)}
-    texts = {ADAPTER_CONFIG: json_bytes(settings), **(origin.tokenizer or tokenizer_files)}
+    model_files = model_files or ModelFiles()
+    tokenizer_files = {name: data for name, data in model_files.files.items() if is_tokenizer_file(name)}
+    texts = {ADAPTER_CONFIG: json_bytes(settings), **(model_files.tokenizer or tokenizer_files)}
     shards = {ADAPTER_WEIGHTS: tensors}
     return write_folder(Path(folder).expanduser(), texts, shards, source, MARK, overwrite, setting)
 

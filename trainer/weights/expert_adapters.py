@@ -79,7 +79,7 @@ def target_parameters(
     full = {target for name, target in targets.items() if name in adapters}
     short = {".".join(target.split(".")[-2:]) for target in full}
     others = set(targets.values()) - full
-    return sorted(full if any(other.endswith(f".{each}") for other in others for each in short) else short)
+    return sorted(full if any(other.endswith(f".{name}") for other in others for name in short) else short)
 
 
 def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> dict[str, str]:
@@ -105,7 +105,7 @@ class PeftFactors:
         self.shapes: Mapping[str, tuple[int, ...]] = {
             name: self._shape(name, shape) for name, shape in source.shapes.items()
         }
-        self._last: tuple[str, torch.Tensor] = ("", torch.empty(0))
+        self._cached: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def _shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         letter = self._letters.get(name)
@@ -117,8 +117,8 @@ class PeftFactors:
         """Return rows [start, stop) of a tensor, or all of it."""
         if name not in self._letters:
             return self._source.read(name, start, stop)
-        if self._last[0] != name:
+        if self._cached[0] != name:
             stacked = self._source.read(name)
             ordered = stacked if self._letters[name] == "A" else stacked.permute(1, 2, 0)  # to (out, rank, expert)
-            self._last = (name, ordered.reshape(self.shapes[name]))
-        return self._last[1][start:stop]
+            self._cached = (name, ordered.reshape(self.shapes[name]))
+        return self._cached[1][start:stop]

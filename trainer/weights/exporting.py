@@ -57,7 +57,7 @@ TOKENIZER_FILES = (
 """Names and glob patterns of tokenizer files, as used by transformers."""
 
 
-class Origin(StatePart):
+class ModelFiles(StatePart):
     """The files that came with a model: part of a run's state, the same on all ranks.
 
     Training needs none of them (tokenizer, chat template, generation settings, config.json), but an export must contain
@@ -103,13 +103,15 @@ def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
 
 
 @contextmanager
-def tokenizer_settings(origin: Origin, setting: str) -> Iterator[tuple[str, str]]:
+def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
     """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
 
     Its stored files are written to a temporary folder.  setting: the run's `data.tokenizer`, used if no files are
     stored.
     """
-    files = origin.tokenizer or {name: data for name, data in origin.files.items() if TOKENIZER in origin.files}
+    files = model_files.tokenizer or {
+        name: data for name, data in model_files.files.items() if TOKENIZER in model_files.files
+    }
     if not files:
         yield setting, "model"
         return
@@ -154,15 +156,15 @@ def template_of(files: Mapping[str, bytes]) -> bytes | None:
 
 
 def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
-    """Return a tokenizer's files with `template` as the only chat template, in every place that readers use."""
-    kept = {
+    """Return a tokenizer's files with `template` as the only chat template, in every file where tools look for one."""
+    other_files = {
         name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
     }
-    settings = _settings_of(kept)
+    settings = _settings_of(other_files)
     if "chat_template" in settings:
         settings["chat_template"] = template.decode()
-        kept[_TOKENIZER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
-    return kept | {TEMPLATE: template}
+        other_files[_TOKENIZER_CONFIG] = (json.dumps(settings, indent=2) + "\n").encode()
+    return other_files | {TEMPLATE: template}
 
 
 def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -213,13 +215,13 @@ PARTIAL = ".partial"
 """Suffix of a file being written; its name also starts with a dot."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Marks exported files, in config.json or in the headers of the weights, so that a later export may replace them."""
+"""Entry of config.json, or of the headers of weight files, that lets a later export replace the files."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """Peft's names for the files of an adapter."""
 
-_MARKED = (CONFIG_JSON, ADAPTER_WEIGHTS)
-"""Files that may carry the mark.  Those of an earlier export are kept until they are replaced."""
+_FILES_WITH_MARK = (CONFIG_JSON, ADAPTER_WEIGHTS)
+"""Files that may contain `MARK`.  Those of an earlier export are kept until they are replaced."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,7 @@ def export(
     tokenizer: str = "bytes",
     end_id: int | None = None,
     turn_ends: Collection[int] = (),
-    origin: Origin | None = None,
+    model_files: ModelFiles | None = None,
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
@@ -271,12 +273,12 @@ def export(
     into files of at most that size (or one tensor) and an index.  Tied weights are stored once.
 
     `tokenizer` is "bytes", which has no files, or the path of a tokenizer.json, which is copied together with the
-    related files in its folder; `end_id` is the id that ends a document.  `origin` holds the files that came with the
-    original model: they are copied byte for byte, as are entries of config.json that do not depend on the model.  If
-    the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
+    related files in its folder; `end_id` is the id that ends a document.  `model_files` holds the files that came with
+    the original model: they are copied byte for byte, as are entries of config.json that do not depend on the model.
+    If the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
     that end a text.  `turn_ends`, the ids with which a chat model learned to end its turns, are always added.
 
-    Memory: a few blocks of `weights.BLOCK_BYTES`, independent of the model's size.  One process, no collectives.
+    Memory: a few blocks of `sources.BLOCK_BYTES`, independent of the model's size.  One process, no collectives.
 
     All files are first written under temporary names; the weights, or their index, are renamed last, so that a folder
     left by a crash is not mistaken for a model.
@@ -297,7 +299,7 @@ def export(
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
     shards = _split(tensors, max_shard_bytes)
-    texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, origin or Origin())
+    texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, model_files or ModelFiles())
     if heads:
         texts[CONFIG_JSON] = _classifier_config(texts[CONFIG_JSON], heads[0][0])
         texts.pop(GENERATION, None)
@@ -319,7 +321,7 @@ def write_folder(
 ) -> list[Path]:
     """Write text and tensor files into `path`, under temporary names until all are complete.  Returns the files.
 
-    `mark` is added to the headers of the tensor files.  The files of an earlier export are removed.
+    `mark` is added to the headers of the tensor files.  Files of an earlier export are removed.
 
     Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced,
     or if there is not enough disk space.
@@ -342,14 +344,14 @@ def write_folder(
             raise
         old_files = [old_file for old_file in path.glob("**/*") if _is_export_file(str(old_file.relative_to(path)))]
         for old_file in old_files:
-            if old_file.name not in _MARKED:
+            if old_file.name not in _FILES_WITH_MARK:
                 old_file.unlink()
         sync_folder(path)
         for name in partial:
             (path / name).parent.mkdir(exist_ok=True)
             os.replace(partial[name], path / name)
         for old_file in old_files:
-            if old_file.name in _MARKED and old_file.name not in partial:
+            if old_file.name in _FILES_WITH_MARK and old_file.name not in partial:
                 old_file.unlink()
         sync_folder(path)
     return [path / name for name in partial]
@@ -416,11 +418,11 @@ def _text_files(
     end_id: int | None,
     turn_ends: Collection[int],
     tokenizer: str,
-    origin: Origin,
+    model_files: ModelFiles,
 ) -> dict[str, bytes]:
     """Return the text files by name; those that came with the model are reused."""
-    tokenizer_files = origin.tokenizer or read_tokenizer(tokenizer)
-    original = origin.files
+    tokenizer_files = model_files.tokenizer or read_tokenizer(tokenizer)
+    original = model_files.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
     if not original:
         texts = {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends)} | _add_tokenizer_config(
@@ -430,18 +432,22 @@ def _text_files(
     has_new_tokenizer = TOKENIZER in tokenizer_files and tokenizer_files[TOKENIZER] != original.get(
         TOKENIZER, tokenizer_files[TOKENIZER]
     )
-    kept = {name: data for name, data in original.items() if not (has_new_tokenizer and is_tokenizer_file(name))}
-    if TOKENIZER not in kept:
-        kept = _add_tokenizer_config(tokenizer_files, tokenizer, end_id) | kept
+    texts = {name: data for name, data in original.items() if not (has_new_tokenizer and is_tokenizer_file(name))}
+    if TOKENIZER not in texts:
+        texts = _add_tokenizer_config(tokenizer_files, tokenizer, end_id) | texts
     template = template_of(tokenizer_files)
-    if template not in (None, template_of(kept)):
-        kept = with_template(kept, template)
-    new = [*([end_id] if has_new_tokenizer and end_id is not None else []), *turn_ends]
-    original_eos = json.loads(kept.get(CONFIG_JSON, b"{}")).get("eos_token_id")
-    kept |= {name: _add_eos_ids(kept[name], original_eos, new) for name in (CONFIG_JSON, GENERATION) if name in kept}
-    if CONFIG_JSON not in kept:
-        return {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends), **kept}
-    return kept | {CONFIG_JSON: _update_config(kept[CONFIG_JSON], recipe, model_config, tensors)}
+    if template not in (None, template_of(texts)):
+        texts = with_template(texts, template)
+    new_eos_ids = [*([end_id] if has_new_tokenizer and end_id is not None else []), *turn_ends]
+    original_eos = json.loads(texts.get(CONFIG_JSON, b"{}")).get("eos_token_id")
+    texts |= {
+        name: _add_eos_ids(texts[name], original_eos, new_eos_ids)
+        for name in (CONFIG_JSON, GENERATION)
+        if name in texts
+    }
+    if CONFIG_JSON not in texts:
+        return {CONFIG_JSON: _config_json(recipe, model_config, tensors, ends), **texts}
+    return texts | {CONFIG_JSON: _update_config(texts[CONFIG_JSON], recipe, model_config, tensors)}
 
 
 def _config_json(
@@ -463,7 +469,7 @@ def _config_json(
 
 
 def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
-    """Return the original config.json, changing only outdated entries."""
+    """Return the original config.json with only the outdated entries changed."""
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
     try:
@@ -514,7 +520,7 @@ def _add_eos_ids(settings: bytes, default: int | list[int] | None, new: Collecti
 
 
 def _merge_eos_ids(ends: Collection[int], new: Collection[int]) -> int | list[int] | None:
-    """Return the ids in the format of `eos_token_id`: a single id, a list, or None."""
+    """Merge token ids into the format of `eos_token_id`: a single id, a list, or None."""
     merged = [*ends, *sorted(set(new) - set(ends))]
     return merged[0] if len(merged) == 1 else merged or None
 

@@ -52,10 +52,10 @@ from trainer.weights.adapters import (
     wrong_base_message,
 )
 from trainer.weights.expert_adapters import find_matrices
-from trainer.weights.exporting import Origin, read_model_files, read_tokenizer
+from trainer.weights.exporting import ModelFiles, read_model_files, read_tokenizer
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
-ORIGIN = "origin"
+MODEL_FILES = "origin"
 """Key of the state entry for the files that came with the model."""
 
 
@@ -65,7 +65,7 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     With `load_later` nothing is loaded yet; `load_initial_weights` or a checkpoint loads the weights later.
     """
     recipe = config.recipe
-    source = recipe.first_weights(config.model)
+    source = recipe.initial_weights(config.model)
     loads_base = source is not None or (load_later and config.train.init_from is not None)
     materialize(
         model, config.run.seed, device, recipe.init, config.fsdp.cpu_offload, is_base_weight if loads_base else None
@@ -76,11 +76,12 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
 
 
 def load_initial_weights(
-    model: nn.Module, origin: Origin, config: RunConfig, channel: Channel, setting: str | None = None
+    model: nn.Module, model_files: ModelFiles, config: RunConfig, channel: Channel, setting: str | None = None
 ) -> str:
     """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
 
-    Stores the files that came with the weights in `origin`.  Returns their origin as text for the start block.
+    Stores the files that came with the weights in `model_files`.  Returns the source of the weights, as text for the
+    start block.
     setting: the setting to name in errors, for a model that the run's own settings do not describe.
 
     Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
@@ -101,8 +102,8 @@ def load_initial_weights(
         files = model_files_of(source).files if source is not None else {}
         return files or (read_model_files(config.model_path) if config.model_path else {})
 
-    origin.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
-    store_tokenizer(origin, config, channel)
+    model_files.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
+    store_tokenizer(model_files, config, channel)
     if source is None:
         note = f"; the weights in {path} are not used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
@@ -159,7 +160,7 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     """Open the initial weights: those of `train.init_from`, else those that the recipe provides.  Collective."""
     init_from = config.train.init_from
     if init_from is None:
-        source = channel.agreed(lambda: config.recipe.first_weights(config.model))
+        source = channel.agreed(lambda: config.recipe.initial_weights(config.model))
         return _InitialWeights(source, setting or f"model.name={config.model.name}", None, config.model_path or "")
     key = setting or "train.init_from"
 
@@ -179,11 +180,11 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
     return _InitialWeights(source, key, location, location.path)
 
 
-def store_tokenizer(origin: Origin, config: RunConfig, channel: Channel) -> None:
-    """Store the files of the run's own tokenizer and chat template in `origin`, for exports.  Collective."""
+def store_tokenizer(model_files: ModelFiles, config: RunConfig, channel: Channel) -> None:
+    """Store the files of the run's own tokenizer and chat template in `model_files`, for exports.  Collective."""
     data = config.data
     files = channel.agreed(lambda: read_tokenizer(data.tokenizer, data.chat_template) if channel.is_main else {})
-    origin.tokenizer = channel.broadcast(files)
+    model_files.tokenizer = channel.broadcast(files)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -199,7 +200,7 @@ def load_weights(
     """Return the model with the weights at `path`, unsharded and in evaluation mode.
 
     `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
-    `ema`: use the averaged weights of a run with `train.ema`.
+    `ema`: whether to use the averaged weights of a run with `train.ema`.
     `allow_import`: modules that may be imported because a checkpoint's model is defined there ("my_models" for
     model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
     registered models are built.  Raises UserError for others.
@@ -264,21 +265,23 @@ def open_weights(
     Raises UserError, starting with `setting`, if there are no weights or the fields differ; TrainingFailed if the
     weights are damaged.
     """
-    checks, declared = allow_changes is not None, None
+    checks_fields, declared = allow_changes is not None, None
     source: WeightSource
     if location.kind == "file":
         return StateDictFile(Path(location.path), setting)
     if location.kind == "huggingface":
-        if checks:  # rejects a recipe that reads its own weights
+        if checks_fields:  # rejects a recipe that reads its own weights
             declared = declared_by_folder(location.path, recipe, setting)
             source = SafetensorsFolder(location.path, recipe, model_config, setting)
         else:
-            recipe_weights = recipe.first_weights(replace(model_config, path=location.path)) if recipe.weights else None
+            recipe_weights = (
+                recipe.initial_weights(replace(model_config, path=location.path)) if recipe.weights else None
+            )
             source = recipe_weights or SafetensorsFolder(location.path, recipe, model_config, setting)
     else:
         stored = open_checkpoint(location.path)
         where = f"{stored.storage}/config.yaml"
-        declared = declared_model(stored.config_yaml, recipe.name, where) if checks else None
+        declared = declared_model(stored.config_yaml, recipe.name, where) if checks_fields else None
         source = with_merged_adapters(stored, recipe, model_config)
     if declared is not None:
         declared.check(model_config, allow_changes or ())
@@ -311,8 +314,8 @@ def with_merged_adapters(
     adapted = adapted_layers(stored.shapes)
     experts = find_matrices(model, adapted)
     if str(base_dtype) in CODE_BITS and not into_original:
-        of_experts = {matrix.adapter for matrix in experts.values()}
-        layers = {name.replace(f".{ADAPTERS}.", ".") if name in of_experts else name for name in adapted}
+        expert_adapters = {matrix.adapter for matrix in experts.values()}
+        layers = {name.replace(f".{ADAPTERS}.", ".") if name in expert_adapters else name for name in adapted}
         names = weights_to_pack(model, find_blocks(model, recipe), layers)
         packings = {name: Packing(str(base_dtype), model.get_parameter(name).shape[-1]) for name in names}
     weights = open_base(stored, recipe, model_config, base)
@@ -345,13 +348,15 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
     return source
 
 
-def model_files_of(source: WeightSource) -> Origin:
+def model_files_of(source: WeightSource) -> ModelFiles:
     """Return the files that came with the weights of `source`, from their folder or from the checkpoint."""
-    origin = Origin()
+    model_files = ModelFiles()
     source = source.adapters if isinstance(source, MergedSource) else source
     if isinstance(source, SafetensorsFolder):
-        origin.files = read_model_files(source.description)
-    elif isinstance(source, StoredWeights) and ORIGIN in source.parts:
-        keys = [key for key in source.layout if key.startswith(f"{ORIGIN}.")]
-        origin.load_state_dict(join_state(source.parts[ORIGIN], {key: source.read_stored(key) for key in keys}))
-    return origin
+        model_files.files = read_model_files(source.description)
+    elif isinstance(source, StoredWeights) and MODEL_FILES in source.parts:
+        keys = [key for key in source.layout if key.startswith(f"{MODEL_FILES}.")]
+        model_files.load_state_dict(
+            join_state(source.parts[MODEL_FILES], {key: source.read_stored(key) for key in keys})
+        )
+    return model_files

@@ -17,7 +17,7 @@ from trainer.config import RunConfig
 from trainer.config.schema import name_of_source
 from trainer.files import read_json
 
-CARD = "README.md"
+CARD_FILE = "README.md"
 
 _SETTINGS = (
     *("optim.name", "optim.lr", "optim.weight_decay", "schedule.name", "schedule.warmup_steps"),
@@ -35,29 +35,29 @@ def model_card(
     exported: the folder of the export, whose files show whether it is an adapter or a classifier.
     """
     base = config.train.init_from or config.model_path
-    base_name = None if base is None else _public(name_of_source(base))
+    base_name = None if base is None else _public_name(name_of_source(base))
     license_name = None if base is None else license_of(base)
     adapter, model = _read_object(exported / "adapter_config.json"), _read_object(exported / "config.json")
     is_adapter = bool(adapter)
     is_classifier = adapter.get("task_type") == "SEQ_CLS" or any(
         name.endswith("ForSequenceClassification") for name in model.get("architectures") or []
     )
-    front: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["meshtrainer"]}
-    front |= {"pipeline_tag": "text-classification" if is_classifier else "text-generation"}
+    front_matter: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers", "tags": ["meshtrainer"]}
+    front_matter |= {"pipeline_tag": "text-classification" if is_classifier else "text-generation"}
     if license_name is not None:
-        front["license"] = license_name
+        front_matter["license"] = license_name
     if base is not None and (name := hub.parse_name(name_of_source(base))) is not None:
-        front |= {"base_model": name.repo, "base_model_relation": "adapter" if is_adapter else "finetune"}
-    datasets = [name.repo for path in _paths(config) if (name := hub.parse_name(path)) and name.kind == "dataset"]
+        front_matter |= {"base_model": name.repo, "base_model_relation": "adapter" if is_adapter else "finetune"}
+    datasets = [name.repo for path in _data_paths(config) if (name := hub.parse_name(path)) and name.kind == "dataset"]
     if datasets:
-        front["datasets"] = list(dict.fromkeys(datasets))
+        front_matter["datasets"] = list(dict.fromkeys(datasets))
     counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
     kind = f"adapters (LoRA, rank {config.lora.rank})" if is_adapter else "model"
     origin = f"fine-tuned from {base_name}" if base_name else "trained from random weights"
     lines = [
-        *("---", *(f"{key}: {json.dumps(value)}" for key, value in front.items()), "---", ""),
+        *("---", *(f"{key}: {json.dumps(value)}" for key, value in front_matter.items()), "---", ""),
         *(f"# {title}", "", f"A {config.model.name} {kind}, {origin} with meshtrainer {version}.", ""),
-        *("## Data", "", *(f"- {_public(path)}" for path in _paths(config) or [config.data.source]), ""),
+        *("## Data", "", *(f"- {_public_name(path)}" for path in _data_paths(config) or [config.data.source]), ""),
         *("## Training", "", f"{step:,} steps{f' on {counts[-1]:,} tokens' if counts else ''}.", ""),
         *("| setting | value |", "|---|---|"),
         *(f"| `{key}` | {value} |" for key, value in _settings(config)),
@@ -65,8 +65,8 @@ def model_card(
     ]
     if base_name:
         unknown = "The base model does not state it; ask its authors before you use or share this model"
-        what = f"It is {license_name}" if license_name else unknown
-        lines += ["## License", "", f"The license of {base_name} applies to models derived from it. {what}.", ""]
+        statement = f"It is {license_name}" if license_name else unknown
+        lines += ["## License", "", f"The license of {base_name} applies to models derived from it. {statement}.", ""]
     return "\n".join(lines)
 
 
@@ -77,20 +77,20 @@ def _read_object(path: Path) -> dict[str, Any]:
 def license_of(base: str) -> str | None:
     """Return the license that the README.md of a model folder declares, or None."""
     try:
-        text = (Path(base.removeprefix("file://")) / CARD).read_text(encoding="utf-8", errors="replace")
+        text = (Path(base.removeprefix("file://")) / CARD_FILE).read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
-    front = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
-    match = re.search(r"^license:\s*['\"]?([\w.-]+)", front[1], re.MULTILINE) if front else None
+    front_matter = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    match = re.search(r"^license:\s*['\"]?([\w.-]+)", front_matter[1], re.MULTILINE) if front_matter else None
     return match[1] if match else None
 
 
-def _paths(config: RunConfig) -> list[str]:
+def _data_paths(config: RunConfig) -> list[str]:
     path = config.data.path
     return [] if path is None else [path] if isinstance(path, str) else list(path.values())
 
 
-def _public(path: str) -> str:
+def _public_name(path: str) -> str:
     """Return a path without private parts: a URL or Hub name without its query, or the last part of a local path."""
     return path.partition("?")[0] if "://" in path else path.rstrip("/").rpartition("/")[2]
 

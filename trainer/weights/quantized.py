@@ -30,10 +30,10 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """The 4-bit numbers without the highest bit, which is the sign."""
 
 
-def dequantized(
+def with_dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Replace the tensors of each quantized weight with a single reader that dequantizes the rows it reads.
+    """Return the readers, with those of each quantized weight replaced by one that dequantizes the rows it reads.
 
     readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization: the entry
     `quantization_config` of config.json.
@@ -47,10 +47,10 @@ def dequantized(
     for name, (file, reader) in readers.items():
         if method == "mxfp4" and name.endswith(_BLOCKS):
             weight = name.removesuffix(_BLOCKS)
-            new_readers[weight] = file, _Mxfp4(reader, _scales_of(readers, weight + _SCALES, name))
+            new_readers[weight] = file, _Mxfp4(reader, _find_scales(readers, weight + _SCALES, name))
         elif method == "fp8" and reader.get_dtype() == _FP8:
-            scales = _scales_of(readers, name + _SCALE_INV, name)
-            new_readers[name] = file, _Fp8(reader, scales, _block_of(quantization))
+            scales = _find_scales(readers, name + _SCALE_INV, name)
+            new_readers[name] = file, _Fp8(reader, scales, _block_shape(quantization))
         elif not name.endswith(_SCALES if method == "mxfp4" else _SCALE_INV):
             new_readers[name] = file, reader
     for name, (_, weight) in new_readers.items():
@@ -59,13 +59,13 @@ def dequantized(
     return new_readers
 
 
-def _scales_of(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:
+def _find_scales(readers: Mapping[str, tuple[Path, Any]], scales: str, name: str) -> Any:
     if scales not in readers:
         raise UserError(f"{name}: cannot be dequantized, because {scales} is missing; download the folder again")
     return readers[scales][1]
 
 
-def _block_of(quantization: Mapping[str, Any]) -> tuple[int, int]:
+def _block_shape(quantization: Mapping[str, Any]) -> tuple[int, int]:
     block = quantization.get("weight_block_size")
     if not isinstance(block, (list, tuple)) or len(block) != 2 or not all(isinstance(n, int) and n > 0 for n in block):
         raise UserError(

@@ -39,7 +39,7 @@ from trainer.model.packed import find_packings
 from trainer.model.parameters import is_vector, local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
-from trainer.weights.quantized import dequantized
+from trainer.weights.quantized import with_dequantized
 
 BLOCK_BYTES = 64 * 2**20
 """Maximum size of a block of rows to read at a time."""
@@ -91,12 +91,12 @@ def fill(
                     scales.append(packing.scales(rows).flatten())
                 local(weight)[start - first : stop - first].copy_(rows[other_dims])
         if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
-            checked = local(weight) if packing is None else torch.cat(scales)
-            is_finite[stored] = torch.isfinite(checked).all()
-            if checked.numel() and not is_vector(name, weight) and is_base_weight(name):
-                is_zero[stored] = ~checked.any()
+            values = local(weight) if packing is None else torch.cat(scales)
+            is_finite[stored] = torch.isfinite(values).all()
+            if values.numel() and not is_vector(name, weight) and is_base_weight(name):
+                is_zero[stored] = ~values.any()
     if is_finite and not torch.stack([*is_finite.values()]).all():
-        listed = _listed(name for name, flag in is_finite.items() if not flag)
+        listed = _first_few(name for name, flag in is_finite.items() if not flag)
         raise UserError(
             f"{setting}: the weights in {source.description} are not all finite: NaN or infinity in {listed}"
         )
@@ -105,11 +105,11 @@ def fill(
         zeros = [name for name, flag in is_zero.items() if flag]
         print_stderr(
             f"warning: {setting}: {len(zeros)} of {len(is_zero)} matrices in {source.description} are all zero, as "
-            f"after an interrupted download: {_listed(zeros)}"
+            f"after an interrupted download: {_first_few(zeros)}"
         )
 
 
-def _listed(names: Iterable[str]) -> str:
+def _first_few(names: Iterable[str]) -> str:
     names = list(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -140,7 +140,7 @@ def find_weights(
         stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
             source_names[name] = stored[0]
-            # Equal copies of a tied weight are fine.  If two weights differ, one would be lost.
+            # Equal copies of a tied weight are fine.  If they differ, one of them would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters and not is_score(name):
@@ -361,7 +361,7 @@ class SafetensorsFolder(StoredTensors):
         if not quantization:
             return readers
         try:
-            new_readers = dequantized(readers, quantization)
+            new_readers = with_dequantized(readers, quantization)
         except UserError as error:
             raise setting_error(self._setting, self.description, str(error)) from error
         self.remarks.append(f"dequantized from {quantization['quant_method']} to bfloat16")

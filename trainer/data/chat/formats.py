@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainer.data.records import BadRecord, is_record_file, records_in
 from trainer.errors import nearest, setting_error
-from trainer.files import find_folder
+from trainer.files import local_path
 from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def find_files(key: str, setting: str) -> list[Path]:
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    if find_folder(setting) is None:
+    if local_path(setting) is None:
         raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
     paths = [path for path in paths if path.name.endswith(_LINES) or is_record_file(path)]

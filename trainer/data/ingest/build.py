@@ -51,7 +51,7 @@ from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, die_with_parent, find_environment
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import checked, replacing, sync_folder, with_checksum
+from trainer.files import replacing, sync_folder, verify_checksum, with_checksum
 from trainer.locks import open_lock, remove
 from trainer.stopping import StopRequested, stop_if_asked
 
@@ -642,7 +642,7 @@ class BuildFolder:
         """Return the record of a finished unit.  Raises ShardError if it is corrupt."""
         path = self._record_path(unit)
         try:
-            stored = checked(json.loads(path.read_bytes()))
+            stored = verify_checksum(json.loads(path.read_bytes()))
             return UnitRecord(**{**stored, "tally": DocumentCounts(**stored["tally"])})
         except CORRUPTION_ERRORS as error:
             raise ShardError(f"{path} is damaged ({error})") from error

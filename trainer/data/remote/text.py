@@ -15,7 +15,7 @@ from trainer.data.remote.shards import find_cache_subfolder
 from trainer.data.remote.transport import Unreachable, find_urls, look_up, map_urls, unusable_url
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
-from trainer.files import find_folder
+from trainer.files import local_path
 from trainer.locks import locked
 from trainer.stopping import stop_if_asked
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
@@ -139,7 +139,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
         inputs: list[InputFile] = []
         remote_texts: dict[str, RemoteText] = {}
         for setting in settings:
-            if find_folder(setting) is not None:
+            if local_path(setting) is not None:
                 inputs += find_inputs([setting.removeprefix("file://")], key)
                 continue
             with _naming_setting(key, setting):

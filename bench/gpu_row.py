@@ -36,17 +36,17 @@ Mark = float | torch.cuda.Event
 
 @dataclass(frozen=True)
 class Window:
-    """The steps to measure, and the file that the readings are written to."""
+    """The steps to measure, and the file to write the readings to."""
 
     warmup: int
     steps: int
     result: Path
-    began: float
+    start_time: float
     """Start time of the row, from `time.time`."""
 
 
 class MeasuredTrainer(Trainer):
-    """Measures its steps and ends the process after the last measured one, without writing a large checkpoint."""
+    """Times its steps and ends the process after the last measured one, without writing a large checkpoint."""
 
     def __init__(self, config: RunConfig, window: Window) -> None:
         super().__init__(config)
@@ -60,7 +60,7 @@ class MeasuredTrainer(Trainer):
         window, step = self.window, record["step"]
         self.records.append(record)
         if step == 1:
-            self.first_step_s = time.time() - window.began
+            self.first_step_s = time.time() - window.start_time
         if step >= window.warmup:
             self.marks.append(mark(self.world.device))
         if step == window.warmup + window.steps:
@@ -109,8 +109,8 @@ def train(row: Row, overrides: Sequence[str], warmup: int, steps: int, result: P
     if row.chunk_mib is not None:
         _layers.linear_cross_entropy = partial(linear_cross_entropy, chunk_bytes=row.chunk_mib << 20)
     variants = [VARIANTS[name] for name in (row.loss, row.optimizer) if name in VARIANTS]
-    kind = type("MeasuredTrainer", (MeasuredTrainer, *variants), {"__module__": __name__})
-    kind(load_config(row.recipe, overrides), window).fit()
+    trainer_class = type("MeasuredTrainer", (MeasuredTrainer, *variants), {"__module__": __name__})
+    trainer_class(load_config(row.recipe, overrides), window).fit()
 
 
 def mark(device: torch.device) -> Mark:

@@ -28,13 +28,13 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], d
 
     Numbers are rounded to three significant digits; None is shown as "not measured".
     """
-    print(f"\n## {title}\n\n{circumstances(device)}\n")
+    print(f"\n## {title}\n\n{describe_environment(device)}\n")
     for cells in (columns, ["---"] * len(columns), *rows):
         print("| " + " | ".join(_cell(cell) for cell in cells) + " |")
     print(flush=True)
 
 
-def circumstances(device: str = "cpu") -> str:
+def describe_environment(device: str = "cpu") -> str:
     """Return a sentence with the date, the machine, the versions and the commit."""
     versions = ", ".join([f"Python {platform.python_version()}", f"torch {importlib.metadata.version('torch')}"])
     load = f"load {os.getloadavg()[0]:.1f}"

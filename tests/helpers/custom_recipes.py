@@ -1,4 +1,4 @@
-"""Custom recipes outside the package, for `model.name=tests.helpers.own_recipes:NAME`."""
+"""Custom recipes outside the package, for `model.name=tests.helpers.custom_recipes:NAME`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MlpConfig:
 
 
 class Mlp(nn.Module):
-    """A model that returns logits, with odd sizes and two kinds of block."""
+    """A model that returns logits, with sizes that do not divide evenly and two kinds of block."""
 
     def __init__(self, config: MlpConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Mlp(nn.Module):
 
 
 class Viewing(Mlp):
-    """A model with units that return views, as torch's Linear does; with `adds_in_place` it modifies them in place."""
+    """A model whose units return views, as torch's Linear does; with `adds_in_place` it modifies these in place."""
 
     adds_in_place = True
 
@@ -58,7 +58,7 @@ class Viewing(Mlp):
 
 
 class Shifting(Mlp):
-    """A model in which each token reads the previous one in a place that `trainer.sequence` does not know."""
+    """A model in which each token reads the previous one without using `trainer.sequence`."""
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.table(tokens)
@@ -69,7 +69,7 @@ class Shifting(Mlp):
 
 
 class Carrying(Mlp):
-    """A model that accepts documents, and carries a small part of each token to the next in its second layer."""
+    """A model that accepts `documents` but ignores them: its second layer mixes part of each token into the next."""
 
     def __init__(self, config: MlpConfig) -> None:
         super().__init__(config)
@@ -133,7 +133,7 @@ class SleepingTrainer(Trainer):
 
 
 class NonFiniteTrainer(Trainer):
-    """Has a loss of NaN at steps 3 and 4, on the last rank only."""
+    """Has a NaN loss in steps 3 and 4, on the last rank only."""
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         bad = self.state.step in (2, 3) and self.world.rank == self.world.size - 1
@@ -141,7 +141,7 @@ class NonFiniteTrainer(Trainer):
 
 
 class UnshardedParameterTrainer(Trainer):
-    """Has a parameter that FSDP does not know."""
+    """Adds a parameter after FSDP was applied, so that it is not sharded."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         model = super().build_model(config)
@@ -159,7 +159,7 @@ class OutOfMemoryTrainer(Trainer):
 
 
 class Wayward(nn.Module):
-    """Blocks that look equal but are treated differently, as `way` says."""
+    """Equal-looking blocks that are treated differently, depending on `way`."""
 
     def __init__(self, config: WaywardConfig) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def _unfilled_buffer(config: MlpConfig) -> nn.Module:
 
 
 class Renamed(Mlp):
-    """The same weights under other names."""
+    """A model with the same weights under other names."""
 
     def __init__(self, config: MlpConfig) -> None:
         super().__init__(config)
