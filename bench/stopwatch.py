@@ -62,7 +62,7 @@ METHODS = {
         "Trainer.train_step": "first step",
     },
     "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
-    "trainer.metrics.sinks": {"Metrics.open": "checkpoints, folder, metrics"},
+    "trainer.metrics.writers": {"Metrics.open": "checkpoints, folder, metrics"},
 }
 """Functions that are timed, by module, and the part they belong to; a missing function is an error."""
 
@@ -143,7 +143,7 @@ class TimingFinder:
                 execute(module)
             for path, part in METHODS.get(name, {}).items():
                 self._time_function(module, path, part)
-            if name == "trainer.metrics.sinks":
+            if name == "trainer.metrics.writers":
                 self._exit_after_first_line(module.Metrics)
 
         return timed

@@ -929,9 +929,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "superseded-lines-erased",
         "checkpoints-gone",
-        "JsonLines._open_past",
-        'self._keep_superseded("".join(dropped))',
-        'self._keep_superseded("".join(dropped[:0]))',
+        "JsonLines._open_after",
+        'self._append_superseded("".join(dropped))',
+        'self._append_superseded("".join(dropped[:0]))',
     ),
     Defect(
         "copy-goes-on-in-the-original",
@@ -1277,7 +1277,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "lines-held-back",
         "metrics-file",
-        "JsonLines._open_past",
+        "JsonLines._open_after",
         'open(self._path, "a+b", buffering=0)',
         'open(self._path, "a+b")',
     ),
@@ -1298,7 +1298,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "evaluation-comes-alone",
         "trackers",
-        "RowReader._is_unevaluated",
+        "RowReader._lacks_evaluation",
         "not row.has_evaluation and self._awaits_evaluation(row.step)",
         "False",
     ),
@@ -1306,14 +1306,14 @@ DEFECTS: list[Defect] = [
         "tracker-gives-up",
         "trackers",
         "Follower._work",
-        "if self._ends.is_set():",
+        "if self._run_ended.is_set():",
         "if num_failures == 0:",
     ),
     Defect(
         "tracked-twice",
         "trackers",
         "RowReader.read",
-        "step > max(sent, self._last_returned)",
+        "step > max(last_sent, self._last_returned)",
         "step > self._last_returned",
     ),
     Defect(
@@ -1369,8 +1369,8 @@ DEFECTS: list[Defect] = [
         "skipped-are-good",
         "goodput",
         "TimeLedger._train",
-        "self._total.update_s += (num_updates - num_skipped) * step_s",
-        "self._total.update_s += num_updates * step_s",
+        "self._total.update_s += (num_steps - num_skipped) * step_s",
+        "self._total.update_s += num_steps * step_s",
     ),
     # -- the plan, and launch/ -----------------------------------------------------------------------------------
     Defect(
@@ -1412,7 +1412,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "sample-obeyed",
         "terminal",
-        "ConsoleSink._print",
+        "ConsoleWriter.print",
         "self._screen.show_line(printable(text), style)",
         "self._screen.show_line(text, style)",
     ),
@@ -1420,7 +1420,7 @@ DEFECTS: list[Defect] = [
         "clock-of-the-wall",
         "goodput",
         "Clock.now",
-        "return self.at(uptime())",
+        "return self.time_at(uptime())",
         "return time.time()",
     ),
     Defect(

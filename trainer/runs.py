@@ -31,7 +31,7 @@ from trainer.errors import (
     setting_error,
 )
 from trainer.lifecycle.folder import is_owned, read_status
-from trainer.metrics.goodput import find_goodput
+from trainer.metrics.goodput import compute_goodput
 from trainer.metrics.record import read_records
 from trainer.tables import table_lines
 
@@ -140,7 +140,7 @@ def _goodput(path: Path, latest: Mapping[str, Mapping[str, Any]], state: str) ->
         return float(end["goodput_total"])
     if not path.is_file():
         return None
-    return find_goodput(record for _, record in read_records(path)).share
+    return compute_goodput(record for _, record in read_records(path)).share
 
 
 def _read_config(path: Path) -> dict[str, Any]:

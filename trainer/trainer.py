@@ -87,13 +87,13 @@ class Trainer:
     def _set_up_run(self, start_time: float) -> None:
         """Assemble the run, and expose the parts that subclasses and custom loops use."""
         run = self._run = assemble_run(self, start_time)
-        self.state, self.skips, self.horizon, self.model_files = (
+        self.state, self.skips, self.stop_criterion, self.model_files = (
             run.state,
             run.state.skips,
-            run.horizon,
+            run.stop_criterion,
             run.model_files,
         )
-        self.step_sync, self.metrics, self.accounts = run.step_sync, run.metrics, run.step_metrics
+        self.step_sync, self.metrics, self.step_metrics = run.step_sync, run.metrics, run.step_metrics
         self.folder, self.checkpoints, self.saver, self.resume = run.folder, run.checkpoints, run.saver, run.resume
         self.watchdog, self.lifecycle = run.watchdog, run.lifecycle
         self.initial_weights_source = ""
@@ -189,7 +189,7 @@ class Trainer:
         With `over`, the field is the ratio of the two sums: `log("accuracy", num_right, over=num)`.  During an
         evaluation, the field goes to the evaluation's line.  Values on a GPU cause no host sync.
         """
-        self.accounts.log(name, value, over)
+        self.step_metrics.log(name, value, over)
 
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
         """Do one optimizer step.  On any mesh, the loss is the sum over the global batch divided by the sum of `count`.
@@ -249,23 +249,23 @@ class Trainer:
         """
         with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
             self.start()
-            if self.horizon.is_reached(self.state.step):
+            if self.stop_criterion.is_reached(self.state.step):
                 return
             random_state = self.state.random.state_dict()
             batches = iter(self.loader)
             # Creating the iterator of a custom loader may draw random numbers.
             self.state.random.load_state_dict(random_state)
-            self.accounts.restart()
-            while not self.horizon.is_reached(self.state.step) and not self.stopping:
+            self.step_metrics.restart()
+            while not self.stop_criterion.is_reached(self.state.step) and not self.stopping:
                 self.resume.supersede_if_rolled_back(self.state.step)
                 self.step_sync.begin_step()
-                with self.accounts.step():
-                    micro_batches = self.accounts.take(batches, self.num_micro_batches)
+                with self.step_metrics.step():
+                    micro_batches = self.step_metrics.take_micro_batches(batches, self.num_micro_batches)
                     update = self.train_step(micro_batches)
                     self.step_sync.ensure_all_reduced()
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
-                    record = self.accounts.record(update, lr, lambda: self.flops_per_token, self.stopping)
+                    record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping)
                 self.lifecycle.disable_prompt_stop()
                 self.saver.collect()
                 yield record
@@ -283,7 +283,7 @@ class Trainer:
             return None
         start_time = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
-        with self._run.average.swapped_in(), evaluation_mode(self.model), self.accounts.evaluation():
+        with self._run.average.swapped_in(), evaluation_mode(self.model), self.step_metrics.evaluation():
             for batch in self.eval_loader:
                 self.step_sync.all_reduce()
                 if self.stopping:
@@ -293,7 +293,7 @@ class Trainer:
             self.state.eval_pending = self.stopping
             if self.stopping:
                 return None
-            return self.accounts.evaluated(self.state.step, total, count, self.eval_loader, start_time)
+            return self.step_metrics.record_evaluation(self.state.step, total, count, self.eval_loader, start_time)
 
     def _run_evaluation(self) -> None:
         """Evaluate, generate sample texts, and save a checkpoint if this evaluation is among the best.
@@ -307,7 +307,7 @@ class Trainer:
             for callback in self._run.callbacks:
                 callback.after_evaluation(self.state.step)
         self.state.record_evaluation(record, self.config.eval.metric)
-        self.horizon.evaluated(record, self.state.step)
+        self.stop_criterion.add_evaluation(record, self.state.step)
         self.saver.save_if_best(self.state)
 
     # -- start, save, resume, end --------------------------------------------------------------------------------
@@ -316,7 +316,7 @@ class Trainer:
         """Resume and start the run, unless it has started already or has no steps left.  Collective."""
         if self.lifecycle.phase == "built":
             self.load_checkpoint()
-        has_work = not self.horizon.is_reached(self.state.step) or self.state.eval_pending
+        has_work = not self.stop_criterion.is_reached(self.state.step) or self.state.eval_pending
         if self.lifecycle.is_running or not has_work:
             return
         self.lifecycle.check_may_begin()
@@ -331,7 +331,9 @@ class Trainer:
         self.resume.supersede()
         self.forecast.begin(self.model, self.optimizer)
         is_evaluated = self.eval_loader is not None or type(self).evaluate is not Trainer.evaluate
-        notes = start_notes(self, [callback.advice(self.state.step) for callback in self._run.callbacks], is_evaluated)
+        notes = start_notes(
+            self, [callback.start_note(self.state.step) for callback in self._run.callbacks], is_evaluated
+        )
         self.lifecycle.begin(start_facts(self), start_record(self), notes)
         self.step_sync.all_reduce()  # stop before the first step, which may compile for minutes
 
@@ -356,9 +358,9 @@ class Trainer:
         loaded_step = self.resume.load(self.state, path, self.lifecycle.is_running)
         if loaded_step is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
-            self.accounts.discard()
+            self.step_metrics.discard_pending_step()
             self.saver.record_loaded(self.state, self.resume.is_same_run)
-            self.horizon.loaded(self.resume.is_same_run)
+            self.stop_criterion.after_load(self.resume.is_same_run)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                 store_tokenizer(self.model_files, self.config, self.world)
             self.lifecycle.restore()
@@ -373,7 +375,7 @@ class Trainer:
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
-        if self.config.eval.every and self.accounts.evaluated_step != self.state.step and not self.stopping:
+        if self.config.eval.every and self.step_metrics.evaluated_step != self.state.step and not self.stopping:
             self._run_evaluation()
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:

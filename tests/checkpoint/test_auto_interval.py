@@ -54,7 +54,7 @@ def test_an_interval_is_no_shorter_than_a_save_and_no_longer_than_two_hours() ->
 
 def test_configured_failure_rate_counts_as_one_failure() -> None:
     def hours(failures: int, node_h: float) -> float:
-        found = RunHistory(failures=failures, node_s=3600 * node_h)
+        found = RunHistory(num_failures=failures, node_seconds=3600 * node_h)
         return costs_of(CONFIG, 10, SHARD_BYTES, found).mtbf_s / 3600
 
     assert hours(0, 0.0) == pytest.approx(600.0)
@@ -96,7 +96,7 @@ class Simulated:
             is_main=True,
             clock=lambda: self.now,
         )
-        policy.update(self.ledger.experience())
+        policy.update(self.ledger.history())
         policy.is_time()
         while self.now < ends:
             num_steps = max(1, math.ceil((policy.every_s - self.now + self._since(policy)) / STEP_S - 0.5))
@@ -108,7 +108,7 @@ class Simulated:
             if self.now + TOTAL_S < ends:
                 saved = round(worked_s / STEP_S)
                 self._note("checkpoint", at=self.now + TOTAL_S, blocked_s=BLOCKED_S, total_s=TOTAL_S)
-                policy.update(self.ledger.experience())
+                policy.update(self.ledger.history())
             self.now += BLOCKED_S
         self.now = ends
         self._note("train", step=self.step + saved + 1, step_s=STEP_S)
@@ -146,11 +146,11 @@ def test_a_simulated_year(num_gpus: int, node_mtbf_years: float) -> None:
         run.attempt(uptimes[-1])
     goodput = run.kept_s / run.now
     assert goodput >= best_fixed(uptimes, run.now) - 0.003
-    experience = run.ledger.experience()
-    assert experience.failures == len(uptimes) - 1
-    assert experience.restart_s == pytest.approx(RESTART_S)
+    history = run.ledger.history()
+    assert history.num_failures == len(uptimes) - 1
+    assert history.mean_restart_s == pytest.approx(RESTART_S)
     if len(uptimes) > 100:
-        costs = run._costs(experience)
+        costs = run._costs(history)
         assert goodput == pytest.approx(costs.goodput(costs.best_interval_s), abs=0.01), "what is expected comes true"
 
 
@@ -176,10 +176,10 @@ def test_attempts_that_ended_unrequested_after_a_step_are_failures() -> None:
     ledger = TimeLedger()
     for record in records():
         ledger.add(record)
-    found = ledger.experience()
-    assert found.failures == 1
-    assert found.restart_s == 55.0, "from the last line before to the next attempt's first step"
-    assert found.node_s == 2 * (60 + 51 + 16 + 15)
+    found = ledger.history()
+    assert found.num_failures == 1
+    assert found.mean_restart_s == 55.0, "from the last line before to the next attempt's first step"
+    assert found.node_seconds == 2 * (60 + 51 + 16 + 15)
     assert (found.saves, found.longest_save_s) == (((1.0, 2.0),), 2.0)
 
 
@@ -189,15 +189,15 @@ def test_start_records_keep_the_history_of_dropped_lines() -> None:
     for number, record in enumerate(records()):
         if number == 4:
             kept = [line for line in kept if line.get("step") != 6]
-            record = {**record, "before": vars(before.total())}
+            record = {**record, "before": before.total().to_state()}
         before.add(record)
         whole.add(record)
         kept.append(record)
     again = TimeLedger()
     for record in kept:
         again.add(record)
-    assert again.experience() == whole.experience()
-    assert again.experience().failures == 1
+    assert again.history() == whole.history()
+    assert again.history().num_failures == 1
 
 
 def test_plan_and_report_show_the_expected_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

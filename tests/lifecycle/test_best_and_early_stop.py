@@ -122,7 +122,7 @@ def test_run_ends_when_evaluations_stop_improving(tmp_path: Path, capsys: pytest
             first.save_checkpoint(wait=True)
             break
     first.close()
-    assert not first.horizon.has_lost_patience
+    assert not first.stop_criterion.has_lost_patience
     again = trained(run, *patient)
     assert again.state.step == 10
     status = json.loads((run / "status.json").read_text())
@@ -145,16 +145,16 @@ def test_run_ends_when_evaluations_stop_improving(tmp_path: Path, capsys: pytest
     ],
 )
 def test_minimum_improvement(losses: Sequence[float], best: tuple[float, int], num_worse: int) -> None:
-    horizon = StopCriterion(load_config("llama_small", ["eval.every=1"]))
+    stop_criterion = StopCriterion(load_config("llama_small", ["eval.every=1"]))
     for step, loss in enumerate(losses, start=1):
-        horizon.evaluated({"loss": loss}, step)
-        horizon.evaluated({"loss": loss}, step)  # the same once more counts once
-    assert (horizon.best, horizon.num_worse) == (best, num_worse)
+        stop_criterion.add_evaluation({"loss": loss}, step)
+        stop_criterion.add_evaluation({"loss": loss}, step)  # the same once more counts once
+    assert (stop_criterion.best, stop_criterion.num_worse) == (best, num_worse)
 
 
 def test_loss_of_one_source_selects_the_best() -> None:
     sources = ["data.path={web: a.txt, code: b.txt}", "eval.every=1", "checkpoint.keep_best=1"]
-    horizon = StopCriterion(load_config("llama_small", [*sources, "eval.metric=loss_code"]))
+    stop_criterion = StopCriterion(load_config("llama_small", [*sources, "eval.metric=loss_code"]))
     found: list[dict[str, float | None]] = [
         {"loss": 1.0, "loss_code": 3.0},
         {"loss": 0.5, "loss_code": 4.0},
@@ -163,11 +163,11 @@ def test_loss_of_one_source_selects_the_best() -> None:
     ]
     bests = []
     for step, record in enumerate(found, start=1):
-        horizon.evaluated(record, step)
-        bests.append(horizon.best)
+        stop_criterion.add_evaluation(record, step)
+        bests.append(stop_criterion.best)
     assert bests == [(3.0, 1), (3.0, 1), (3.0, 1), (2.0, 4)]
     other = StopCriterion(load_config("llama_small", [*sources, "eval.metric=loss"]))
-    other.load_state_dict(horizon.state_dict())
+    other.load_state_dict(stop_criterion.state_dict())
     assert other.best is None
 
 

@@ -64,12 +64,12 @@ class Run:
             latest={},
             open=lambda path, step: self.say("open metrics"),
             tracking_id=None,
-            before={},
+            start_fields={},
             clock=SimpleNamespace(now=lambda: 0.0, at=lambda seconds: 0.0),
             start=lambda facts: self.say("start block"),
-            say=lambda text, style="": self.say(text),
+            print=lambda text, style="": self.say(text),
             write=lambda record: self.say(f"record {record['kind']} {record.get('reason', '')}".strip()),
-            totals=dict,
+            goodput_fields=dict,
             close=lambda: self.say("close metrics"),
         )
         kept = SimpleNamespace(
@@ -83,10 +83,10 @@ class Run:
             has_finished=lambda: False,
         )
         watchdog = SimpleNamespace(explain=lambda error: None, stop=lambda: self.say("stop watching"))
-        accounts = SimpleNamespace(
+        step_metrics = SimpleNamespace(
             productive_s=1.0,
             step_s=0.0,
-            settle=lambda: self.say("settle"),
+            finish_pending_step=lambda: self.say("finish pending step"),
         )
         saver = SimpleNamespace(
             begin=list,
@@ -108,8 +108,8 @@ class Run:
             relocation=relocation,
             metrics=metrics,
             watchdog=watchdog,
-            step_metrics=accounts,
-            horizon=StopCriterion(config),
+            step_metrics=step_metrics,
+            stop_criterion=StopCriterion(config),
             saver=saver,
             forecast=forecast,
         )
@@ -214,7 +214,7 @@ def test_closing_while_handling_an_earlier_error_is_no_failure(tmp_path: Path) -
         run.begin()
         run.life.close()
         assert sys.exc_info()[1] is not None
-    assert run.said[0] == "settle"
+    assert run.said[0] == "finish pending step"
     assert "record end stopped" in run.said
     run.life.stop.uninstall()
 

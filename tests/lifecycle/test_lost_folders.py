@@ -23,7 +23,7 @@ from trainer.distributed.world import World
 from trainer.errors import PeerFailed, TrainingFailed, UserError
 from trainer.lifecycle.folder import FolderLock, Relocation, RunFolder
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines
+from trainer.metrics.writers import JsonLines
 
 STEPS = 40
 LOST_AT_STEP = 5

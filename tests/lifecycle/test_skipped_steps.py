@@ -183,7 +183,7 @@ def test_run_that_ends_in_a_streak_fails(tmp_path: Path) -> None:
 def test_custom_loop_that_ends_in_a_streak_fails(tmp_path: Path) -> None:
     own = Skipping(tiny_config(tmp_path, *OWN))
     own.skipped = range(12, 13)
-    own.accounts.reads_late = True
+    own.step_metrics.reads_late = True
     for record in own.steps():
         assert record.step <= 12
     with pytest.raises(TrainingFailed, match="the last step was skipped"):

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers.tiny import fit
 from trainer import Trainer
-from trainer.metrics.goodput import find_goodput
+from trainer.metrics.goodput import compute_goodput
 from trainer.metrics.record import Record
 
 Lines = list[dict[str, Any]]
@@ -32,14 +32,14 @@ def test_save_records_between_train_records_cost_no_step() -> None:
             records.append(train(step, 100.0 + step))
         if step % 25 == 0:
             records.append({"kind": "checkpoint", "step": step, "time": 100.0 + step, "blocked_s": 0.0, "total_s": 3.0})
-    found = find_goodput(records)
+    found = compute_goodput(records)
     assert found.update_s == 100.0
     assert found.wall_s == 102.0
 
 
 def test_steps_skipped_in_an_earlier_attempt_are_counted_once() -> None:
     records = [start(100.0), train(10, 110.0, skipped=5), start(200.0, 10, skipped=5), train(20, 210.0, skipped=6)]
-    found = find_goodput(records)
+    found = compute_goodput(records)
     assert found.update_s == 5 + 9
     assert found.lost_s == 5 + 1
 
@@ -50,7 +50,7 @@ def test_corrupt_start_record() -> None:
         train(1, 101.0),
         {"kind": "start", "started": "now"},
     ]
-    assert find_goodput(records).update_s == 1.0
+    assert compute_goodput(records).update_s == 1.0
 
 
 @pytest.mark.parametrize("jump_s", [7200.0, -7200.0])
@@ -59,15 +59,15 @@ def test_clock_corrected_between_attempts(jump_s: float) -> None:
     first = [start(10_000.0, boot="a", booted=500.0), train(10, 10_010.0)]
     at = 10_030.0 + jump_s
     second = [start(at, 10, boot="a", booted=500.0 + jump_s), train(20, at + 10)]
-    found = find_goodput([*first, *second])
+    found = compute_goodput([*first, *second])
     assert (found.wall_s, found.between_s, found.update_s) == (42.0, 18.0, 20.0)
-    stored = {"before": {**vars(find_goodput(first))}}
-    assert find_goodput([{**second[0], **stored}, second[1]]).wall_s == 42.0, "from what the start record carries"
+    stored = {"before": compute_goodput(first).to_state()}
+    assert compute_goodput([{**second[0], **stored}, second[1]]).wall_s == 42.0, "from what the start record carries"
 
 
 def test_clock_ahead_on_a_different_machine() -> None:
     """The time between attempts is then unknown; the time within them is counted as usual."""
-    found = find_goodput([start(10_000.0), train(10, 10_010.0), start(5_000.0, 10), train(20, 5_010.0)])
+    found = compute_goodput([start(10_000.0), train(10, 10_010.0), start(5_000.0, 10), train(20, 5_010.0)])
     assert (found.wall_s, found.between_s, found.update_s) == (24.0, 0.0, 20.0)
 
 
@@ -89,4 +89,4 @@ def test_clock_that_jumps_during_a_run(jump_s: float, tmp_path: Path, monkeypatc
     assert 0 < end["wall_s"] < 600
     assert 0 <= end["between_s"] < 600
     assert end["goodput_total"] == pytest.approx(end["update_s"] / end["wall_s"])
-    assert find_goodput(records).wall_s == pytest.approx(end["wall_s"], abs=1.0)
+    assert compute_goodput(records).wall_s == pytest.approx(end["wall_s"], abs=1.0)

@@ -34,22 +34,22 @@ from trainer import Trainer
 from trainer.lifecycle import folder as rundir
 from trainer.lifecycle.folder import RunFolder, write_atomically
 from trainer.metrics.console import (
-    ConsoleSink,
+    ConsoleWriter,
     LogFile,
     NonBlockingStream,
     PlainScreen,
     Screen,
-    find_screen,
+    make_screen,
     readable_bytes,
     readable_count,
     readable_duration,
 )
 from trainer.metrics.follower import Follower
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines
 from trainer.metrics.step_metrics import peak_memory_gib
 from trainer.metrics.terminal import Terminal
 from trainer.metrics.trackers import TensorBoard
+from trainer.metrics.writers import JsonLines
 
 NULL = type(None)
 FIELDS: dict[str, dict[str, tuple[type, ...]]] = {
@@ -461,20 +461,20 @@ def terminal_of(file: TextIO, columns: int = 200, **options: Any) -> Terminal:
 def shown(screen_of: Callable[[TextIO], Screen]) -> str:
     """Return the console output of a complete run."""
     file = StringIO()
-    sink = ConsoleSink(10, screen_of(file))
+    sink = ConsoleWriter(10, screen_of(file))
     sink.start({"run": "mine", "mesh": "shard [2]"})
     for record in RECORDS:
         sink.write(record)
     for step in range(1, 11):
         sink.progress(step)
-    sink.say("[bold]as it stands[/bold]", "green")
+    sink.print("[bold]as it stands[/bold]", "green")
     sink.close()
     sink.close()
     return file.getvalue()
 
 
 def test_plain_lines_without_a_terminal() -> None:
-    text = shown(find_screen)
+    text = shown(make_screen)
     assert "\x1b" not in text
     assert "\r" not in text
     printed = text.splitlines()
@@ -494,7 +494,7 @@ def test_plain_lines_without_a_terminal() -> None:
 def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
     """The least important fields are dropped first; step, loss and remaining time always stay."""
     file = StringIO()
-    sink = ConsoleSink(100_000, terminal_of(file, columns))
+    sink = ConsoleWriter(100_000, terminal_of(file, columns))
     sink.write(Record(**{**TRAIN, "step": 12_000, "mfu": 0.413}))
     (line,) = file.getvalue().splitlines()
     assert len(line) <= columns or columns == 20
@@ -510,7 +510,7 @@ def test_a_progress_line_fits_its_terminal(columns: int, left_out: str) -> None:
 @pytest.mark.parametrize("columns", [140, 80, 40])
 def test_other_lines_fit_too(columns: int) -> None:
     file = StringIO()
-    sink = ConsoleSink(10, terminal_of(file, columns))
+    sink = ConsoleWriter(10, terminal_of(file, columns))
     norms = {"tok_embeddings.weight": 33.4, "layers.11.attention.wq.weight": 1.234}
     sink.write(Record(kind="eval", step=119_500, loss=2.25, bits_per_byte=1.9))
     sink.write(Record(kind="norms", step=119_500, grad_norm=norms))
@@ -530,7 +530,7 @@ LOGGED = {"accuracy": 0.625, "margin": 0.0123456, "reward_chosen": -1.5, "reward
 def test_all_logged_values_are_on_the_console(columns: int | None) -> None:
     """Also in evaluations; on a terminal in lines that fit. Values logged per source have a separate place."""
     file = StringIO()
-    sink = ConsoleSink(10, PlainScreen(file) if columns is None else terminal_of(file, columns))
+    sink = ConsoleWriter(10, PlainScreen(file) if columns is None else terminal_of(file, columns))
     by_source = {"loss_web": 2.0, "epoch_web": 0.5}
     sink.write(Record(**TRAIN, **LOGGED, **by_source))
     sink.write(Record(kind="eval", step=3, loss=2.25, eval_s=1.0, **LOGGED, **by_source))
@@ -548,7 +548,7 @@ def test_all_logged_values_are_on_the_console(columns: int | None) -> None:
 
 def test_remaining_time_changes_smoothly() -> None:
     file = StringIO()
-    sink = ConsoleSink(103, PlainScreen(file))
+    sink = ConsoleWriter(103, PlainScreen(file))
     sink.write(Record(**{**TRAIN, "step_s": 1.0}))
     sink.write(Record(**{**TRAIN, "step_s": 2.0}))
     assert [line.rpartition("eta ")[2] for line in file.getvalue().splitlines()] == ["1m40s", "2m10s"]

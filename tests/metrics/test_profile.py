@@ -30,9 +30,8 @@ from tests.helpers.tiny import lines, tiny_config
 from trainer import RunConfig, Trainer, load_config
 from trainer.config import check_config
 from trainer.errors import UserError
-from trainer.metrics.goodput import find_goodput
+from trainer.metrics.goodput import compute_goodput
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines
 from trainer.metrics.step_metrics import StepTimer
 from trainer.metrics.time_breakdown import (
     ATTENTION,
@@ -44,13 +43,14 @@ from trainer.metrics.time_breakdown import (
     OTHER,
     Span,
     Timeline,
-    cut_to_own_time,
+    classify_kernel,
+    classify_operator,
+    compute_shares,
     extend_to_device,
     find_events,
-    find_shares,
-    kind_of_kernel,
-    kind_of_operator,
+    flatten_to_self_time,
 )
+from trainer.metrics.writers import JsonLines
 from trainer.report.history import read_run
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -77,7 +77,7 @@ def test_each_moment_of_a_step_counts_once() -> None:
         span(OTHER, 45, 50, 7),
         span(DATA, 0, 20, "host"),
     ]
-    assert find_shares(spans, [update(0, 100)]) == shares(
+    assert compute_shares(spans, [update(0, 100)]) == shares(
         matmul=0.3,  # though the host waits for data until 20
         exposed_communication=0.15,  # 40-45 and 50-60
         other_kernels=0.05,
@@ -88,19 +88,19 @@ def test_each_moment_of_a_step_counts_once() -> None:
 
 def test_first_kind_counts_among_simultaneous_kernels() -> None:
     spans = [span(OTHER, 0, 60, 1), span(ATTENTION, 20, 60, 2), span(MATMUL, 40, 60, 3), span(MATMUL, 40, 60, 4)]
-    assert find_shares(spans, [update(0, 60)]) == shares(other_kernels=1 / 3, attention=1 / 3, matmul=1 / 3)
+    assert compute_shares(spans, [update(0, 60)]) == shares(other_kernels=1 / 3, attention=1 / 3, matmul=1 / 3)
 
 
 def test_time_between_steps_does_not_count() -> None:
     """An evaluation from 50 to 150 with its kernels, and a collective that overlaps it."""
     spans = [span(MATMUL, 0, 25), span(COMMUNICATION, 40, 60), span(MATMUL, 60, 140), span(DATA, 150, 175)]
-    found = find_shares(spans, [update(0, 50), update(150, 200)])
+    found = compute_shares(spans, [update(0, 50), update(150, 200)])
     assert found == shares(matmul=0.25, exposed_communication=0.1, data=0.25, host=0.4)
 
 
 def test_step_with_host_time_only() -> None:
-    assert find_shares([], [update(5, 6)]) == shares(host=1.0)
-    assert find_shares([span(MATMUL, 0, 9)], []) == shares()
+    assert compute_shares([], [update(5, 6)]) == shares(host=1.0)
+    assert compute_shares([span(MATMUL, 0, 9)], []) == shares()
 
 
 def test_step_lasts_until_its_kernels_end() -> None:
@@ -108,7 +108,7 @@ def test_step_lasts_until_its_kernels_end() -> None:
     kernels = [span(MATMUL, 2, 60, launched=1), span(OTHER, 60, 110, launched=15), span(MATMUL, 110, 900, launched=25)]
     updates = extend_to_device([update(0, 10), update(10, 20)], kernels)
     assert [(found.start_us, found.end_us) for found in updates] == [(0, 60), (60, 110)]
-    assert find_shares(kernels, updates) == shares(matmul=58 / 110, other_kernels=50 / 110, host=2 / 110)
+    assert compute_shares(kernels, updates) == shares(matmul=58 / 110, other_kernels=50 / 110, host=2 / 110)
 
 
 def test_step_hidden_behind_the_device_takes_no_time() -> None:
@@ -118,7 +118,9 @@ def test_step_hidden_behind_the_device_takes_no_time() -> None:
 
 def test_self_time_of_an_operator_excludes_nested_ones() -> None:
     outer, middle, inner, after = span(OTHER, 0, 100), span(HOST, 10, 90), span(MATMUL, 20, 50), span(MATMUL, 60, 95)
-    found = [(piece.name, piece.start_us, piece.end_us) for piece in cut_to_own_time([inner, after, outer, middle])]
+    found = [
+        (piece.name, piece.start_us, piece.end_us) for piece in flatten_to_self_time([inner, after, outer, middle])
+    ]
     assert found == [
         (outer.name, 0, 10),
         (middle.name, 10, 20),
@@ -131,7 +133,7 @@ def test_self_time_of_an_operator_excludes_nested_ones() -> None:
 
 @pytest.mark.parametrize("kind", [ATTENTION, COMMUNICATION, DATA])
 def test_nested_events_count_for_the_enclosing_one(kind: str) -> None:
-    pieces = cut_to_own_time([span(kind, 0, 10), span(HOST, 2, 8), span(MATMUL, 3, 5)])
+    pieces = flatten_to_self_time([span(kind, 0, 10), span(HOST, 2, 8), span(MATMUL, 3, 5)])
     assert {piece.kind for piece in pieces} == {kind}
     assert math.fsum(piece.duration_us for piece in pieces) == 10
 
@@ -178,12 +180,12 @@ OPERATORS = {
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in KERNELS.items() for name in names])
 def test_kinds_of_kernels(kind: str, name: str) -> None:
-    assert kind_of_kernel(name) == kind
+    assert classify_kernel(name) == kind
 
 
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in OPERATORS.items() for name in names])
 def test_kinds_of_operators(kind: str, name: str) -> None:
-    assert kind_of_operator(name) == kind
+    assert classify_operator(name) == kind
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -225,8 +227,8 @@ def cuda_trace() -> list[dict[str, Any]]:
 
 def test_a_trace_of_a_gpu() -> None:
     """Step 4 is 0 to 140, step 5 is 160 to 200: 180 us. The evaluation between them counts for neither."""
-    timeline = Timeline.of(cuda_trace())
-    assert [found.name for found in timeline.updates] == ["4", "5"]
+    timeline = Timeline.from_events(cuda_trace())
+    assert [found.name for found in timeline.steps] == ["4", "5"]
     assert timeline.shares() == shares(
         matmul=40 / 180,
         attention=70 / 180,
@@ -239,7 +241,7 @@ def test_a_trace_of_a_gpu() -> None:
 
 def test_a_trace_of_a_cpu() -> None:
     """The thread waits outside operators while gloo works; operators of other threads do not belong to the step."""
-    timeline = Timeline.of(
+    timeline = Timeline.from_events(
         [
             event("user_annotation", "ProfilerStep#1", 0, 100),
             event("phase", "data", 0, 10, 2**31 - 1),
@@ -270,7 +272,7 @@ def test_backward_of_attention_by_matrix_products_counts_as_attention() -> None:
         return event("cpu_op", f"autograd::engine::evaluate_function: {name}", start, end, Sequence_number=number,
                      Fwd_thread_id=1)  # fmt: skip
 
-    timeline = Timeline.of(
+    timeline = Timeline.from_events(
         [
             event("user_annotation", "ProfilerStep#1", 0, 100),
             forward("aten::scaled_dot_product_attention", 0, 20, 7),
@@ -356,7 +358,7 @@ def names(events: list[dict[str, Any]], category: str) -> Counter[str]:
 
 
 def updates_in(path: Path) -> list[int]:
-    return [int(update.name) for update in Timeline.of(read_trace(path)).updates]
+    return [int(update.name) for update in Timeline.from_events(read_trace(path)).updates]
 
 
 @pytest.fixture(autouse=True)
@@ -393,8 +395,8 @@ def test_perfetto_can_open_the_trace(profiled: Path) -> None:
 def test_trace_names_steps_and_their_phases(profiled: Path) -> None:
     """An evaluation and a save lie between the profiled steps; each step has two micro-batches."""
     events = read_trace(profiled / "profile" / "trace_3-5_rank0.json.gz")
-    timeline = Timeline.of(events)
-    assert [update.name for update in timeline.updates] == ["3", "4", "5"]
+    timeline = Timeline.from_events(events)
+    assert [update.name for update in timeline.steps] == ["3", "4", "5"]
     found = names(events, "phase")
     assert {name: found[name] for name in ("data", "backward", "reduce", "optimizer", "evaluate")} == {
         "data": 3, "backward": 6, "reduce": 6, "optimizer": 3, "evaluate": 1
@@ -432,16 +434,16 @@ def test_profile_record(profiled: Path) -> None:
     assert math.fsum(record[kind] for kind in KINDS) == pytest.approx(1.0, abs=1e-9)
     assert record["exposed_communication"] == 0.0, "there is one rank"
     assert min(record["matmul"], record["attention"], record["other_kernels"], record["data"], record["host"]) > 0
-    timeline = Timeline.of(read_trace(profiled / "profile" / record["trace"]))
+    timeline = Timeline.from_events(read_trace(profiled / "profile" / record["trace"]))
     assert timeline.shares() == pytest.approx({kind: record[kind] for kind in KINDS}), "the file says it again"
-    assert record["update_s"] == pytest.approx(sum(u.duration_us for u in timeline.updates) / 3e6)
+    assert record["update_s"] == pytest.approx(sum(u.duration_us for u in timeline.steps) / 3e6)
 
 
 @pytest.mark.slow
 def test_readers_of_metrics_ignore_profile_records(profiled: Path, tmp_path: Path) -> None:
     found = lines(profiled)
     without = [line for line in found if line["kind"] != "profile"]
-    assert find_goodput(found) == find_goodput(without)
+    assert compute_goodput(found) == compute_goodput(without)
     assert read_run(profiled).last_step == 8
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in found))
     sink = JsonLines(tmp_path / "metrics.jsonl", 4)
@@ -509,7 +511,7 @@ def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.Mon
     own.close()
     (record,) = of("profile", lines(tmp_path))
     trace = read_trace(tmp_path / "profile" / record["trace"])
-    timeline, events = Timeline.of(trace), profilers[0].events()
+    timeline, events = Timeline.from_events(trace), profilers[0].events()
     # The same product in both, as their clocks have not the same beginning.
     first_us = min(event["ts"] for event in trace if event["name"] == "aten::mm")
     shift_us = first_us - min(event.time_range.start for event in events if event.name == "aten::mm")
@@ -521,7 +523,7 @@ def test_shares_against_torchs_own_table(tmp_path: Path, monkeypatch: pytest.Mon
     def own_share(found: list[Any]) -> float:
         return sum(event.self_cpu_time_total for event in found) / total_us
 
-    updates = [(update.start_us - shift_us, update.end_us - shift_us) for update in timeline.updates]
+    updates = [(update.start_us - shift_us, update.end_us - shift_us) for update in timeline.steps]
     inside = [event for event in events if lies_in(event, updates)]
     products = [event for event in inside if event.name in ("aten::mm", "aten::addmm", "aten::bmm")]
     assert record["matmul"] == pytest.approx(own_share(products), rel=0.01)
@@ -594,9 +596,9 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert files(tmp_path) == ["trace_3-7_rank0.json.gz", "trace_3-7_rank1.json.gz"]
     (record,) = of("profile", lines(tmp_path))
     for rank in (0, 1):
-        timeline = Timeline.of(read_trace(tmp_path / "profile" / f"trace_3-7_rank{rank}.json.gz"))
+        timeline = Timeline.from_events(read_trace(tmp_path / "profile" / f"trace_3-7_rank{rank}.json.gz"))
         missing, ratios = [], []
-        for update in timeline.updates:
+        for update in timeline.steps:
             by_clock = spent_s[rank][int(update.name)] / (update.duration_us / 1e6)
             found = replace(timeline, updates=[update]).shares()[COMMUNICATION]
             missing.append(by_clock - found)
@@ -855,7 +857,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
         snapshot = pickle.load(file)
     assert snapshot["segments"]
     assert any(entry["action"] == "alloc" for entries in snapshot["device_traces"] for entry in entries)
-    timeline = Timeline.of(read_trace(tmp_path / "profile" / record["trace"]))
+    timeline = Timeline.from_events(read_trace(tmp_path / "profile" / record["trace"]))
     assert {kernel.kind for kernel in timeline.kernels} >= {MATMUL, ATTENTION, OTHER}
     assert all(kernel.launched_us is not None for kernel in timeline.kernels)
     assert math.fsum(record[kind] for kind in KINDS) == pytest.approx(1.0, abs=1e-9)
@@ -863,10 +865,10 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 
 
 def test_a_record_without_shares_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
-    from trainer.metrics.console import ConsoleSink, PlainScreen
+    from trainer.metrics.console import ConsoleWriter, PlainScreen
 
     none = dict.fromkeys(KINDS)
-    ConsoleSink(5, PlainScreen(sys.stdout)).write(
+    ConsoleWriter(5, PlainScreen(sys.stdout)).write(
         Record(kind="profile", step=5, first_step=3, update_s=0.5, trace="t.gz", memory=None, **none)
     )
     assert "profiled steps 3 to 5, 0.5 s per step under the profiler; t.gz" in capsys.readouterr().out

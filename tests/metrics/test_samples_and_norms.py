@@ -22,7 +22,7 @@ from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
 from trainer.metrics.callbacks import Callback
-from trainer.metrics.console import ConsoleSink, PlainScreen
+from trainer.metrics.console import ConsoleWriter, PlainScreen
 from trainer.metrics.record import Record
 from trainer.metrics.terminal import Terminal
 from trainer.model.sample import Sampling, generate_batch
@@ -130,7 +130,7 @@ def test_status_bar_shows_the_current_phase() -> None:
     file = StringIO()
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
     screen = Terminal(console)
-    sink = ConsoleSink(10, screen)
+    sink = ConsoleWriter(10, screen)
     sink.first_step = "compiling"
     sink.start({"run": "mine"})
     assert screen._live is not None
@@ -156,14 +156,14 @@ def test_status_bar_shows_the_current_phase() -> None:
 @pytest.mark.slow
 def test_phases_are_reported_to_the_console(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    monkeypatch.setattr(ConsoleSink, "enter_phase", lambda self, phase: seen.append(phase))
+    monkeypatch.setattr(ConsoleWriter, "enter_phase", lambda self, phase: seen.append(phase))
     fit(tmp_path / "run", "train.steps=2", "eval.every=2")
     assert {"forward", "backward", "optimizer", "evaluate", "save"} <= set(seen)
 
 
 def test_norms_and_samples_on_the_console() -> None:
     file = StringIO()
-    sink = ConsoleSink(10, PlainScreen(file))
+    sink = ConsoleWriter(10, PlainScreen(file))
     norms = {"embed": 0.01, "layers.0": 2.0, "head": None}
     sink.write(Record(kind="norms", step=3, grad_norm=norms, param_norm=norms))
     sink.write(Record(kind="sample", step=3, prompt="def \x1b[2J", text="pass"))

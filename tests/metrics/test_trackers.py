@@ -26,8 +26,8 @@ from tests.helpers.tiny import fit
 from trainer import UserError, load_config
 from trainer.config import rules
 from trainer.config.rules import check_requirements
-from trainer.metrics.follower import Follower, RowReader, TrackedRun
-from trainer.metrics.trackers import TRACKERS, tracker_names
+from trainer.metrics.follower import Follower, RowReader
+from trainer.metrics.trackers import TRACKERS, TrackedRun, tracker_names
 
 STEPS = 100
 MODEL = [

@@ -21,7 +21,7 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, compare_configs
 from trainer.lifecycle import lifecycle
 from trainer.lifecycle.summary import closing_summary
-from trainer.metrics.stop_criterion import RangeTest, find_horizon, suggested_lr
+from trainer.metrics.stop_criterion import RangeTest, make_stop_criterion, suggested_lr
 
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 
@@ -119,9 +119,9 @@ def test_range_test_ends_when_the_loss_diverges() -> None:
     for last in (math.nan, 9.0):
         test = RangeTest(load_config("llama_small", ["schedule.name=range"]))
         for step, loss in enumerate((3.0, 2.0, 7.0), start=1):
-            test.trained({"lr": 0.1 * step, "loss": loss})
+            test.add_train_record({"lr": 0.1 * step, "loss": loss})
             assert not test.is_reached(step)
-        test.trained({"lr": 0.4, "loss": last})
+        test.add_train_record({"lr": 0.4, "loss": last})
         assert test.is_reached(4)
         assert test.reason(4) == "the loss diverged at lr 4.00e-01"
         again = RangeTest(load_config("llama_small", ["schedule.name=range"]))
@@ -133,7 +133,7 @@ def test_suggested_command_can_be_pasted_into_a_shell() -> None:
     for chosen, commands in (([], 3), (["schedule.name=range"], 1)):
         config = load_config("llama_small", [*chosen, "run.dir=my runs/a"])
         metrics: Any = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
-        said = closing_summary(config, metrics, find_horizon(config), None, 9.0)
+        said = closing_summary(config, metrics, make_stop_criterion(config), None, 9.0)
         said = [line for line in said if "python -m" in line]
         assert [config.run.dir in shlex.split(line) for line in said] == [True] * commands
 

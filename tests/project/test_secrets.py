@@ -30,7 +30,7 @@ from trainer.config import DataSection, check_config, compare_configs
 from trainer.data.opening import open_source
 from trainer.errors import is_masked, mask_credentials, masked, print_stderr, print_stdout, printable, setting_error
 from trainer.lifecycle.folder import RunFolder
-from trainer.metrics.console import ConsoleSink, PlainScreen
+from trainer.metrics.console import ConsoleWriter, PlainScreen
 from trainer.metrics.terminal import Terminal
 from trainer.report.__main__ import write_report
 
@@ -271,9 +271,9 @@ def test_the_console_strips_samples_and_names(attack: str, is_terminal: bool) ->
     text, left = ATTACKS[attack]
     seen = StringIO()
     console = Console(file=seen, force_terminal=True, width=200, color_system=None, legacy_windows=False)
-    sink = ConsoleSink(10, Terminal(console) if is_terminal else PlainScreen(seen))
+    sink = ConsoleWriter(10, Terminal(console) if is_terminal else PlainScreen(seen))
     sink.start({"run": f"<{text}>", f"<{text}>": "x"})
-    sink.say(f"[{text}]", "bold")
+    sink.print(f"[{text}]", "bold")
     sink.close()
     written = seen.getvalue()
     assert "PWNED" not in written or "PWNED" in left

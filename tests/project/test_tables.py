@@ -78,7 +78,7 @@ def test_checkpoint_list_fits_the_terminal(
 def test_the_start_block_fits_its_terminal(columns: int) -> None:
     file = StringIO()
     screen = Terminal(Console(file=file, width=columns, force_terminal=True, color_system=None, soft_wrap=True))
-    screen.show_facts(
+    screen.show_summary(
         {"model": "llama, 135 M parameters, 31 FSDP units and the root", "plan": "a b c\n" + "word " * 30}
     )
     screen.close()

@@ -20,9 +20,9 @@ import pytest
 from tests.helpers.faults import Fault, start
 from trainer import UserError
 from trainer.distributed.environment import SPAWNED_BY_US, START_TIME, record_start_time, take_start_time
-from trainer.metrics.goodput import Goodput, TimeLedger, find_goodput
+from trainer.metrics.goodput import Goodput, TimeLedger, compute_goodput
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import JsonLines
+from trainer.metrics.writers import JsonLines
 from trainer.report.__main__ import command_line
 from trainer.report.charts import NUM_COLUMNS, columns, draw_png
 from trainer.report.history import NUM_POINTS, PANELS, downsample, read_run
@@ -70,7 +70,7 @@ ONE_ATTEMPT = [
 
 
 def test_division_of_the_time_of_one_attempt() -> None:
-    found = find_goodput(ONE_ATTEMPT)
+    found = compute_goodput(ONE_ATTEMPT)
     assert (found.start_s, found.load_s, found.eval_s, found.save_s) == (6.0, 4.0, 3.0, 0.5)
     assert (found.wall_s, found.update_s, found.lost_s, found.between_s) == (20.0, 6.0, 0.0, 0.0)
     assert (found.other_s, found.share, found.restarts, found.lost_steps) == (0.5, 0.3, 0, 0)
@@ -79,7 +79,7 @@ def test_division_of_the_time_of_one_attempt() -> None:
 def resume(folder: Path, resumed_step: int, started: float) -> JsonLines:
     """Change the file as a resumed run does, and write its start record."""
     sink = JsonLines(folder / "metrics.jsonl", resumed_step)
-    before = vars(sink.before)
+    before = sink.earlier_goodput.to_state()
     fields = {"started": started, "load_s": 1.0, "lost_steps": sink.lost_steps, "before": before}
     sink.write(Record(**start_line(started + 5.0, resumed_step, **fields)))
     return sink
@@ -90,7 +90,7 @@ def test_steps_lost_in_a_crash_are_no_goodput(tmp_path: Path) -> None:
     sink = resume(folder, 4, started=1030.0)
     assert sink.lost_steps == 2
     sink.write(Record(**train_line(6, 1037.0)))
-    found = find_goodput([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    found = compute_goodput([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     assert (found.lost_steps, found.lost_s, found.restarts) == (2, 2.0, 1)
     assert (found.update_s, found.between_s, found.wall_s) == (6.0, 10.0, 37.0)
     assert (found.load_s, found.start_s) == (5.0, 10.0)
@@ -103,7 +103,7 @@ def test_repeated_loss_falls_back_to_older_checkpoints(tmp_path: Path) -> None:
     sink = resume(folder, 4, started=1050.0)  # 5, 6 and 7
     sink = resume(folder, 2, started=1060.0)  # the checkpoint at 4 was damaged: 3 and 4, whose lines were still there
     assert sink.lost_steps == 2
-    found = find_goodput([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
+    found = compute_goodput([json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()])
     assert (found.lost_steps, found.lost_s, found.update_s, found.restarts) == (2 + 3 + 2, 7.0, 2.0, 3)
     attempts = read_run(folder).attempts
     assert [attempt.last_step for attempt in attempts] == [6, 7, 4, 2]
@@ -129,10 +129,10 @@ def test_stop_on_request_and_resume_from_a_different_run_lose_nothing(tmp_path: 
 def test_time_after_a_finished_attempt_does_not_count() -> None:
     end = {"kind": "end", "step": 6, "reason": "finished", "time": 1021.0}
     lines = [*ONE_ATTEMPT, end, start_line(9010.0, 6, started=9000.0, load_s=1.0), train_line(7, 9011.0)]
-    found = find_goodput(lines)
+    found = compute_goodput(lines)
     assert (found.between_s, found.wall_s) == (0.0, 21.0 + 11.0)
     lines[len(ONE_ATTEMPT)] = end | {"reason": "stopped"}
-    assert find_goodput(lines).between_s == 9000.0 - 1021.0, "it waited to go on"
+    assert compute_goodput(lines).between_s == 9000.0 - 1021.0, "it waited to go on"
 
 
 def test_skipped_steps_do_not_count() -> None:
@@ -142,22 +142,22 @@ def test_skipped_steps_do_not_count() -> None:
         train_line(4, 5.0, skipped=1),
         train_line(6, 7.0, skipped=3),
     ]
-    found = find_goodput(lines)
+    found = compute_goodput(lines)
     assert (found.update_s, found.lost_s) == (3.0, 3.0)
 
 
 def test_files_without_times_and_with_strange_values() -> None:
     old = [{k: v for k, v in line.items() if k not in ("time", "started", "load_s", "eval_s")} for line in ONE_ATTEMPT]
-    found = find_goodput(old)
+    found = compute_goodput(old)
     assert (found.share, found.update_s, found.restarts) == (None, 6.0, 0)
     strange = [{}, {"kind": "train"}, {"kind": "train", "step": None, "step_s": "x"}, {"kind": "start", "before": 3}]
-    assert find_goodput(strange).share is None
-    assert find_goodput([start_line(100.0, started=90.0, before={"later_field": 1, "wall_s": 5.0})]).wall_s == 15.0
+    assert compute_goodput(strange).share is None
+    assert compute_goodput([start_line(100.0, started=90.0, before={"later_field": 1, "wall_s": 5.0})]).wall_s == 15.0
 
 
 def test_clock_that_goes_back_gives_no_negative_times() -> None:
     lines = [start_line(1000.0, started=990.0), train_line(1, 900.0), start_line(950.0, 1, started=940.0)]
-    found = find_goodput(lines)
+    found = compute_goodput(lines)
     assert all(value >= 0 for value in vars(found).values() if not isinstance(value, str))
     assert found.share is not None
     assert found.share <= 1
@@ -205,7 +205,7 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     assert sum(parts) == pytest.approx(end["wall_s"], rel=1e-6)
     assert all(part > 0 for part in parts)
     assert end["goodput_total"] == pytest.approx(end["update_s"] / end["wall_s"])
-    again = find_goodput(lines)
+    again = compute_goodput(lines)
     assert again.update_s == pytest.approx(end["update_s"])
     run = read_run(folder)
     assert (run.state, run.name, run.num_steps, run.last_step) == ("finished", "llama_small", 8, 8)
@@ -605,4 +605,4 @@ def test_a_million_records_make_a_small_page_in_time(tmp_path: Path) -> None:
     print(f"{seconds:.1f} s")
     assert seconds < 60.0  # 9 s on two idle cores of a laptop
     assert len(html) < 1_000_000
-    assert find_goodput([]) == Goodput()
+    assert compute_goodput([]) == Goodput()

@@ -151,7 +151,7 @@ def test_skipped_steps_are_counted(reads_late: bool, tmp_path: Path) -> None:
     )
     trainer = NotFinite(config)
     trainer.saves_at = 3
-    trainer.accounts.reads_late = reads_late
+    trainer.step_metrics.reads_late = reads_late
     assert trainer.fit() == 0
     assert (trainer.skips.total, trainer.skips.in_a_row) == (2, 0)
     trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000003")
@@ -168,7 +168,7 @@ def test_skipped_steps_are_counted(reads_late: bool, tmp_path: Path) -> None:
 def test_each_record_counts_its_own_step(reads_late: bool, tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
-    trainer.accounts.reads_late = reads_late
+    trainer.step_metrics.reads_late = reads_late
     assert [record.skipped for record in itertools.islice(trainer.steps(), 4)] == [0, 0, 1, 2]
     trainer.close()
     assert trainer.skips.total == 2, "the last one too, of a loop that was left"
@@ -184,10 +184,10 @@ class FailsAfterSkipping(NotFinite):
 def test_closing_a_failed_run_reads_nothing(tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = FailsAfterSkipping(load_config("llama_small", tiny_overrides(*overrides)))
-    trainer.accounts.reads_late = True
+    trainer.step_metrics.reads_late = True
     with pytest.raises(ArithmeticError):
         trainer.fit()
-    assert trainer.accounts.pending is not None, "a step too many, that nobody has looked at"
+    assert trainer.step_metrics.pending is not None, "a step too many, that nobody has looked at"
     trainer.close()
     assert [line["reason"] for line in lines(tmp_path) if line["kind"] == "end"] == ["failed"]
 
@@ -197,7 +197,7 @@ def test_closing_a_failed_run_reads_nothing(tmp_path: Path) -> None:
 def test_too_many_skipped_steps_end_the_run(reads_late: bool, tmp_path: Path) -> None:
     overrides = ["train.steps=6", "log.every=6", "train.max_skipped_updates=2", f"run.dir={tmp_path}"]
     trainer = NotFinite(load_config("llama_small", tiny_overrides(*overrides)))
-    trainer.accounts.reads_late = reads_late
+    trainer.step_metrics.reads_late = reads_late
     with pytest.raises(TrainingFailed, match=r"step 4: .* not finite in 2 steps in a row"):
         trainer.fit()
     assert trainer.state.step == (5 if reads_late else 4)
@@ -220,12 +220,12 @@ def test_device_time_counts_for_its_step(reads_losses: bool, tmp_path: Path, mon
     """Wherever the host waits for it: in rates, goodput, and the comparison with the plan."""
     monkeypatch.setattr("trainer.data.transfer._copy_to_host", lambda values: (values, Slow()))
     trainer = make(tmp_path, "train.steps=9", "log.every=4")
-    trainer.accounts.reads_late = True
+    trainer.step_metrics.reads_late = True
     for record in trainer.steps():
         if reads_losses:
             assert record.loss > 0
     trainer.close()
-    assert trainer.accounts.productive_s > (0.0 if reads_losses else 8 * 0.05)
+    assert trainer.step_metrics.productive_s > (0.0 if reads_losses else 8 * 0.05)
     found = lines(tmp_path)
     assert all(step_s > 0.05 for step_s in of("train", found, "step_s"))
 
@@ -244,7 +244,7 @@ def test_custom_step_that_waits_for_the_device(tmp_path: Path, monkeypatch: pyte
 
     trainer = make(tmp_path, "train.steps=6", "log.every=1", kind=Waits)
     assert isinstance(trainer, Waits)
-    trainer.device, trainer.accounts.reads_late = device, True
+    trainer.device, trainer.step_metrics.reads_late = device, True
     assert trainer.fit() == 0
     assert of("train", lines(tmp_path), "step_s") == pytest.approx([0.25] * 6)
 
@@ -253,14 +253,14 @@ def test_custom_step_that_waits_for_the_device(tmp_path: Path, monkeypatch: pyte
 def test_loading_an_older_checkpoint_drops_the_pending_step(tmp_path: Path) -> None:
     overrides = tiny_overrides("train.steps=6", "log.every=6", "checkpoint.every=2", f"run.dir={tmp_path}")
     trainer = NotFinite(load_config("llama_small", overrides))
-    trainer.accounts.reads_late = True
+    trainer.step_metrics.reads_late = True
     for record in trainer.steps():
         if record.step == 2:
             trainer.save_checkpoint(wait=True)
         if record.step == 3:  # not finite, and not read yet
             trainer.load_checkpoint(tmp_path / "checkpoints" / "step_00000002")
             break
-    assert (trainer.skips.total, trainer.skips.in_a_row, trainer.accounts.pending) == (0, 0, None)
+    assert (trainer.skips.total, trainer.skips.in_a_row, trainer.step_metrics.pending) == (0, 0, None)
     trainer.close()
 
 
@@ -361,7 +361,7 @@ def test_record_is_written_after_the_next_step_is_queued(
         monkeypatch.setattr(f"{module}.time", device)
     trainer = make(tmp_path / "late", *own, kind=Pausing)
     assert isinstance(trainer, Pausing)
-    trainer.device, trainer.accounts.reads_late = device, True
+    trainer.device, trainer.step_metrics.reads_late = device, True
     assert trainer.fit() == 0
     assert all(queued > step or step in DRAINED for step, queued in device.waits)
     if launch_s < Device.STEP_S:
@@ -377,7 +377,7 @@ def test_record_is_written_after_the_next_step_is_queued(
     expected = [sum(seconds[a:b]) / (b - a) for a, b in itertools.pairwise(ends)]
     assert [line["step_s"] for line in late] == pytest.approx(expected)
     assert [line["tokens_per_s"] for line in late] == pytest.approx([64 / step_s for step_s in expected])
-    assert trainer.accounts.productive_s == pytest.approx(sum(seconds))
+    assert trainer.step_metrics.productive_s == pytest.approx(sum(seconds))
     assert [line["own"] for line in late] == pytest.approx([line["mean_loss"] for line in late], rel=1e-5)
     same = ("step", "loss", "mean_loss", "grad_norm", "lr", "skipped", "tokens")
     assert [[line[k] for k in same] for line in late] == [[line[k] for k in same] for line in at_once]

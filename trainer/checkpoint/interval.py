@@ -86,13 +86,13 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: Run
     shard_bytes: bytes that a rank writes in one save.  history: the run's measurements; None before it has started.
     """
     history = history or RunHistory()
-    rate = (history.failures + 1) / (history.node_s + 3600 * config.checkpoint.node_mtbf_h)
+    rate = (history.num_failures + 1) / (history.node_seconds + 3600 * config.checkpoint.node_mtbf_h)
     total_s = estimated_save_s(shard_bytes)
     blocked_s = shard_bytes / _COPY_BYTES_PER_S if config.checkpoint.mode == "async" else total_s
-    restart_s = history.restart_s or config.run.step_limit_s + _ASSUMED_RESTART_S
+    restart_s = history.mean_restart_s or config.run.step_limit_s + _ASSUMED_RESTART_S
     if history.saves:
-        blocked_s = sorted(blocked for blocked, _ in history.saves)[len(history.saves) // 2]  # the median
-        total_s = max(total for _, total in history.saves)
+        blocked_s = sorted(save.blocked_s for save in history.saves)[len(history.saves) // 2]  # the median
+        total_s = max(save.total_s for save in history.saves)
     return Costs(blocked_s, total_s, restart_s, 1 / (rate * num_nodes))
 
 

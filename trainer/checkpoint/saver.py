@@ -24,8 +24,8 @@ from trainer.errors import TrainingFailed
 from trainer.files import local_path
 from trainer.metrics.goodput import RunHistory
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.step_metrics import StepMetrics
+from trainer.metrics.writers import Metrics, warn
 
 if TYPE_CHECKING:
     from trainer.lifecycle.folder import Relocation, RunFolder
@@ -123,7 +123,7 @@ class Saver:
         is_started = self._started_key == self._state_key(state)  # as one of the best
         if self._checkpoints.in_flight and (is_started or (may_skip and self._config.when_busy == "skip")):
             return
-        self._step_metrics.settle()
+        self._step_metrics.finish_pending_step()
         if state.num_skipped:
             self.schedule.is_postponed = True
             return
@@ -175,7 +175,7 @@ class Saver:
 
     def begin(self) -> list[str]:
         """Load the measurements of earlier attempts; return lines that describe the save policy."""
-        history = self._metrics.experience()
+        history = self._metrics.history()
         self.longest_save_s = max(self.longest_save_s, history.longest_save_s)
         self.schedule.policy.update(history)
         return self.schedule.policy.describe()
@@ -244,7 +244,7 @@ class Saver:
         self._world.agreed(self._folder.acquire)
         self._relocation.check()
         self._resume.supersede_if_rolled_back(state.step)
-        self._step_metrics.settle()
+        self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
         self._watchdog.save_begins(lambda: self._checkpoints.stage)
         with self._watchdog.during("save"):
@@ -276,7 +276,7 @@ class Saver:
             return result
         self.schedule.succeeded(result.step)
         self.longest_save_s = max(self.longest_save_s, result.total_s)
-        self.schedule.policy.update(self._metrics.experience())
+        self.schedule.policy.update(self._metrics.history())
         self._saved_key = self._started_key
         if result.warning:
             self._warn(result.warning)

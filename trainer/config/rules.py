@@ -606,7 +606,7 @@ def check_requirements(config: RunConfig, device_type: str) -> None:
             _check_compilers(key, dtype, device_type, f"{key}=float32")
 
 
-SINKS = "meshtrainer.sinks"
+TRACKER_ENTRY_POINTS = "meshtrainer.sinks"
 """Entry-point group in which other packages register their trackers."""
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
 """The built-in trackers: the library that each needs, and its product name.
@@ -617,7 +617,7 @@ compares the two."""
 
 def _check_trackers(log: LogSection) -> None:
     """Raise UserError if there is no such tracker, or its library is not installed."""
-    trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=SINKS)))))
+    trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=TRACKER_ENTRY_POINTS)))))
     for name in log.trackers:
         if name not in trackers:
             rule = f"no tracker is called {name!r}; there are {', '.join(trackers)}"

@@ -24,9 +24,9 @@ from trainer.lifecycle.summary import mesh_sizes
 from trainer.lifecycle.watchdog import Watchdog, watch_phases
 from trainer.metrics.callbacks import Callback, GarbageCollection, Samples, UnitNorms
 from trainer.metrics.profile import Profile
-from trainer.metrics.sinks import Metrics
 from trainer.metrics.step_metrics import SkipCounter, StepMetrics
-from trainer.metrics.stop_criterion import StopCriterion, find_horizon
+from trainer.metrics.stop_criterion import StopCriterion, make_stop_criterion
+from trainer.metrics.writers import Metrics
 from trainer.optim.ema import EMA, WeightAverage
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import Forecast, describe_choice
@@ -48,7 +48,7 @@ class TrainingRun:
     world: World
     forecast: Forecast
     metrics: Metrics
-    horizon: StopCriterion
+    stop_criterion: StopCriterion
     """Decides when the run ends."""
     state: TrainState
     """The state that a resume restores."""
@@ -101,13 +101,13 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
     skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
-    metrics, horizon = Metrics(config, world.is_main), find_horizon(config)
+    metrics, stop_criterion = Metrics(config, world.is_main), make_stop_criterion(config)
     random_state = RandomState(config.run.seed, world.rank)
     base = load_base(model, config, world) if config.lora.rank else None
     state = TrainState(trainer, model, optimizer, skips, random_state, base)
     state.add_loaders(trainer.loader, trainer.eval_loader, world)
     state.add("metrics", metrics)
-    state.add("horizon", horizon)
+    state.add("horizon", stop_criterion)  # its name in checkpoints of earlier versions
     average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
     optimizer.step_listeners.append(average)
     state.add(EMA, average)
@@ -138,7 +138,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
         world=world,
         forecast=trainer.forecast,
         metrics=metrics,
-        horizon=horizon,
+        stop_criterion=stop_criterion,
         state=state,
         average=average,
         model_files=model_files,

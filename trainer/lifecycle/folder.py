@@ -25,12 +25,12 @@ from trainer.config import RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, as_typed, masked, print_stderr, redact, setting_error
 from trainer.files import local_path, write_and_sync, write_atomically
-from trainer.metrics.record import find_boot
+from trainer.metrics.record import find_boot_id
 
 if TYPE_CHECKING:
     from trainer.checkpoint.writer import Checkpoints
     from trainer.distributed.world import World
-    from trainer.metrics.sinks import Metrics
+    from trainer.metrics.writers import Metrics
 
 Result = TypeVar("Result")
 
@@ -540,7 +540,7 @@ def _process_identity() -> dict[str, Any]:
         namespace = os.readlink("/proc/self/ns/pid")
     return {
         "host": socket.gethostname(),
-        "boot": find_boot(),
+        "boot": find_boot_id(),
         "namespace": namespace,
         "pid": os.getpid(),
         "started": _process_start_time(os.getpid()),

@@ -77,7 +77,7 @@ class Lifecycle:
         """start_time: when the Trainer was created, by `time.monotonic`."""
         self._config, self._world, self._state = run.config, run.world, run.state
         self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
-        self._watchdog, self._step_metrics, self._horizon = run.watchdog, run.step_metrics, run.horizon
+        self._watchdog, self._step_metrics, self._stop_criterion = run.watchdog, run.step_metrics, run.stop_criterion
         self._saver, self._forecast, self._loader, self._start_time = run.saver, run.forecast, loader, start_time
         self._earlier_error = sys.exc_info()[1]  # an exception that the caller is handling
         self.phase: Phase = "built"
@@ -134,16 +134,20 @@ class Lifecycle:
         self._folder.write_status("running", None, self._state.step, "")
         self._metrics.start(facts)
         for note in notes:
-            self._metrics.say(note)
+            self._metrics.print(note)
         clock, command_start = self._metrics.clock, take_start_time()
         # The start of the command, or of this Trainer if that is unknown, in seconds since the epoch.
         start_time = (
-            clock.now() - (time.monotonic() - self._start_time) if command_start is None else clock.at(command_start)
+            clock.now() - (time.monotonic() - self._start_time)
+            if command_start is None
+            else clock.time_at(command_start)
         )
         nodes = self._world.env.num_nodes
-        self._metrics.write(Record(kind="start", **record, nodes=nodes, started=start_time, **self._metrics.before))
+        self._metrics.write(
+            Record(kind="start", **record, nodes=nodes, started=start_time, **self._metrics.start_fields)
+        )
         for note in self._saver.begin():  # reads measurements from the start record
-            self._metrics.say(note)
+            self._metrics.print(note)
 
     def end(self) -> int:
         """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
@@ -156,18 +160,18 @@ class Lifecycle:
             reason = next((reason for reason in reasons if reason), "asked to stop")
             step = self._state.step
             resume_point = "the last good checkpoint (steps were being skipped)" if self._state.num_skipped else "there"
-            self._metrics.say(
+            self._metrics.print(
                 f"stopped ({reason}) at step {step}; run the same command to resume from {resume_point}", "yellow"
             )
             self._end("stopped", EXIT_STOPPED, reason)
             return EXIT_STOPPED
-        reason = self._horizon.reason(self._state.step)
+        reason = self._stop_criterion.reason(self._state.step)
         best = self._saver.best if self._world.is_main else None
-        lines = closing_summary(self._config, self._metrics, self._horizon, best, time.monotonic() - self._start_time)
+        lines = closing_summary(self._config, self._metrics, self._stop_criterion, best, time.monotonic() - self._start_time)
         if self._world.is_main:
-            lines += self._horizon.closing_lines(self._folder.path)
+            lines += self._stop_criterion.closing_lines(self._folder.path)
         for line in lines:
-            self._metrics.say(line, "bold")
+            self._metrics.print(line, "bold")
         self._end("finished", EXIT_FINISHED, reason)
         return EXIT_FINISHED
 
@@ -192,19 +196,19 @@ class Lifecycle:
 
         delete_leftovers: deletes the partial files of killed attempts.
         """
-        step, config, horizon = self._state.step, self._config, self._horizon
+        step, config, stop_criterion = self._state.step, self._config, self._stop_criterion
         is_early = step < config.train.steps
         setting = "eval.patience=0" if is_early else f"train.steps={max(1, 2 * step)}"
-        self._metrics.say(
+        self._metrics.print(
             f"nothing to do: {config.run.dir} is at step {step} of {config.train.steps}"
-            f"{f' ({horizon.reason(step)})' if is_early else ''}\n"
+            f"{f' ({stop_criterion.reason(step)})' if is_early else ''}\n"
             f"  to train longer: {setting}\n"
             "  to train another run: run.name=NAME\n"
             "  to start over: checkpoint.resume=none"
         )
         if self._world.is_main and resumed_step is not None and not self._folder.has_finished():
             delete_leftovers()  # the last attempt was killed after its final save
-            self._folder.write_status("finished", EXIT_FINISHED, step, horizon.reason(step))
+            self._folder.write_status("finished", EXIT_FINISHED, step, stop_criterion.reason(step))
         self._folder.release()
         return EXIT_FINISHED
 
@@ -248,15 +252,15 @@ class Lifecycle:
         if self._world.is_main:
             facts |= self._forecast.result()
             for deviation in self._forecast.mismatches():
-                self._metrics.say(f"not as planned: {deviation}")
-        self._metrics.write(Record(kind="end", **facts, **self._metrics.totals()))
+                self._metrics.print(f"not as planned: {deviation}")
+        self._metrics.write(Record(kind="end", **facts, **self._metrics.goodput_fields()))
         self._folder.write_status(state, exit_code, self._state.step, reason)
         command, step = self._config.run.on_end, self._state.step
         if command and self._world.is_main and not self._ran_end_command:
             self._ran_end_command = True  # both the watchdog and the main thread may detect the failure
             facts = {"RUN_DIR": self._folder.path, "STATE": state, "EXIT_CODE": exit_code, "STEP": step}
             if failure := run_end_command(command, facts):
-                self._metrics.say(failure, "yellow")
+                self._metrics.print(failure, "yellow")
         self._metrics.close()
         self._release()
 
@@ -314,14 +318,14 @@ class Lifecycle:
             self._saver.finish()
             if self.is_running:
                 self._end_if_lost(saves=False)
-                self._step_metrics.settle()
-                if self._horizon.is_reached(self._state.step):
+                self._step_metrics.finish_pending_step()
+                if self._stop_criterion.is_reached(self._state.step):
                     self._state.skips.check_end(self._state.step)
         except BaseException as failure:
             self.fail(failure)
             raise
         if self.is_running:
-            has_finished = self._horizon.is_reached(self._state.step)
+            has_finished = self._stop_criterion.is_reached(self._state.step)
             code = EXIT_FINISHED if has_finished else EXIT_STOPPED
             self._end("finished" if has_finished else "stopped", code, "closed")
         self._watchdog.stop()
@@ -337,7 +341,7 @@ class Lifecycle:
         if not self.stopping:
             self.stopping = True
             if not self.stop.is_acknowledged:
-                self._metrics.say(STOPPING, "yellow")
+                self._metrics.print(STOPPING, "yellow")
 
     def _stopping_s(self) -> float:
         """Return how long stopping should take, in seconds: two steps and the longest save so far, with a margin."""

@@ -27,7 +27,7 @@ from trainer.errors import UserError, masked, setting_error
 from trainer.lifecycle.folder import RECORD_FILES, RunFolder, read_status
 from trainer.lifecycle.state import TrainState
 from trainer.metrics.record import read_kinds
-from trainer.metrics.sinks import Metrics, warn
+from trainer.metrics.writers import Metrics, warn
 
 
 class Resume:
@@ -139,7 +139,7 @@ class Resume:
 
         is_restart: bool = self._world.broadcast(self._world.agreed(is_from_same_start))
         if is_restart:
-            self._metrics.say(
+            self._metrics.print(
                 f"checkpoint.resume={resume}: {self._config.run.dir} has already continued from there, and "
                 "continues again; to start from that checkpoint again, use another run.dir"
             )
@@ -181,7 +181,7 @@ class Resume:
         moved_to = self._folder.move_aside(names + list(RECORD_FILES if starts_over else ()))
         if moved_to is not None:
             subject = "earlier run" if starts_over else f"checkpoints after step {step}"
-            self._metrics.say(f"moved the {subject} to {moved_to}")
+            self._metrics.print(f"moved the {subject} to {moved_to}")
         if not is_running and self.earlier_attempts.copied_from():
             self._folder.move_aside(["wandb", "trackers.json"])  # they identify the original run in its trackers
 

@@ -38,7 +38,7 @@ from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.loss import IGNORE, find_loss
-from trainer.metrics.sinks import warn
+from trainer.metrics.writers import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
 from trainer.model.parameters import local_box, tied_names
 from trainer.sequence import current_slices, use_slices

@@ -28,8 +28,8 @@ from trainer.errors import UserError
 from trainer.experts import ADAPTERS
 from trainer.lifecycle.resume import Resume
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
-from trainer.metrics.sinks import Metrics
 from trainer.metrics.stop_criterion import StopCriterion
+from trainer.metrics.writers import Metrics
 from trainer.model.lora import expert_matrices, parse_adapter
 from trainer.model.parameters import count_parameters, count_trained_parameters
 from trainer.model.sample import Sampling, generate_batch
@@ -249,7 +249,7 @@ def start_record(trainer: Trainer) -> Mapping[str, Any]:
 
 
 def closing_summary(
-    config: RunConfig, metrics: Metrics, horizon: StopCriterion, best: tuple[float, int] | None, seconds: float
+    config: RunConfig, metrics: Metrics, stop_criterion: StopCriterion, best: tuple[float, int] | None, seconds: float
 ) -> list[str]:
     """Return the closing block of a finished run: duration, losses, files and next commands.
 
@@ -265,7 +265,11 @@ def closing_summary(
     held_out = "" if last_eval is None else f", {last_eval.loss:.4f} on held-out data"
     return [
         f"finished {last_train.step} steps in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}",
-        *([f"  earlier than train.steps={config.train.steps}: {horizon.reason(last_train.step)}"] if is_early else []),
+        *(
+            [f"  earlier than train.steps={config.train.steps}: {stop_criterion.reason(last_train.step)}"]
+            if is_early
+            else []
+        ),
         *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
         *([f"  in {folder}: {', '.join(files)}"] if files else []),
         f"  next: {first}",
@@ -321,7 +325,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
         return
     text = held_out_text(config.data) if world.is_main else None
     if text:
-        metrics.say(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
+        metrics.print(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     end_ids = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
@@ -335,13 +339,13 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
         device=world.device,
     )
     if is_chat:
-        metrics.say("\nsample answer from the model, to:\n", "bold")
-        metrics.say(tokenizer.decode(prompt))
-        metrics.say("\nits answer:\n", "bold")
-        metrics.say(tokenizer.decode(generated.tokens))
+        metrics.print("\nsample answer from the model, to:\n", "bold")
+        metrics.print(tokenizer.decode(prompt))
+        metrics.print("\nits answer:\n", "bold")
+        metrics.print(tokenizer.decode(generated.tokens))
     else:
-        metrics.say("\nsample text from the model:\n", "bold")
-        metrics.say(tokenizer.decode([*prompt, *generated.tokens]))
+        metrics.print("\nsample text from the model:\n", "bold")
+        metrics.print(tokenizer.decode([*prompt, *generated.tokens]))
 
 
 def _find_chat_prompt(config: RunConfig) -> list[int]:

@@ -1,6 +1,7 @@
-"""Optional features of a run: the hooks available to them, and the small features themselves.
+"""Callbacks, the optional features of a run: their base class, and the smaller ones.
 
-These are norms by unit, samples, garbage collection, and a mixture's loss by source.  Profiles are in `profile.py`.
+These log norms by unit, generate samples and schedule garbage collection.  `loss_by_source` logs a mixture's loss by
+source.  Profiles are in `profile.py`.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ from trainer.data.transfer import HostScalars
 from trainer.distributed.world import World
 from trainer.loss import IGNORE, row_losses
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import Metrics
 from trainer.metrics.step_metrics import Amount
+from trainer.metrics.writers import Metrics
 from trainer.model.parameters import local
 from trainer.model.sample import Sampling, generate_batch
 from trainer.model.units import ShardUnit, parameters_by_unit
@@ -41,7 +42,7 @@ class Callback:
     called in the order of the callbacks, `end_` hooks in reverse order.
     """
 
-    def advice(self, step: int) -> str:
+    def start_note(self, step: int) -> str:
         """Return a note to print if the run starts after `step`, or an empty string."""
         return ""
 
@@ -67,8 +68,8 @@ class Callback:
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
 
-    Other steps compute nothing.  The host never waits for the device before the end of a step.  It is also one of the
-    optimizer's step listeners: `after_step` is called before the gradients are freed.
+    Other steps compute nothing.  The host never waits for the device before the end of a step.  This callback is also
+    one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
     """
 
     def __init__(
@@ -94,15 +95,15 @@ class UnitNorms(Callback):
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """If norms are due in this step, start computing them: one all-reduce over the `shard` axis."""
         if self._is_due:
-            self._pending = HostScalars(*self._squares())
+            self._pending = HostScalars(*self._squared_norms())
 
     @torch.no_grad()
-    def _squares(self) -> list[torch.Tensor]:
+    def _squared_norms(self) -> list[torch.Tensor]:
         """Return the squared norms over all ranks: each unit's gradients first, then each unit's weights."""
         device = torch.device(self._mesh.device_type)
         units = self._parameters.values()
-        gradients = [_square([p.grad for p in unit if p.grad is not None], device) for unit in units]
-        squares = torch.stack([*gradients, *(_square(unit, device) for unit in units)])
+        gradients = [_sum_of_squares([p.grad for p in unit if p.grad is not None], device) for unit in units]
+        squares = torch.stack([*gradients, *(_sum_of_squares(unit, device) for unit in units)])
         if self._mesh.size(self._mesh.ndim - 1) > 1:
             dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         return list(squares.unbind())
@@ -113,8 +114,9 @@ class UnitNorms(Callback):
             return
         norms, self._pending = [math.sqrt(square) for square in self._pending.read()], None
         gradients, weights = norms[: len(self._parameters)], norms[len(self._parameters) :]
-        clipped = math.sqrt(sum(norm**2 for norm in gradients))
-        scale = self._grad_norm() / clipped if clipped else 1.0  # clipping scales all gradients by the same factor
+        clipped_norm = math.sqrt(sum(norm**2 for norm in gradients))
+        # Clipping scales all gradients by the same factor, so this undoes it.
+        scale = self._grad_norm() / clipped_norm if clipped_norm else 1.0
         self._metrics.write(
             Record(
                 kind="norms",
@@ -129,7 +131,7 @@ class UnitNorms(Callback):
         return dict(zip(self._parameters, finite, strict=True))
 
 
-def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
+def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Return the sum of squares over this rank's shards as a scalar on `device`, in float32."""
     if not tensors:
         return torch.zeros((), device=device)
@@ -138,7 +140,10 @@ def _square(tensors: Sequence[torch.Tensor], device: torch.device) -> torch.Tens
 
 
 class Samples(Callback):
-    """Completes `log.prompts`, or answers them if the data is chats.  A fixed seed makes samples comparable."""
+    """Completes `log.prompts`, or answers them if the data is chats.
+
+    The seed is fixed, so that samples of different steps are comparable.
+    """
 
     def __init__(
         self, config: RunConfig, world: World, model: nn.Module, average: WeightAverage, metrics: Metrics
@@ -197,22 +202,22 @@ class GarbageCollection(Callback):
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:
         self.every, self.full_every = every, full_every
-        self._is_on = False
+        self._is_active = False
 
     def begin_fit(self) -> None:
-        self._is_on = True
+        self._is_active = True
         gc.collect()
         gc.disable()
 
     def end_step(self, step: int) -> None:
-        if self._is_on:
+        if self._is_active:
             if step % self.full_every == 0:
                 gc.collect()
             elif step % self.every == 0:
                 gc.collect(1)
 
     def end_fit(self) -> None:
-        self._is_on = False
+        self._is_active = False
         gc.enable()
 
 
@@ -224,7 +229,7 @@ def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
     """Return `loss`, wrapped to also log `loss_<source>` for each source if a loader reads a mixture of sources.
 
     The cross-entropy functions of `trainer.loss` record the loss of each row.  If a model computes its loss in another
-    way, these are unknown and the fields are null.
+    way, the row losses are unknown and the fields are null.
     """
     sources = [loader.source for loader in loaders if isinstance(loader, (TrainLoader, EvalLoader))]
     mixture = next((source for source in sources if isinstance(source, MixedSource)), None)
@@ -245,6 +250,6 @@ class _LossBySource:
         if len(losses_B) == 1 and losses_B[0].shape == sources_B.shape:
             counts_B = (batch["targets"] != IGNORE).sum(-1)
             sums.index_add_(1, sources_B, torch.stack([losses_B[0], counts_B.double()]))
-        for number, field in enumerate(self._fields):
-            self._log(field, sums[0, number], sums[1, number])
+        for index, field in enumerate(self._fields):
+            self._log(field, sums[0, index], sums[1, index])
         return loss

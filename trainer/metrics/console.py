@@ -1,4 +1,4 @@
-"""Console output: a summary at the start, one line per logging interval, and on a terminal a status bar.
+"""Console output: a summary at the start, one line per logging interval and, on a terminal, a status bar.
 
 The output goes to a screen (a terminal or plain lines), whose stream can neither stop nor block the run.
 """
@@ -30,7 +30,7 @@ _PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profili
 """Status bar labels of the phases outside a step."""
 
 
-class ConsoleSink:
+class ConsoleWriter:
     """Prints records in readable form to a screen."""
 
     def __init__(self, num_steps: int, screen: Screen, on_close: Callable[[], None] | None = None) -> None:
@@ -42,21 +42,21 @@ class ConsoleSink:
         self.first_step = ""
         """Status bar label for the first step, such as `compiling`; empty for an ordinary step."""
 
-    def start(self, facts: Mapping[str, str]) -> None:
-        """Print the summary at the start of the run."""
-        self._screen.show_facts({printable(name): printable(value) for name, value in facts.items()})
+    def start(self, summary: Mapping[str, str]) -> None:
+        """Print the summary at the start of the run, given as text by topic."""
+        self._screen.show_summary({printable(topic): printable(text) for topic, text in summary.items()})
 
     def write(self, record: Record) -> None:
         if record.kind == "train":
-            self._train(record)
+            self._print_train(record)
         elif record.kind == "eval":
             fields = [(0, f"eval  step {record.step:>6}"), (0, f"loss {record.loss:.4f}")]
             if "bits_per_byte" in record:
                 fields.append((1, f"{record['bits_per_byte']:.4f} bits/byte"))
             self._print_with_logged(fields, record, "green")
         elif record.kind == "sample":
-            self._print(f"sample step {record.step:>5}  {record.prompt}", "bold")
-            self._print(record.text)
+            self.print(f"sample step {record.step:>5}  {record.prompt}", "bold")
+            self.print(record.text)
         elif record.kind == "norms":
             norms = [(norm, name) for name, norm in record.grad_norm.items() if norm is not None]
             fields = [(0, f"norms step {record.step:>6}")]
@@ -69,26 +69,25 @@ class ConsoleSink:
             self._print_fitted(fields)
         elif record.kind == "checkpoint":
             size = readable_bytes(record.bytes)
-            self._print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
+            self.print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
         elif record.kind == "profile":
-            self._print(f"profiled steps {record.first_step} to {record.step}, {_shares(record)}", "magenta")
+            self.print(
+                f"profiled steps {record.first_step} to {record.step}, {_format_time_breakdown(record)}", "magenta"
+            )
 
-    def say(self, text: str, style: str = "") -> None:
-        """Print a line of text that belongs to no record."""
-        self._print(text, style)
+    def print(self, text: str, style: str = "") -> None:
+        """Print a line.  `style` is a color or `bold`."""
+        self._screen.show_line(printable(text), style)
 
     def close(self) -> None:
         self._screen.close()
         if self._on_close is not None:
             self._on_close()
 
-    def _print(self, text: str, style: str = "") -> None:
-        self._screen.show_line(printable(text), style)
-
     def _print_fitted(self, fields: Sequence[tuple[int, str]], style: str = "") -> None:
-        self._print(fit_to_width(fields, self._screen.width), style)
+        self.print(fit_to_width(fields, self._screen.width), style)
 
-    def _train(self, record: Record) -> None:
+    def _print_train(self, record: Record) -> None:
         if math.isnan(self._step_s):
             self._step_s = record.step_s
         else:
@@ -97,9 +96,9 @@ class ConsoleSink:
         mean = record.get("mean_loss", record.loss)
         fields = [
             (0, f"step {record.step:>6}/{self.num_steps}"),
-            (0, f"loss {_number(record.loss, '.4f')}"),
-            *([(2, f"mean {_number(mean, '.4f')}")] if mean != record.loss else []),
-            (3, f"grad {_number(record.grad_norm, '.3f')}"),
+            (0, f"loss {_format_number(record.loss, '.4f')}"),
+            *([(2, f"mean {_format_number(mean, '.4f')}")] if mean != record.loss else []),
+            (3, f"grad {_format_number(record.grad_norm, '.3f')}"),
             (5, f"lr {record.lr:.2e}"),
             (1, f"{readable_count(record.tokens_per_s)} target tok/s"),
             *([] if record.mfu is None else [(2, f"mfu {100 * record.mfu:.1f}%")]),
@@ -113,21 +112,21 @@ class ConsoleSink:
 
         Logged fields that do not fit on a terminal line are wrapped onto further lines; none is omitted.
         """
-        logged = [f"{name} {_logged_value(record[name])}" for name in logged_names(record)]
+        logged = [f"{name} {_format_logged(record[name])}" for name in logged_names(record)]
         width = self._screen.width
         full_line = "  ".join([*(text for _, text in fields), *logged])
         if width is None or len(full_line) <= width:
-            self._print(full_line, style)
+            self.print(full_line, style)
             return
         self._print_fitted(fields, style)
         line = ""
         for text in logged:
             if line and len(f"{line}  {text}") > width:
-                self._print(line, style)
+                self.print(line, style)
                 line = ""
             line = f"{line}  {text}" if line else f"    {text}"
         if line:
-            self._print(line, style)
+            self.print(line, style)
 
     def progress(self, step: int) -> None:
         """Update the status bar.  Called every step, redrawn at most five times per second."""
@@ -165,8 +164,8 @@ def fit_to_width(fields: Sequence[tuple[int, str]], width: int | None) -> str:
     return "  ".join(text for _, text in fields)
 
 
-def _shares(record: Record) -> str:
-    """Format the time breakdown of a profile record."""
+def _format_time_breakdown(record: Record) -> str:
+    """Format the step time of a profile record, and the share of each kind of work."""
     step_time = f"{record.update_s:.3g} s per step under the profiler"
     if record.host is None:
         return f"{step_time}; {record.trace}"
@@ -174,15 +173,15 @@ def _shares(record: Record) -> str:
     return f"{step_time}: {shares}; {record.trace}"
 
 
-def _logged_value(value: Any) -> str:
+def _format_logged(value: Any) -> str:
     """Format a value from `Trainer.log`; a mean over nothing (None) is shown as a dash."""
     if value is None:
         return "-"
     return f"{value:.4g}" if isinstance(value, (int, float)) else str(value)
 
 
-def _number(value: float, form: str) -> str:
-    return format(value, form) if math.isfinite(value) else "not finite"
+def _format_number(value: float, format_spec: str) -> str:
+    return format(value, format_spec) if math.isfinite(value) else "not finite"
 
 
 def readable_duration(seconds: float) -> str:
@@ -215,6 +214,7 @@ def readable_bytes(count: float) -> str:
 
 
 _INDENT = 14
+"""Width of the topics in the summary, in columns."""
 
 
 class Screen(Protocol):
@@ -225,8 +225,8 @@ class Screen(Protocol):
         """Maximum length of a line in columns, or None if unlimited."""
         ...
 
-    def show_facts(self, facts: Mapping[str, str]) -> None:
-        """Show the summary at the start of the run."""
+    def show_summary(self, summary: Mapping[str, str]) -> None:
+        """Show the summary at the start of the run, given as text by topic."""
 
     def show_line(self, text: str, style: str) -> None:
         """Show a line.  `style` is a color, `bold` or empty; screens without styles ignore it."""
@@ -246,9 +246,9 @@ class PlainScreen:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def show_facts(self, facts: Mapping[str, str]) -> None:
-        for name, value in facts.items():
-            self.show_line(f"{name:>{_INDENT - 2}}  {value}".replace("\n", "\n" + _INDENT * " "), "")
+    def show_summary(self, summary: Mapping[str, str]) -> None:
+        for topic, text in summary.items():
+            self.show_line(f"{topic:>{_INDENT - 2}}  {text}".replace("\n", "\n" + _INDENT * " "), "")
 
     def show_line(self, text: str, style: str) -> None:
         self._stream.write(text + "\n")
@@ -261,7 +261,7 @@ class PlainScreen:
         """Does nothing: there is nothing to remove."""
 
 
-def find_screen(stream: TextIO) -> Screen:
+def make_screen(stream: TextIO) -> Screen:
     """Return a `Terminal` if the stream is one, or if the environment says to treat it as one; else a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
@@ -295,7 +295,7 @@ class NonBlockingStream(io.TextIOBase):
         self._thread: threading.Thread | None = None
         if _may_block(stream):
             self._queue = queue.Queue(self._QUEUE_SIZE)
-            self._thread = threading.Thread(target=self._work, args=(self._queue,), name="console", daemon=True)
+            self._thread = threading.Thread(target=self._write_queued, args=(self._queue,), name="console", daemon=True)
             self._thread.start()
             atexit.register(self.close)
 
@@ -314,7 +314,7 @@ class NonBlockingStream(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if self._queue is None:
-            self._put(text)
+            self._write_now(text)
         else:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(text)
@@ -331,11 +331,11 @@ class NonBlockingStream(io.TextIOBase):
         self._is_closed |= self._thread.is_alive()
         atexit.unregister(self.close)
 
-    def _work(self, texts: queue.Queue[str | None]) -> None:
+    def _write_queued(self, texts: queue.Queue[str | None]) -> None:
         while (text := texts.get()) is not None:
-            self._put(text)
+            self._write_now(text)
 
-    def _put(self, text: str) -> None:
+    def _write_now(self, text: str) -> None:
         if self._is_closed:
             return
         text = text.encode(self.encoding, "replace").decode(self.encoding)  # the encoding may be ASCII

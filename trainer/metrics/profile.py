@@ -21,16 +21,16 @@ from trainer.config import RunConfig
 from trainer.files import replacing
 from trainer.metrics.callbacks import Callback
 from trainer.metrics.record import Record
-from trainer.metrics.sinks import Metrics, warn
 from trainer.metrics.time_breakdown import KINDS, PHASE, STEP, Timeline, find_events
+from trainer.metrics.writers import Metrics, warn
 
 if TYPE_CHECKING:
     from trainer.lifecycle.watchdog import Watchdog
 
 _MAX_ALLOCATIONS = 100_000
 """Maximum number of allocations and frees in a memory snapshot, the same as in torchtitan."""
-_ROW = 2**31 - 1
-"""Thread id of the row of phases in the trace; no such thread exists."""
+_PHASE_THREAD_ID = 2**31 - 1
+"""Thread ID under which the trace shows the phases; no such thread exists."""
 
 
 class Profile(Callback):
@@ -38,8 +38,8 @@ class Profile(Callback):
 
     It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
     other ranks wait in their next collective.  Files are named after steps and rank and are written atomically; failing
-    to write one does not stop training.  If training ends early, the steps recorded so far are written, but after an
-    error on CUDA without a trace, because the device may never finish its queued work.
+    to write one does not stop training.  If training ends early, the steps recorded so far are written.  After an error
+    on CUDA, only the memory snapshot is written, because the device may never finish its queued work.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Profile(Callback):
         self._is_profiled_rank = rank in (0, *config.log.profile_ranks)
         self._recording: _Recording | None = None
 
-    def advice(self, step: int) -> str:
+    def start_note(self, step: int) -> str:
         """Return a note if a run that resumes after `step` will produce no profile, or an incomplete one."""
         if self._config.log.profile_steps is None:
             return ""
@@ -180,8 +180,8 @@ class _Recording:
         if not has_trace:
             return None
         timeline = self._write_trace(trace)
-        timeline.updates = timeline.updates[: self._num_ended]
-        if not timeline.updates:
+        timeline.steps = timeline.steps[: self._num_ended]
+        if not timeline.steps:
             return None
         shares: dict[str, Any] = dict.fromkeys(KINDS)
         if self._on_cuda and not timeline.kernels:
@@ -189,12 +189,12 @@ class _Recording:
         else:
             shares = timeline.shares()
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
-        num_steps = len(timeline.updates)
+        num_steps = len(timeline.steps)
         return Record(
             kind="profile",
             step=steps[num_steps - 1],
             first_step=steps[0],
-            update_s=sum(update.duration_us for update in timeline.updates) / num_steps / 1e6,
+            update_s=sum(step.duration_us for step in timeline.steps) / num_steps / 1e6,
             **shares,
             **files,
         )
@@ -209,9 +209,9 @@ class _Recording:
             finally:
                 raw.unlink(missing_ok=True)
             begin, events = find_events(text)
-            timeline = Timeline.of(events)
+            timeline = Timeline.from_events(events)
             row = self._row_of_phases(timeline)
-            timeline.phases = Timeline.of(row).phases
+            timeline.phases = Timeline.from_events(row).phases
             with gzip.open(partial, "wt", compresslevel=3) as file:
                 file.write(text[:begin])
                 file.writelines(json.dumps(event) + ",\n" for event in row)
@@ -224,17 +224,17 @@ class _Recording:
         The offset between the clocks is derived from the step ranges.  Each range starts slightly before this process's
         clock is read, and the first one noticeably before, so the largest difference is the most accurate.
         """
-        updates = timeline.updates
-        shifts = [update.start_us - self._step_starts[int(update.name)] for update in updates]
-        shift_us = max(shifts, default=0.0)
-        lane = {"pid": updates[0].lane[0] if updates else os.getpid(), "tid": _ROW}
+        steps = timeline.steps
+        offsets = [step.start_us - self._step_starts[int(step.name)] for step in steps]
+        offset_us = max(offsets, default=0.0)
+        lane = {"pid": steps[0].lane[0] if steps else os.getpid(), "tid": _PHASE_THREAD_ID}
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "thread_name", **lane, "args": {"name": "phases"}},
             {"ph": "M", "name": "thread_sort_index", **lane, "args": {"sort_index": -1}},
         ]
         for (start_us, phase), (end_us, _) in zip(self._phases, self._phases[1:], strict=False):
             if phase != "between steps":
-                times = {"ts": round(start_us + shift_us, 3), "dur": round(end_us - start_us, 3)}
+                times = {"ts": round(start_us + offset_us, 3), "dur": round(end_us - start_us, 3)}
                 events.append({"ph": "X", "cat": PHASE, "name": phase, **lane, **times})
         return events
 

@@ -1,7 +1,7 @@
-"""Serves a run's current state to Prometheus: `http://HOST:PORT/metrics`, on rank 0, in Prometheus' text format.
+"""Serves a run's current state to Prometheus: `http://HOST:PORT/metrics`, on rank 0, in Prometheus's text format.
 
-The page has what alerts and dashboards need: whether the run makes progress, how well, and where the time goes.
-Everything else is in `metrics.jsonl`.
+The page shows what alerts and dashboards need: whether the run makes progress, how well it trains, and where the time
+goes.  Everything else is in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Prometheus:
         self._ledger = TimeLedger()
         self._latest: dict[str, Record] = {}
         self._step = 0
-        self._stepped_at = 0.0
+        self._last_step_at = 0.0
         self._server: _Server | None = None
         try:
             self._server = _Server(port, self.page)
@@ -55,7 +55,7 @@ class Prometheus:
 
     def progress(self, step: int) -> None:
         """Note that a step has completed."""
-        self._step, self._stepped_at = step, time.time()
+        self._step, self._last_step_at = step, time.time()
 
     def write(self, record: Record) -> None:
         with self._lock:
@@ -70,7 +70,7 @@ class Prometheus:
             self._server.server_close()
 
     def page(self) -> str:
-        """Return the page in Prometheus' text format."""
+        """Return the page in Prometheus's text format."""
         with self._lock:
             return "".join(self._lines())
 
@@ -80,13 +80,13 @@ class Prometheus:
         total = self._ledger.total()
         yield from self._metric("step", "Completed steps.", self._step)
         yield from self._metric(
-            "last_step_timestamp_seconds", "When the last step completed: its age is that of a stall.", self._stepped_at
+            "last_step_timestamp_seconds", "Time of the last completed step; its age shows a stall.", self._last_step_at
         )
         if train is not None:
             yield from self._metric("tokens_total", "Target tokens so far.", train["tokens"], kind="counter")
             yield from self._metric("skipped_steps_total", "Skipped steps.", train.get("skipped"), kind="counter")
-            for field, name, meaning in _GAUGES:
-                yield from self._metric(name, meaning, train.get(field))
+            for field, name, help_text in _GAUGES:
+                yield from self._metric(name, help_text, train.get(field))
         if evaluation is not None:
             yield from self._metric("eval_loss", "Loss of the last evaluation.", evaluation["loss"])
         yield from self._metric("goodput", "Share of wall time in steps that count, over all attempts.", total.share)
@@ -94,18 +94,18 @@ class Prometheus:
         yield from self._metric(
             "lost_steps_total", "Steps that were repeated after a crash.", total.lost_steps, kind="counter"
         )
-        name = "_".join((PREFIX, "time_seconds"))
-        yield f"# HELP {name} Wall time of all attempts by what it went to; all but update is a stall.\n"
+        name = f"{PREFIX}_time_seconds"
+        yield f"# HELP {name} Wall time of all attempts by activity; all parts but update are overhead.\n"
         yield f"# TYPE {name} gauge\n"
         for part, seconds in {**total.parts(), "other_s": total.other_s}.items():
-            yield f'{name}{{run="{_escaped(self._run)}",part="{part.removesuffix("_s")}"}} {seconds:.10g}\n'
+            yield f'{name}{{run="{_escape_label(self._run)}",part="{part.removesuffix("_s")}"}} {seconds:.10g}\n'
 
-    def _metric(self, name: str, meaning: str, value: Any, kind: str = "gauge") -> Iterator[str]:
+    def _metric(self, name: str, help_text: str, value: Any, kind: str = "gauge") -> Iterator[str]:
         if not isinstance(value, (int, float)):
             return
         number = value if isinstance(value, int) else _format_number(value)
-        yield f"# HELP {PREFIX}_{name} {meaning}\n# TYPE {PREFIX}_{name} {kind}\n"
-        yield f'{PREFIX}_{name}{{run="{_escaped(self._run)}"}} {number}\n'
+        yield f"# HELP {PREFIX}_{name} {help_text}\n# TYPE {PREFIX}_{name} {kind}\n"
+        yield f'{PREFIX}_{name}{{run="{_escape_label(self._run)}"}} {number}\n'
 
 
 def _format_number(value: float) -> str:
@@ -114,7 +114,7 @@ def _format_number(value: float) -> str:
     return "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
 
 
-def _escaped(text: str) -> str:
+def _escape_label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 

@@ -1,4 +1,4 @@
-"""Metrics records (each the fields of one line of `metrics.jsonl`), functions that read them, and the run's clock."""
+"""Metrics records, each of which is one line of `metrics.jsonl`; functions that read them; and the run's clock."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Record(Mapping[str, Any]):
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield each line that holds a record, as (raw text, parsed record)."""
+    """Yield each record as (raw line, parsed record), skipping lines that are not records."""
     for line, record in read_lines(path):
         if record is not None:
             yield line, record
@@ -85,9 +85,9 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 
 
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
-    """Yield every line as (raw text, parsed record).
+    """Yield every line as (raw line, parsed record).
 
-    The record is None if the line holds none, for example a partial line from a killed process.
+    The record is None if the line is not a record, for example a partial line from a killed process.
     """
     with open(path, errors="replace") as file:
         for line in file:
@@ -119,7 +119,7 @@ def uptime() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
 
 
-def find_boot() -> str:
+def find_boot_id() -> str:
     """Return an identifier of the current boot, or an empty string if the system provides none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -130,19 +130,20 @@ def find_boot() -> str:
 class Clock:
     """The clock of one attempt: seconds since the Unix epoch, unaffected by adjustments of the system clock.
 
-    It reads the system clock once and then measures time with a monotonic clock.  The boot is recorded as well, so that
-    the next attempt on the same machine knows the elapsed time even if the system clock was changed in between.
+    It reads the system clock once and then measures time with a monotonic clock.  Start records contain the boot ID and
+    time, so that the next attempt on the same machine can tell how much time has passed even if the system clock was
+    changed in between.
     """
 
     def __init__(self) -> None:
-        self.boot = find_boot()
-        self.booted = time.time() - uptime()
-        """Boot time in seconds since the Unix epoch, by the system clock at the time this object was created."""
+        self.boot_id = find_boot_id()
+        self.boot_time = time.time() - uptime()
+        """In seconds since the Unix epoch, according to the system clock when this object was created."""
 
     def now(self) -> float:
         """Return the current time in seconds since the Unix epoch."""
-        return self.at(uptime())
+        return self.time_at(uptime())
 
-    def at(self, uptime_s: float) -> float:
+    def time_at(self, uptime_s: float) -> float:
         """Return the time at which the machine's uptime was `uptime_s` seconds."""
-        return self.booted + uptime_s
+        return self.boot_time + uptime_s

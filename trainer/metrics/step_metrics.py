@@ -1,6 +1,6 @@
 """Times each training step, counts good and skipped steps, and writes one record per logged step.
 
-On a GPU, a step's loss and gradient norm are read, and its line is written, only after the next step has been queued,
+On a GPU, a step's loss and gradient norm are read, and its record is written, only after the next step has been queued,
 so that the device is never idle while the host waits.  A step is therefore counted and timed when its numbers reach the
 host.
 """
@@ -47,7 +47,7 @@ class Update:
     def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the `time.perf_counter` time at which the device finished the step.  Waits for the device.
 
-        Returns None if the numbers were on the host from the start, so that the step was finished when it returned.
+        Returns None if the numbers were on the host from the start: then the step had finished when it returned.
 
         previous, previous_end: the previous step and the time at which it ended.
         """
@@ -70,21 +70,21 @@ class Update:
 
 
 @dataclass
-class _Queued:
+class _QueuedStep:
     """A step that the device may still be running."""
 
     update: Update
     step: int
-    began_at: float
+    started_at: float
     data_s: float
     is_profiled: bool
     host_ended_at: float = 0.0
     """Time at which the host finished the step."""
     seconds: float = 0.0
     means: StepMeans | None = None
-    """Means over the steps since the last line, including this step; set once this step has been measured."""
-    line: Record | None = None
-    """The record to write once the step has been counted, or None if no line is due."""
+    """Means over the steps since the last written record, including this step; None until the step is measured."""
+    record: Record | None = None
+    """The record to write once the step has been counted, or None if no record is due."""
 
 
 class StepMetrics:
@@ -95,10 +95,10 @@ class StepMetrics:
         self._config, self._world, self._state, self._metrics = run.config, run.world, run.state, run.metrics
         self._skips, self._watchdog, self._checkpoints = run.state.skips, run.watchdog, run.checkpoints
         self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
-        self.horizon = run.horizon
+        self.stop_criterion = run.stop_criterion
         self.reads_late = run.world.device.type != "cpu"
-        """True if a step's numbers are read, and its line written, only after the next step has been queued.  The same
-        on all ranks."""
+        """True if a step's numbers are read, and its record written, only after the next step has been queued.  The
+        same on all ranks."""
         self.productive_s = 0.0
         """Total duration of all steps that were not skipped, in seconds."""
         self.step_s = 0.0
@@ -106,20 +106,22 @@ class StepMetrics:
         self.evaluated_step: int | None = None
         """The step of the last evaluation."""
         self.is_saved_after: Callable[[int], bool] = lambda step: False
-        """Returns whether a save follows the given step."""
+        """Returns whether a save follows a step."""
         self._latest: Update | None = None
         self._last_measured: Update | None = None
         self._last_end = 0.0
         """The time at which the last measured step ended."""
-        self.pending: _Queued | None = None
+        self.pending: _QueuedStep | None = None
         """The step that has not been counted yet, if any."""
-        self._logged, self._logged_elsewhere = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
+        self._train_sums, self._eval_sums = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
+        self._current_sums = self._train_sums
+        """The sums that `log` adds to."""
         self.restart()
 
     def restart(self) -> None:
         """Reset the measurements at the start of a training loop."""
         if self.pending is not None:
-            self._measured(self.pending)  # from the previous loop
+            self._measure(self.pending)  # a step of the previous loop
         self._timer, self._num_steps = StepTimer(), 0
         self._memory_gib = peak_memory_gib(self._world.device)
         self._started = self._data_s = 0.0
@@ -128,7 +130,7 @@ class StepMetrics:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Measure one step.  Inside the block, get the micro-batches from `take` and finish the step with `record`."""
+        """Measure one step.  Inside the block, call `take_micro_batches`, and finish the step with `record`."""
         step = self._state.step + 1
         self._checkpoints.begin_step(step)
         for callback in self._callbacks:
@@ -139,10 +141,10 @@ class StepMetrics:
             callback.end_step(step)
         self._checkpoints.end_step(step)
 
-    def take(self, batches: Iterator[Any], number: int) -> list[Any]:
-        """Return the micro-batches of the step.  Raises TrainingFailed if the loader is exhausted."""
-        micro_batches = list(islice(batches, number))
-        if len(micro_batches) < number:
+    def take_micro_batches(self, batches: Iterator[Any], count: int) -> list[Any]:
+        """Return the `count` micro-batches of the step.  Raises TrainingFailed if the loader is exhausted."""
+        micro_batches = list(islice(batches, count))
+        if len(micro_batches) < count:
             raise TrainingFailed(f"step {self._state.step + 1}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
         self._watchdog.enter("forward")
@@ -151,34 +153,34 @@ class StepMetrics:
     def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
         """Finish the step that the state has just counted, and return its record.
 
-        If a line is due, the record is also written: immediately, or with `reads_late` once the step's numbers have
-        been read.  `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
+        If a record is due, it is also written: immediately or, with `reads_late`, once the step's numbers have been
+        read.  `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
 
-        Collective if a line is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
+        Collective if a record is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
         on all ranks after too many consecutive skipped steps.
         """
         step = self._state.step
-        is_needed = step == 1 or self.horizon.may_end_at(step) or is_last
-        is_line = is_needed or self._config.log.is_due(step)
-        self.settle()
+        is_first_or_last = step == 1 or self.stop_criterion.may_end_at(step) or is_last
+        is_due = is_first_or_last or self._config.log.is_due(step)
+        self.finish_pending_step()
         is_profiled = self._config.log.profiles(step)
-        queued = self.pending = _Queued(update, step, self._started, self._data_s, is_profiled)
+        queued = self.pending = _QueuedStep(update, step, self._started, self._data_s, is_profiled)
         self._latest = update
         logged: Fields = {}
-        if is_line:  # communicate while the device is busy
-            values = (peak_memory_gib(self._world.device), *self._logged.flags())
+        if is_due:  # communicate while the device is busy
+            values = (peak_memory_gib(self._world.device), *self._train_sums.flags())
             self._memory_gib, *flags = self._world.max(values)
-            logged = self._logged.take(flags)
+            logged = self._train_sums.take(flags)
         record = self._train_record(queued, lr, flops_per_token, logged)
-        queued.line, queued.host_ended_at = record if is_line else None, time.perf_counter()
+        queued.record, queued.host_ended_at = record if is_due else None, time.perf_counter()
         self._metrics.progress(step)
-        # Evaluation and saving are timed separately: settle this step first, so that their times do not include it and
-        # its line is written before theirs.
-        if is_needed or not self.reads_late or self._config.eval.is_due(step) or self.is_saved_after(step):
-            self.settle()
+        # Evaluation and saving are timed separately: finish this step first, so that their times do not include it and
+        # its record is written before theirs.
+        if is_first_or_last or not self.reads_late or self._config.eval.is_due(step) or self.is_saved_after(step):
+            self.finish_pending_step()
         return record
 
-    def _measured(self, queued: _Queued) -> StepMeans:
+    def _measure(self, queued: _QueuedStep) -> StepMeans:
         """Add a step to the running means, unless it has been added, and return the means.  Waits for the device.
 
         A step lasts from its start, or from the end of the previous step if that is later, until the device has
@@ -187,7 +189,7 @@ class StepMetrics:
         if queued.means is None:
             update = queued.update
             ended_at = update.ended_at(self._last_measured, self._last_end) or queued.host_ended_at
-            queued.seconds = ended_at - max(queued.began_at, self._last_end)
+            queued.seconds = ended_at - max(queued.started_at, self._last_end)
             self._last_measured, self._last_end = update, ended_at
             loss = None if update.skipped else update.loss
             self._timer.count(queued.seconds, queued.data_s, update.num_targets, queued.is_profiled, loss)
@@ -197,21 +199,21 @@ class StepMetrics:
             self._forecast.record_step(queued.seconds, queued.is_profiled)
         return queued.means
 
-    def settle(self) -> None:
-        """Read the numbers of the pending step, count it as good or skipped, and write its line.  Waits for the device.
+    def finish_pending_step(self) -> None:
+        """Read the pending step's numbers, count it as good or skipped, and write its record.  Waits for the device.
 
         Raises TrainingFailed on all ranks after too many consecutive skipped steps.
         """
         if self.pending is None:
             return
         queued, self.pending = self.pending, None
-        self._measured(queued)
+        self._measure(queued)
         update = queued.update
         self.productive_s += queued.seconds * (not update.skipped)
         self._skips.count(update.loss, update.grad_norm, queued.step)
-        if queued.line is not None:
-            self._metrics.write(queued.line)
-            self.horizon.trained(queued.line)
+        if queued.record is not None:
+            self._metrics.write(queued.record)
+            self.stop_criterion.add_train_record(queued.record)
             self._timer = StepTimer()
 
     @property
@@ -219,43 +221,45 @@ class StepMetrics:
         """Gradient norm of the last step before clipping.  Waits for the device."""
         return math.nan if self._latest is None else self._latest.grad_norm
 
-    def discard(self) -> None:
-        """After loading an earlier checkpoint, drop the pending step and the fields logged for the next line."""
+    def discard_pending_step(self) -> None:
+        """After loading an earlier checkpoint, drop the pending step and the fields logged for the next record."""
         if self.pending is not None:
-            self._measured(self.pending)  # its record may still be read
+            self._measure(self.pending)  # its record may still be read
             self.pending = None
-        self._logged.clear()
+        self._train_sums.clear()
 
     # -- records -------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Amount, over: Amount | None) -> None:
-        """Add to a field of the next `train` line or, inside `evaluation`, of the next `eval` line."""
-        self._logged.add(name, value, over)
+        """Add to a field of the next `train` record or, inside `evaluation`, of the next `eval` record."""
+        self._current_sums.add(name, value, over)
 
     @contextmanager
     def evaluation(self) -> Iterator[None]:
         """Collect the fields logged inside the block for the evaluation record."""
-        self._logged, self._logged_elsewhere = self._logged_elsewhere, self._logged
-        self._logged.clear()  # an earlier evaluation may have been aborted
+        self._eval_sums.clear()  # an earlier evaluation may have been aborted
+        self._current_sums = self._eval_sums
         try:
             yield
         finally:
-            self._logged, self._logged_elsewhere = self._logged_elsewhere, self._logged
+            self._current_sums = self._train_sums
 
-    def _train_record(self, queued: _Queued, lr: float, flops_per_token: Callable[[], float], logged: Fields) -> Record:
+    def _train_record(
+        self, queued: _QueuedStep, lr: float, flops_per_token: Callable[[], float], logged: Fields
+    ) -> Record:
         update, skipped_before = queued.update, self._skips.total
         return Record(
             kind="train",
             step=queued.step,
             loss=lambda: update.loss,
-            mean_loss=lambda: self._measured(queued).loss,
+            mean_loss=lambda: self._measure(queued).loss,
             grad_norm=lambda: update.grad_norm,
             lr=lr,
             tokens=self._state.tokens,
-            tokens_per_s=lambda: self._measured(queued).tokens_per_s,
-            step_s=lambda: self._measured(queued).step_s,
-            data_s=lambda: self._measured(queued).data_s,
-            mfu=lambda: self._mfu(flops_per_token, self._measured(queued).step_s),
+            tokens_per_s=lambda: self._measure(queued).tokens_per_s,
+            step_s=lambda: self._measure(queued).step_s,
+            data_s=lambda: self._measure(queued).data_s,
+            mfu=lambda: self._mfu(flops_per_token, self._measure(queued).step_s),
             peak_memory_gib=self._memory_gib,
             skipped=lambda: skipped_before + update.skipped,
             **({"profiled": True} if queued.is_profiled and not self._timer.has_steps else {}),
@@ -265,7 +269,9 @@ class StepMetrics:
     def _epochs(self) -> Fields:
         return {**self._loader.epochs} if isinstance(self._loader, TrainLoader) else {}
 
-    def evaluated(self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float) -> Record:
+    def record_evaluation(
+        self, step: int, total: torch.Tensor, count: float, eval_loader: object, started: float
+    ) -> Record:
         """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
         total, count: this rank's sum of losses, and the count to divide by.
@@ -273,8 +279,8 @@ class StepMetrics:
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
-        loss_sum, total_count, *flags = self._world.sum([float(total), count, *self._logged.flags()])
-        logged, loss = self._logged.take(flags) | self._epochs(), loss_sum / (total_count or 1)
+        loss_sum, total_count, *flags = self._world.sum([float(total), count, *self._eval_sums.flags()])
+        logged, loss = self._eval_sums.take(flags) | self._epochs(), loss_sum / (total_count or 1)
         eval_s = time.perf_counter() - started
         source = getattr(eval_loader, "source", None)
         bits = source.bits_per_byte(loss) if isinstance(source, Source) else None
@@ -309,16 +315,16 @@ def peak_memory_gib(device: torch.device) -> float:
     """Return this process's peak memory: allocated on the GPU or, without a GPU, resident in host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
-    return _peak_resident() / 2**30
+    return _peak_resident_bytes() / 2**30
 
 
 def resident_gib() -> float:
     """Return this process's resident host memory, or the peak if the system does not report the current value."""
-    return (_read_status("VmRSS") or _peak_resident()) / 2**30
+    return (_read_status("VmRSS") or _peak_resident_bytes()) / 2**30
 
 
-def _peak_resident() -> int:
-    """Return the peak resident memory in bytes.
+def _peak_resident_bytes() -> int:
+    """Return this process's peak resident memory.
 
     Prefers /proc, because getrusage may report the peak of the program that started this one.
     """
@@ -351,20 +357,20 @@ class StepMeans:
 
 @dataclass
 class _Totals:
-    number: int = 0
+    num_steps: int = 0
     seconds: float = 0.0
     data_s: float = 0.0
     num_tokens: int = 0
 
     def add(self, seconds: float, data_s: float, num_tokens: int) -> None:
-        self.number += 1
+        self.num_steps += 1
         self.seconds += seconds
         self.data_s += data_s
         self.num_tokens += num_tokens
 
 
 class StepTimer:
-    """Computes means over the steps since the last line.
+    """Computes means over the steps since the last written record.
 
     Times and throughput exclude profiled steps, unless all steps were profiled.
     """
@@ -388,14 +394,14 @@ class StepTimer:
     @property
     def has_steps(self) -> bool:
         """True if at least one step that was not profiled has been counted."""
-        return self._steps.number > 0
+        return self._steps.num_steps > 0
 
     def read(self) -> StepMeans:
         """Return the means so far."""
         totals = self._steps if self.has_steps else self._profiled
-        number, seconds = max(1, totals.number), max(totals.seconds, 1e-9)
+        num_steps, seconds = max(1, totals.num_steps), max(totals.seconds, 1e-9)
         loss = self._loss_sum / self._num_losses if self._num_losses else math.nan
-        return StepMeans(seconds / number, totals.data_s / number, totals.num_tokens / seconds, loss)
+        return StepMeans(seconds / num_steps, totals.data_s / num_steps, totals.num_tokens / seconds, loss)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -463,10 +469,10 @@ _NUM_SUMS = 3
 
 
 class LoggedSums:
-    """Sums of named amounts, kept on the device until a line is due.
+    """Sums of named amounts, kept on the device until a record is due.
 
-    Ranks need not log the same names: when a line is due, names that are new on any rank are exchanged.  Steps between
-    lines never communicate, and lines without logged fields need no extra collective.
+    Ranks need not log the same names: when a record is due, names that are new on any rank are exchanged.  The steps in
+    between never communicate, and records without logged fields need no extra collective.
     """
 
     def __init__(self, world: World, standard_fields: Collection[str]) -> None:
@@ -483,11 +489,11 @@ class LoggedSums:
         if name in self._standard_fields:
             raise UserError(f"log: {name!r} is a field that every record of this kind has; choose another name")
         sums = self._sums.setdefault(name, [0.0] * _NUM_SUMS)
-        for number, amount in enumerate((value, 0.0 if over is None else over, float(over is not None))):
-            sums[number] = sums[number] + (amount.detach().double() if isinstance(amount, torch.Tensor) else amount)
+        for index, amount in enumerate((value, 0.0 if over is None else over, float(over is not None))):
+            sums[index] = sums[index] + (amount.detach().double() if isinstance(amount, torch.Tensor) else amount)
 
     def clear(self) -> None:
-        """Discard everything added since the last line."""
+        """Discard everything added since the last record."""
         self._sums = {}
 
     def flags(self) -> list[bool]:
@@ -516,10 +522,10 @@ class LoggedSums:
         if not names:
             return {}
         sums = HostScalars(*self._world.sum_on_device(stack_scalars(amounts, self._world.device)).unbind())
-        return {name: partial(_field_value, sums, number) for number, name in enumerate(names)}
+        return {name: partial(_field_value, sums, index) for index, name in enumerate(names)}
 
 
-def _field_value(sums: HostScalars, number: int) -> float | None:
-    """Return field `number` of the sums: a mean if any rank gave a divisor, otherwise a sum."""
-    value, over, num_means = sums.read()[_NUM_SUMS * number : _NUM_SUMS * (number + 1)]
+def _field_value(sums: HostScalars, index: int) -> float | None:
+    """Return field `index` of the sums: a mean if any rank gave a divisor, otherwise a sum."""
+    value, over, num_means = sums.read()[_NUM_SUMS * index : _NUM_SUMS * (index + 1)]
     return value if not num_means else value / over if over else None

@@ -30,14 +30,14 @@ class StopCriterion:
         """Number of evaluations since the best one."""
         self._latest: int | None = None
 
-    def trained(self, record: Mapping[str, Any]) -> None:
+    def add_train_record(self, record: Mapping[str, Any]) -> None:
         """Process the `train` record of a step."""
 
     def closing_lines(self, folder: Path) -> list[str]:
         """Return additional lines to print at the end of the run in `folder`.  Called on rank 0."""
         return []
 
-    def evaluated(self, record: Mapping[str, Any], step: int) -> None:
+    def add_evaluation(self, record: Mapping[str, Any], step: int) -> None:
         """Process the evaluation of a step, at most once per step.
 
         A missing or non-finite value never counts as an improvement.
@@ -61,7 +61,7 @@ class StopCriterion:
         return step >= self.num_steps or self.has_lost_patience
 
     def may_end_at(self, step: int) -> bool:
-        """Return whether the run may end at `step`, as far as known before that step's evaluation."""
+        """Return whether the run may end at `step`, judging before that step's evaluation."""
         return step == self.num_steps or (self._eval.patience > 0 and self._eval.is_due(step))
 
     def reason(self, step: int) -> str:
@@ -71,13 +71,13 @@ class StopCriterion:
         best = f", which is {self.best[0]:.4f} at step {self.best[1]}" if self.best else ""
         return f"eval.patience={self._eval.patience}: {self.num_worse} evaluations without a new best{best}"
 
-    def loaded(self, is_own: bool) -> None:
+    def after_load(self, is_same_run: bool) -> None:
         """Handle a loaded checkpoint.
 
-        If it belongs to a different run (`is_own` is False), reset the best evaluation, because that run's checkpoints
+        If it belongs to another run (`is_same_run` is False), reset the best evaluation, because that run's checkpoints
         are not in this run's folder.
         """
-        if not is_own:
+        if not is_same_run:
             self.best, self.num_worse, self._latest = None, 0, None
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,21 +96,21 @@ class StopCriterion:
 # Learning-rate range test
 
 
-FILE = "lr_range.json"
+RANGE_TEST_FILE = "lr_range.json"
 """File in the run folder with the results of the test."""
 _HALF_WINDOW = 3
-"""Number of steps on either side over which the loss is averaged, since a single batch's loss is noisy."""
-_DIVERGED = 4.0
+"""Number of steps on either side over which the loss is averaged, since the loss of a single batch is noisy."""
+_DIVERGENCE_FACTOR = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
 
-def find_horizon(config: RunConfig) -> StopCriterion:
-    """Return the horizon of a run: a `RangeTest` if `schedule.name` is `range`, otherwise a plain `StopCriterion`."""
+def make_stop_criterion(config: RunConfig) -> StopCriterion:
+    """Return a run's stop criterion: a `RangeTest` if `schedule.name` is `range`, otherwise a plain `StopCriterion`."""
     return RangeTest(config) if config.schedule.name == "range" else StopCriterion(config)
 
 
 class RangeTest(StopCriterion):
-    """The horizon of a range test, which ends at `train.steps` or as soon as the loss diverges.
+    """Ends a learning-rate range test at `train.steps` or as soon as the loss diverges.
 
     The test raises the learning rate in every step and suggests the rate at which the loss falls fastest.  Source:
     Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
@@ -121,16 +121,16 @@ class RangeTest(StopCriterion):
         self.points: list[tuple[float, float]] = []
         """Learning rate and loss of each step."""
 
-    def trained(self, record: Mapping[str, Any]) -> None:
+    def add_train_record(self, record: Mapping[str, Any]) -> None:
         self.points.append((record["lr"], record["loss"]))
 
     @property
     def has_diverged(self) -> bool:
-        """True if the last loss is not finite or exceeds `_DIVERGED` times the lowest."""
+        """True if the last loss is not finite or exceeds `_DIVERGENCE_FACTOR` times the lowest."""
         if not self.points:
             return False
         loss, lowest = self.points[-1][1], min(loss for _, loss in self.points)
-        return not math.isfinite(loss) or loss > _DIVERGED * lowest
+        return not math.isfinite(loss) or loss > _DIVERGENCE_FACTOR * lowest
 
     def is_reached(self, step: int) -> bool:
         return self.has_diverged or super().is_reached(step)
@@ -144,11 +144,11 @@ class RangeTest(StopCriterion):
     def closing_lines(self, folder: Path) -> list[str]:
         lr = suggested_lr(self.points)
         points = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.points]
-        note = f"  every step of the test: {folder / FILE}"
+        note = f"  every step of the test: {folder / RANGE_TEST_FILE}"
         try:
-            write_atomically(folder / FILE, json.dumps({"suggested_lr": lr, "points": points}) + "\n")
+            write_atomically(folder / RANGE_TEST_FILE, json.dumps({"suggested_lr": lr, "points": points}) + "\n")
         except OSError as error:
-            note = f"  {folder / FILE} cannot be written: {error}"
+            note = f"  {folder / RANGE_TEST_FILE} cannot be written: {error}"
         if lr is None:
             return ["no learning rate to suggest: the loss did not fall; try another schedule.lr_range", note]
         return [f"suggested: optim.lr={lr:.1e}, where the loss fell fastest", note]

@@ -13,8 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 _REFRESHES_PER_S = 4
-_MAX_BAR, _MIN_BAR, _BAR_TEXT = 40, 8, 32
-"""Maximum and minimum width of the status bar, and the width reserved for the text next to it, in columns."""
+_MAX_BAR_WIDTH, _MIN_BAR_WIDTH, _TEXT_WIDTH = 40, 8, 32
+"""Maximum and minimum width of the progress bar, and the width reserved for the text next to it, in columns."""
 
 
 class Terminal:
@@ -33,12 +33,12 @@ class Terminal:
     def width(self) -> int:
         return self._console.width
 
-    def show_facts(self, facts: Mapping[str, str]) -> None:
+    def show_summary(self, summary: Mapping[str, str]) -> None:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", justify="right")
         table.add_column()
-        for name, value in facts.items():
-            table.add_row(name, Text(value))
+        for topic, text in summary.items():
+            table.add_row(topic, Text(text))
         self._console.print(Panel(table, title="meshtrainer", title_align="left", border_style="cyan", expand=False))
         self._live = Live(Text("..."), console=self._console, transient=True, refresh_per_second=_REFRESHES_PER_S)
         self._live.start()
@@ -49,7 +49,7 @@ class Terminal:
     def show_progress(self, step: int, num_steps: int, note: str) -> None:
         if self._live is None:
             return
-        width = max(_MIN_BAR, min(_MAX_BAR, self._console.width - _BAR_TEXT))
+        width = max(_MIN_BAR_WIDTH, min(_MAX_BAR_WIDTH, self._console.width - _TEXT_WIDTH))
         row = Table.grid(padding=(0, 1))
         row.add_row(ProgressBar(total=num_steps, completed=step, width=width), f"{step}/{num_steps}", note)
         self._live.update(row)

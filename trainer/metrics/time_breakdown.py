@@ -23,7 +23,7 @@ KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data"
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
 STEP = "ProfilerStep#"
-"""Prefix of a step's range, before the step number.  Trace viewers look for this name as well."""
+"""Prefix of the name of a step's range, before the step number.  Trace viewers recognize it as well."""
 
 PHASE = "phase"
 """Category of the events that mark the rank's current phase of the step."""
@@ -39,19 +39,19 @@ class Span(NamedTuple):
     lane: Any = None
     """The stream or thread that the span ran on."""
     launched_us: float | None = None
-    """When the host launched it; None if it started at launch."""
+    """Time at which the host launched it; None if it started at launch."""
 
     @property
     def end_us(self) -> float:
         return self.start_us + self.duration_us
 
 
-def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, float]:
+def compute_shares(spans: Iterable[Span], steps: Iterable[Span]) -> dict[str, float]:
     """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
     Spans may overlap, on one lane or across lanes; time outside the steps is ignored.
     """
-    numbered = [(span, KINDS.index(span.kind)) for span in spans] + [(update, len(KINDS)) for update in updates]
+    numbered = [(span, KINDS.index(span.kind)) for span in spans] + [(step, len(KINDS)) for step in steps]
     edges = sorted(
         (time_us, number, change)
         for span, number in numbered
@@ -67,7 +67,7 @@ def find_shares(spans: Iterable[Span], updates: Iterable[Span]) -> dict[str, flo
     return {kind: time_us / total_us for kind, time_us in spent_us.items()}
 
 
-def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
+def flatten_to_self_time(spans: Iterable[Span]) -> list[Span]:
     """Flatten the nested spans of one lane into disjoint ones, attributing each moment to the innermost span.
 
     Anything nested inside attention, communication or data counts as that kind: some attention implementations are
@@ -102,20 +102,20 @@ def cut_to_own_time(spans: Iterable[Span]) -> list[Span]:
     return pieces
 
 
-def extend_to_device(updates: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
+def extend_to_device(steps: Iterable[Span], kernels: Sequence[Span]) -> list[Span]:
     """Return the steps with their times on the device, which may lag behind the host.
 
     A step ends when its last kernel ends.  It starts when the host starts it or when the previous step ends, whichever
     is later.
     """
     extended: list[Span] = []
-    for update in sorted(updates, key=lambda update: update.start_us):
+    for step in sorted(steps, key=lambda step: step.start_us):
         launched = ((k.start_us if k.launched_us is None else k.launched_us, k.end_us) for k in kernels)
-        ends = (end_us for launched_us, end_us in launched if update.start_us <= launched_us < update.end_us)
-        end_us = max(ends, default=update.end_us)
-        start_us = max(update.start_us, extended[-1].end_us) if extended else update.start_us
-        duration_us = max(update.end_us, end_us, start_us) - start_us
-        extended.append(update._replace(start_us=start_us, duration_us=duration_us))
+        ends = (end_us for launched_us, end_us in launched if step.start_us <= launched_us < step.end_us)
+        end_us = max(ends, default=step.end_us)
+        start_us = max(step.start_us, extended[-1].end_us) if extended else step.start_us
+        duration_us = max(step.end_us, end_us, start_us) - start_us
+        extended.append(step._replace(start_us=start_us, duration_us=duration_us))
     return extended
 
 
@@ -133,7 +133,7 @@ _MATMUL_OPERATOR = re.compile(
 
 
 @cache
-def kind_of_kernel(name: str) -> str:
+def classify_kernel(name: str) -> str:
     """Classify a CUDA kernel, copy or fill by its name.  Knows the names of NCCL, cuBLAS, CUTLASS, cuDNN and Triton."""
     if re.search("nccl|nvshmem", name, re.IGNORECASE):
         return COMMUNICATION
@@ -145,10 +145,10 @@ def kind_of_kernel(name: str) -> str:
 
 
 @cache
-def kind_of_operator(name: str) -> str:
+def classify_operator(name: str) -> str:
     """Classify an operator or range on the CPU training thread by its name.
 
-    Operators have a namespace (aten::mm).  Names without one (autograd nodes, ranges) are host time around operators.
+    Operators have a namespace (aten::mm).  Events without one (autograd nodes, ranges) are host time around operators.
     """
     if name.startswith(("c10d::", "_c10d_functional::", "gloo:")):
         return COMMUNICATION
@@ -186,8 +186,9 @@ def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
     return begin, read(begin)
 
 
-_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
+_DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+"""Kineto's categories for the events of activity on the device, and for those of its launches by the host."""
 
 
 @dataclass
@@ -197,7 +198,7 @@ class Timeline:
     A step's start and end are those on the training thread.
     """
 
-    updates: list[Span] = field(default_factory=list)
+    steps: list[Span] = field(default_factory=list)
     """The steps, named by number, of kind `host`, on the training thread's lane."""
     phases: list[Span] = field(default_factory=list)
     kernels: list[Span] = field(default_factory=list)
@@ -208,7 +209,7 @@ class Timeline:
     """Operators on the training thread, possibly nested."""
 
     @classmethod
-    def of(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
+    def from_events(cls, events: Iterable[Mapping[str, Any]]) -> Timeline:
         """Build the timeline from trace events in Chrome's trace format with Kineto's categories."""
         timeline, on_host = cls(), list[tuple[Span, Mapping[str, Any]]]()
         launches: dict[int, float] = {}
@@ -218,21 +219,21 @@ class Timeline:
                 continue
             category, name, arguments = event.get("cat"), str(event["name"]), event.get("args", {})
             span = Span(name, HOST, float(event["ts"]), float(event.get("dur", 0.0)), (event["pid"], event["tid"]))
-            if category in _DEVICE:
-                kernels.append((span._replace(kind=kind_of_kernel(name)), arguments.get("correlation")))
-            elif category in _LAUNCHES and "correlation" in arguments:
+            if category in _DEVICE_CATEGORIES:
+                kernels.append((span._replace(kind=classify_kernel(name)), arguments.get("correlation")))
+            elif category in _LAUNCH_CATEGORIES and "correlation" in arguments:
                 launches[arguments["correlation"]] = span.start_us
             elif category == PHASE:
                 timeline.phases.append(span._replace(kind=DATA if name == DATA else HOST))
             elif category == "user_annotation" and name.startswith(STEP):
-                timeline.updates.append(span._replace(name=name.removeprefix(STEP)))
+                timeline.steps.append(span._replace(name=name.removeprefix(STEP)))
             elif category == "user_annotation" and name.startswith("gloo:"):
                 timeline.collectives.append(span._replace(kind=COMMUNICATION))
             elif category in ("cpu_op", "user_annotation"):
-                on_host.append((span._replace(kind=kind_of_operator(name)), arguments))
-        timeline.updates.sort(key=lambda update: update.start_us)
+                on_host.append((span._replace(kind=classify_operator(name)), arguments))
+        timeline.steps.sort(key=lambda step: step.start_us)
         timeline.kernels = [span._replace(launched_us=launches.get(launch)) for span, launch in kernels]  # type: ignore[arg-type]
-        threads = {update.lane for update in timeline.updates}
+        threads = {step.lane for step in timeline.steps}
         timeline.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
         return timeline
 
@@ -245,8 +246,8 @@ class Timeline:
         """
         data = [phase for phase in self.phases if phase.kind == DATA]
         if self.kernels:
-            return find_shares([*self.kernels, *self.collectives, *data], extend_to_device(self.updates, self.kernels))
-        return find_shares([*cut_to_own_time([*self.operators, *data]), *self.collectives], self.updates)
+            return compute_shares([*self.kernels, *self.collectives, *data], extend_to_device(self.steps, self.kernels))
+        return compute_shares([*flatten_to_self_time([*self.operators, *data]), *self.collectives], self.steps)
 
 
 def _with_attention_backward(operators: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:
@@ -258,15 +259,15 @@ def _with_attention_backward(operators: Sequence[tuple[Span, Mapping[str, Any]]]
     operators with the same number, the last one to start created that node.  A backward operator carries the number of
     its own node.
     """
-    attention_end_us, is_of_attention = 0.0, dict[Any, bool]()
+    attention_end_us, is_attention_node = 0.0, dict[Any, bool]()
     for span, arguments in sorted(operators, key=lambda item: item[0].start_us):
         if span.kind == ATTENTION:
             attention_end_us = max(attention_end_us, span.end_us)
         if not arguments.get("Fwd thread id"):
-            is_of_attention[arguments.get("Sequence number")] = span.start_us < attention_end_us
+            is_attention_node[arguments.get("Sequence number")] = span.start_us < attention_end_us
     return [
         span._replace(kind=ATTENTION)
-        if arguments.get("Fwd thread id") and is_of_attention.get(arguments.get("Sequence number"))
+        if arguments.get("Fwd thread id") and is_attention_node.get(arguments.get("Sequence number"))
         else span
         for span, arguments in operators
     ]

@@ -1,7 +1,7 @@
-"""The trackers of `log.trackers`: Weights & Biases, TensorBoard, Trackio, MLflow, and those that entry points add.
+"""The trackers of `log.trackers`: their interface `Tracker`, and Weights & Biases, TensorBoard, Trackio and MLflow.
 
-Each is a `Sink` (`follower.py`).  Where it stores the run is set by its own environment variables, such as
-WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.
+Entry points of other packages can add trackers.  Each tracker has environment variables that determine where it stores
+the run, such as WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.  `follower.py` calls the trackers.
 """
 
 from __future__ import annotations
@@ -14,14 +14,70 @@ import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
+from typing import Protocol
 from urllib.parse import urlsplit
 
-from trainer.config.rules import SINKS
+from trainer.config import RunConfig
+from trainer.config.rules import TRACKER_ENTRY_POINTS
 from trainer.config.schema import LogSection
 from trainer.errors import masked_argument
-from trainer.metrics.follower import Sink, TrackedRun
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """Information about the run for its trackers."""
+
+    id: str
+    """Identifies the run in every tracker, across all attempts: it is stored in the run folder and in checkpoints."""
+    folder: Path
+    """The run folder."""
+    config: RunConfig
+    resumed_step: int
+    """Step of the checkpoint that this attempt resumes from; 0 for a fresh start."""
+
+    @property
+    def name(self) -> str:
+        return self.config.run.name
+
+    @property
+    def project(self) -> str:
+        return self.config.log.wandb_project
+
+
+class Tracker(Protocol):
+    """Interface of a tracker, an experiment-tracking service such as Weights & Biases.
+
+    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a callable without arguments
+    that returns one.  The methods are called one at a time, in a separate thread on rank 0: they may block, and
+    exceptions that they raise do not stop the run.  After an error, `open` is called again, until the run ends.
+
+    Two more methods are optional, and therefore not declared below:
+
+    rewind(step): the steps after `step` will be repeated within this run, so drop their values.  Without this method,
+        the old values remain and the repeated steps are not sent.
+    abandon(): called from the main thread if not everything could be sent in time at the end of the run; must not
+        block.
+    """
+
+    def open(self, run: TrackedRun) -> int | None:
+        """Open or resume the run.  Return the last step that the tracker has received, or 0 if it has received none.
+
+        Steps up to that one are not sent again.  Return None if the tracker cannot know: then the last step for which
+        `write` has returned, in any attempt, is used.
+        """
+
+    def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+        """Add the values of one step, such as `train/loss`.  time: when they were recorded, in seconds since the epoch.
+
+        Steps increase.  Each is sent once, together with its evaluation; an evaluation that runs separately may arrive
+        later, for the same step.
+        """
+
+    def close(self) -> None:
+        """End the run in the tracker, once everything has arrived there."""
 
 
 class TensorBoard:
@@ -59,13 +115,14 @@ class WandB:
     FINISH_S = 10.0
     """Seconds that the client may take to end a run."""
     _TEARDOWN_S = 1.0
+    """Seconds to wait for the client after its service has been killed."""
 
     def open(self, run: TrackedRun) -> int:
         import wandb
 
         folder = run.folder / "wandb"
         folder.mkdir(parents=True, exist_ok=True)
-        self._others = _services()
+        self._earlier_services = _service_pids()
         is_offline = run.config.log.wandb == "offline"
         stored = _last_stored_step(folder, run.id) if is_offline else 0
         settings = wandb.Settings(
@@ -73,9 +130,8 @@ class WandB:
             finish_timeout=self.FINISH_S,
             console="off",
             silent=True,
-            x_disable_meta=any(
-                masked_argument(word) != word for word in sys.argv
-            ),  # the metadata includes the command line
+            # The metadata includes the command line, which may contain secrets.
+            x_disable_meta=any(masked_argument(word) != word for word in sys.argv),
         )
         self._run = wandb.init(
             project=run.project,
@@ -104,7 +160,7 @@ class WandB:
         """
         import wandb
 
-        for service in _services() - self._others:
+        for service in _service_pids() - self._earlier_services:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(service, signal.SIGKILL)
 
@@ -118,7 +174,7 @@ class WandB:
         ending.join(self._TEARDOWN_S)
 
 
-def _services() -> set[int]:
+def _service_pids() -> set[int]:
     """Return the process IDs of the W&B service processes that this process started."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/stat"):
@@ -177,7 +233,7 @@ class Trackio:
     Trackio identifies runs by name, so the name includes the ID.
     """
 
-    _REACH_S = 10.0
+    _CONNECT_TIMEOUT_S = 10.0
 
     def open(self, run: TrackedRun) -> int:
         import trackio
@@ -190,8 +246,8 @@ class Trackio:
             # The client would go on without the server, and could not report which steps the server has.
             url = urlsplit(server)
             port = url.port or (443 if url.scheme == "https" else 80)
-            socket.create_connection((url.hostname or "", port), timeout=self._REACH_S).close()
-        for module in (trackio, trackio.run, trackio.utils):  # they print to the console of the run
+            socket.create_connection((url.hostname or "", port), timeout=self._CONNECT_TIMEOUT_S).close()
+        for module in (trackio, trackio.run, trackio.utils):  # they would print to the console of the run
             module.print = lambda *words, **options: None  # type: ignore[attr-defined]
         self._run = trackio.init(
             project=run.project,
@@ -202,7 +258,7 @@ class Trackio:
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        # The client itself sends the rows that a killed attempt has left in the local database.
+        # Rows that a killed attempt left in the local database are sent by the client itself.
         local_step = SQLiteStorage.get_max_step_for_run(run.project, self._run.name, run_id=self._run.id)
         return max(0, local_step or 0, self._run._next_step - 1)
 
@@ -216,17 +272,17 @@ class Trackio:
 class MLflow:
     """MLflow, with any store (MLFLOW_TRACKING_URI).  The tag `meshtrainer.id` identifies the run."""
 
-    _DEFAULTS = {
+    _ENVIRONMENT_DEFAULTS = {
         "MLFLOW_DISABLE_TELEMETRY": "true",
         "MLFLOW_LOGGING_LEVEL": "WARNING",  # keeps the console free for the run
         # Its retries pause for minutes, and create a run twice if a response is lost; Follower retries instead.
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     }
     _MAX_METRICS, _MAX_PARAMS, _MAX_CHARS = 900, 100, 6000
-    """Limits of MLflow for one request, and for a parameter's value."""
+    """MLflow's limits: metrics and parameters in one request, and characters of a parameter's value."""
 
     def open(self, run: TrackedRun) -> int:
-        for name, value in self._DEFAULTS.items():
+        for name, value in self._ENVIRONMENT_DEFAULTS.items():
             os.environ.setdefault(name, value)
         from mlflow import MlflowClient
         from mlflow.entities import Param
@@ -258,7 +314,7 @@ class MLflow:
 
         # `step` comes last, since a resumed run reads its progress from it.  Repeating a request changes nothing,
         # because the times are the same.
-        metrics = [Metric(_metric_name(name), value, round(time * 1000), step) for name, value in values.items()]
+        metrics = [Metric(_replace_disallowed(name), value, round(time * 1000), step) for name, value in values.items()]
         metrics.append(Metric("step", step, round(time * 1000), step))
         for start in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
@@ -267,12 +323,12 @@ class MLflow:
         self._client.set_terminated(self._id)
 
 
-def _metric_name(name: str) -> str:
+def _replace_disallowed(name: str) -> str:
     """Return the name with the characters that MLflow does not allow replaced."""
     return "".join(char if char.isalnum() or char in "_-. /:" else "_" for char in name)
 
 
-TRACKERS: dict[str, tuple[str, Callable[[], Sink]]] = {
+TRACKERS: dict[str, tuple[str, Callable[[], Tracker]]] = {
     "wandb": ("Weights & Biases", WandB),
     "tensorboard": ("TensorBoard", TensorBoard),
     "trackio": ("Trackio", Trackio),
@@ -286,13 +342,13 @@ classes cannot be imported.  A test compares the two."""
 
 def tracker_names(log: LogSection) -> tuple[str, ...]:
     """Return the names in `log.trackers`, plus those that `log.wandb` and `log.tensorboard` turn on, each once."""
-    also = [*(["wandb"] if log.wandb != "off" else []), *(["tensorboard"] if log.tensorboard else [])]
-    return tuple(dict.fromkeys((*also, *log.trackers)))
+    from_switches = [*(["wandb"] if log.wandb != "off" else []), *(["tensorboard"] if log.tensorboard else [])]
+    return tuple(dict.fromkeys((*from_switches, *log.trackers)))
 
 
-def find_tracker(name: str) -> tuple[str, Callable[[], Sink]]:
+def find_tracker(name: str) -> tuple[str, Callable[[], Tracker]]:
     """Return a tracker's display name and a function that creates it, from this package or from an entry point."""
     if name in TRACKERS:
         return TRACKERS[name]
-    (point,) = [point for point in entry_points(group=SINKS) if point.name == name][:1]
+    (point,) = [point for point in entry_points(group=TRACKER_ENTRY_POINTS) if point.name == name][:1]
     return name, lambda: point.load()()

@@ -183,7 +183,7 @@ def read_run(folder: Path) -> RecordedRun:
         saved=np.unique(np.asarray(records.saved)),
         goodput=ledger.total(),
         checkpoint=section if isinstance(section := values.get("checkpoint"), Mapping) else {},
-        history=ledger.experience(),
+        history=ledger.history(),
         num_skipped=records.num_skipped,
         values=values,
         traces=records.traces,
@@ -199,16 +199,16 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mappi
     """
     if not attempts:
         return
-    attempt, total, reached = attempts[-1], ledger.total(), ledger.reached
+    attempt, total, last_step = attempts[-1], ledger.total(), ledger.last_step
     if start is not None:
         attempt.lost_steps = int(_number(start, "lost_steps"))
-        reached = max(reached, int(_number(start, "resumed_step")) + attempt.lost_steps)
+        last_step = max(last_step, int(_number(start, "resumed_step")) + attempt.lost_steps)
         attempt.outcome = attempt.outcome or "killed"
         if isinstance(before := start.get("before"), dict):
-            total = Goodput(until=_number(before, "until"), update_s=_number(before, "update_s"))
-    attempt.last_step = reached
+            total = Goodput(last_time=_number(before, "until"), update_s=_number(before, "update_s"))
+    attempt.last_step = last_step
     started = _number(attempt.start, "started") or _number(attempt.start, "time")
-    attempt.wall_s = max(0.0, total.until - started) if started and total.until else 0.0
+    attempt.wall_s = max(0.0, total.last_time - started) if started and total.last_time else 0.0
     attempt.update_s = max(0.0, total.update_s - attempt.update_s)
 
 

@@ -1,13 +1,12 @@
-"""Where a run's records go: `metrics.jsonl`, `samples.txt`, the console, trackers and Prometheus.
+"""The writers of a run's records: `metrics.jsonl`, `samples.txt`, the console and Prometheus.
 
-`Metrics` creates a run's `RecordWriter`s and sends each record to all of them.  The console is in `console.py`;
-trackers such as Weights & Biases follow `metrics.jsonl` (`follower.py`).
+`Metrics` creates a run's `RecordWriter`s and sends each record to all of them.  The console is in `console.py`.
+Trackers such as Weights & Biases (`trackers.py`) are updated from `metrics.jsonl` by a `Follower` each (`follower.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import json
 import math
@@ -22,20 +21,20 @@ from typing import Any, Protocol, TextIO, cast
 from trainer.config import RunConfig
 from trainer.errors import print_stderr, redact
 from trainer.files import append_and_sync, content_of, write_atomically
-from trainer.metrics.console import ConsoleSink, LogFile, NonBlockingStream, PlainScreen, find_screen
-from trainer.metrics.follower import Follower, TrackedRun, TrackingFile
+from trainer.metrics.console import ConsoleWriter, LogFile, NonBlockingStream, PlainScreen, make_screen
+from trainer.metrics.follower import Follower, TrackingFile
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.metrics.prometheus import Prometheus
 from trainer.metrics.record import Clock, Record, read_lines
-from trainer.metrics.trackers import find_tracker, tracker_names
+from trainer.metrics.trackers import TrackedRun, find_tracker, tracker_names
 
 
 class RecordWriter(Protocol):
     """Receives every record of a run.
 
     Training calls `write` directly, so it must neither raise nor wait for a server or a pipe's reader.  `close` is
-    called once, at the end of the run.  Code that may wait belongs in a `Sink` (`follower.py`), which has its own
-    thread.
+    called once, at the end of the run.  Code that may wait belongs in a `Tracker` (`trackers.py`), which is called
+    from a separate thread.
     """
 
     def write(self, record: Record) -> None: ...
@@ -45,9 +44,9 @@ class RecordWriter(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
-    A resumed run first drops the lines past its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).  They
+    A resumed run first drops the lines after its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).  They
     are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so that a crash leaves either the
-    old or the new file.  `lost_steps` and `before` are computed before any lines are dropped.
+    old or the new file.  `lost_steps` and `earlier_goodput` are computed before any lines are dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -57,9 +56,10 @@ class JsonLines:
         """Time at which the file was first found to be deleted or replaced, or None if it is in place."""
         self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         """Descriptor of the file's folder, which stays valid if the folder is renamed or replaced."""
-        self._file = self._open_past(resumed_step)
+        self._file = self._open_after(resumed_step)
 
-    def _open_past(self, step: int) -> io.FileIO:
+    def _open_after(self, step: int) -> io.FileIO:
+        """Drop the lines that a run which resumes after `step` will write again, and open the file for appending."""
         ledger = TimeLedger(step)
         if self._path.exists():
             kept: list[str] = []
@@ -69,53 +69,53 @@ class JsonLines:
                     ledger.add(record)
                 is_kept = record is not None and _is_kept(record, step)
                 (kept if is_kept else dropped).append(line)
-            self._keep_superseded("".join(dropped))
+            self._append_superseded("".join(dropped))
             write_atomically(self._path, "".join(kept))
         self.ledger = ledger
-        self.lost_steps, self.before = ledger.lost_steps, ledger.total()
+        self.lost_steps, self.earlier_goodput = ledger.lost_steps, ledger.total()
         return open(self._path, "a+b", buffering=0)
 
     def go_back(self, step: int) -> None:
-        """During a run, drop the lines past `step`.  If that fails, raises OSError and leaves the file unchanged."""
+        """During a run, drop the lines after `step`.  If that fails, raises OSError and leaves the file unchanged."""
         kept, dropped = b"", b""
         for line in self._unwritten.splitlines(keepends=True):
             if _is_kept(json.loads(line), step):
                 kept += line
             else:
                 dropped += line
-        self._keep_superseded(dropped.decode())
-        old_file, self._file = self._file, self._open_past(step)
+        self._append_superseded(dropped.decode())
+        old_file, self._file = self._file, self._open_after(step)
         old_file.close()
         self._unwritten = kept
 
-    def _keep_superseded(self, lines: str) -> None:
+    def _append_superseded(self, lines: str) -> None:
         if lines:
             append_and_sync(self._path.with_name(SUPERSEDED), lines)
 
     def write(self, record: Record) -> None:
         """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
-        had_failed = bool(self._unwritten)
+        was_failing = bool(self._unwritten)
         # Mask secrets, and write None for non-finite numbers, which JSON lacks.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
-        self._unwritten += json.dumps(line).encode() + b"\n"
+        safe = {k: redact(v) if isinstance(v, str) and k != "kind" else v for k, v in finite.items()}
+        self._unwritten += json.dumps(safe).encode() + b"\n"
         try:
             self._restore_file(_RESTORE_AFTER_S)
             self._flush()
         except OSError as error:
-            if not had_failed:
+            if not was_failing:
                 warn(f"{self._path} cannot be written; lines are kept in memory until it can: {error}")
 
     def _flush(self) -> None:
         while self._unwritten:
             self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
-    def _restore_file(self, after_s: float) -> None:
+    def _restore_file(self, min_missing_s: float) -> None:
         """Restore the file if it was deleted, or switch to the new one if it was replaced.
 
         A deleted file's content can still be read through the open descriptor and is written again, but no earlier than
-        `after_s` seconds after the file was first found missing: otherwise a command that is deleting the entire folder
-        would fail because the folder is not empty.
+        `min_missing_s` seconds after the file was first found missing: otherwise a command that is deleting the entire
+        folder would fail because the folder is not empty.
         """
         opened = os.fstat(self._file.fileno())
         try:
@@ -126,7 +126,7 @@ class JsonLines:
             self._missing_since = None
             return
         self._missing_since = time.monotonic() if self._missing_since is None else self._missing_since
-        if time.monotonic() - self._missing_since < after_s:
+        if time.monotonic() - self._missing_since < min_missing_s:
             return
         try:
             self._continue_in_folder(with_content=current is None)
@@ -201,10 +201,10 @@ def warn(message: str) -> None:
 # All record writers of a run
 
 
-LOG = "console.log"
-"""Copy of the console output in the run folder."""
+CONSOLE_LOG = "console.log"
+"""File in the run folder with a copy of the console output."""
 SAMPLES = "samples.txt"
-"""File in the run folder for the samples generated from `log.prompts`."""
+"""File in the run folder with the samples generated from `log.prompts`."""
 
 
 class Metrics:
@@ -213,16 +213,16 @@ class Metrics:
     def __init__(self, config: RunConfig, is_main: bool) -> None:
         self._config = config
         self.clock = Clock()
-        self.console: ConsoleSink | None = None
+        self.console: ConsoleWriter | None = None
         """The console on rank 0, otherwise None."""
         if is_main:
             stream = cast(TextIO, NonBlockingStream(sys.stdout))
-            self.console = ConsoleSink(config.train.steps, find_screen(stream), stream.close)
-        self._log: ConsoleSink | None = None
+            self.console = ConsoleWriter(config.train.steps, make_screen(stream), stream.close)
+        self._log: ConsoleWriter | None = None
         self._log_file: LogFile | None = None
         self._writers: list[RecordWriter] = []
         self._ledger = TimeLedger()
-        self.before: dict[str, Any] = {}
+        self.start_fields: dict[str, Any] = {}
         """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""
         self.latest: dict[str, Record] = {}
         """The last record of each kind.  Empty on ranks other than 0."""
@@ -243,13 +243,13 @@ class Metrics:
         if self.console is None:
             return
         file = JsonLines(path, resumed_step)
-        before = dataclasses.asdict(file.before) if file.before.num_attempts else None
-        clock = {"boot": self.clock.boot, "booted": self.clock.booted}
-        self.before = {"lost_steps": file.lost_steps, "before": before, **clock}
-        self._ledger.remember(file.ledger)
-        log_file = self._log_file = LogFile(path.parent / LOG)
-        self._log = ConsoleSink(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
-        self._log.say(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        before = file.earlier_goodput.to_state() if file.earlier_goodput.num_attempts else None
+        clock = {"boot": self.clock.boot_id, "booted": self.clock.boot_time}
+        self.start_fields = {"lost_steps": file.lost_steps, "before": before, **clock}
+        self._ledger.copy_saves(file.ledger)
+        log_file = self._log_file = LogFile(path.parent / CONSOLE_LOG)
+        self._log = ConsoleWriter(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
+        self._log.print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._writers = [file, self.console, self._log]
         if self._config.log.prompts:
             self._writers.append(SampleFile(path.parent / SAMPLES))
@@ -257,11 +257,11 @@ class Metrics:
             self._prometheus = Prometheus(self._config.log.prometheus, self._config.run.name, warn)
             self._writers.append(self._prometheus)
             if self._prometheus.port:
-                self.say(f"metrics for Prometheus: http://{socket.gethostname()}:{self._prometheus.port}/metrics")
-        self._follow(path.parent, resumed_step)
+                self.print(f"metrics for Prometheus: http://{socket.gethostname()}:{self._prometheus.port}/metrics")
+        self._start_trackers(path.parent, resumed_step)
 
-    def _follow(self, folder: Path, resumed_step: int) -> None:
-        """Start a thread for each of the run's trackers.  They read the metrics file."""
+    def _start_trackers(self, folder: Path, resumed_step: int) -> None:
+        """Start a thread for each of the run's trackers, which follows the metrics file."""
         names = tracker_names(self._config.log)
         if not names:
             return
@@ -271,7 +271,7 @@ class Metrics:
         self._writers += [Follower(name, *find_tracker(name), run, tracking, warn) for name in names]
 
     def go_back(self, step: int) -> None:
-        """Drop the lines past `step` from the metrics file, because those steps will be repeated."""
+        """Drop the lines after `step` from the metrics file, because those steps will be repeated."""
         for writer in self._writers:
             if isinstance(writer, (JsonLines, Follower)):
                 writer.go_back(step)
@@ -287,7 +287,7 @@ class Metrics:
         if self._tracking is not None:
             self._tracking.move_to(folder)
         if self._log_file is not None:
-            self._log_file.move_to(folder / LOG)
+            self._log_file.move_to(folder / CONSOLE_LOG)
 
     def write(self, record: Record) -> Record:
         """Send the record to all writers, with an added `time` field (seconds since the epoch).
@@ -301,27 +301,30 @@ class Metrics:
                 writer.write(stamped)
         return record
 
-    def experience(self) -> RunHistory:
+    def history(self) -> RunHistory:
         """Return the history of saves and failures over all attempts, on rank 0; an empty one on other ranks."""
-        return self._ledger.experience()
+        return self._ledger.history()
 
-    def totals(self) -> dict[str, Any]:
-        """Return the breakdown of wall time over all attempts, which is added to the end record."""
+    def goodput_fields(self) -> dict[str, Any]:
+        """Return the fields of the end record that break down the wall time of all attempts."""
         self._ledger.add(Record(time=self.clock.now()))
         return self._ledger.total().fields()
 
-    def start(self, facts: Mapping[str, str]) -> None:
+    def start(self, summary: Mapping[str, str]) -> None:
+        """Print the summary at the start of the run, given as text by topic."""
         for console in self._consoles():
-            console.start(facts)
+            console.start(summary)
 
-    def say(self, text: str, style: str = "") -> None:
+    def print(self, text: str, style: str = "") -> None:
+        """Print a line that belongs to no record on the console, and to its copy in the run folder."""
         for console in self._consoles():
-            console.say(text, style)
+            console.print(text, style)
 
-    def _consoles(self) -> list[ConsoleSink]:
+    def _consoles(self) -> list[ConsoleWriter]:
         return [console for console in (self.console, self._log) if console is not None]
 
     def progress(self, step: int) -> None:
+        """Note that a step has completed."""
         if self.console is not None:
             self.console.progress(step)
         if self._prometheus is not None:
