@@ -27,7 +27,7 @@ from trainer.config import CheckpointSection, RunConfig
 from trainer.distributed.channel import Channel, StepSync
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.report.history import read_run
-from trainer.report.page import saving_of
+from trainer.report.page import save_costs_of
 
 YEAR_S = 365.25 * 24 * 3600.0
 BLOCKED_S, TOTAL_S, RESTART_S, STEP_S = 3.0, 60.0, 480.0, 10.0
@@ -211,7 +211,7 @@ def test_plan_and_report_show_the_expected_loss(tmp_path: Path, capsys: pytest.C
     with open(tmp_path / "metrics.jsonl", "w") as file:
         file.writelines(json.dumps(record) + "\n" for record in records())
     (tmp_path / "config.yaml").write_text("checkpoint:\n  every: auto\n  node_mtbf_h: 1.0\n")
-    said = saving_of(read_run(tmp_path))
+    said = save_costs_of(read_run(tmp_path))
     # Of two failures, one of them what is set, in 284 seconds of a node and an hour; there are two nodes.
     assert said["failures"] == "one in 16 min on 2 nodes, 55 s to resume"
     assert said["saves"].startswith("every 44 s, pausing for 1 s")

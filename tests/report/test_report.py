@@ -24,7 +24,7 @@ from trainer.metrics.goodput import Goodput, TimeLedger, compute_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.writers import JsonLines
 from trainer.report.__main__ import command_line
-from trainer.report.charts import NUM_COLUMNS, columns, draw_png
+from trainer.report.charts import NUM_COLUMNS, draw_png, reduce_to_columns
 from trainer.report.history import NUM_POINTS, PANELS, downsample, read_run
 from trainer.report.live import Server, watch
 from trainer.report.page import write_comparison, write_page
@@ -211,7 +211,7 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     assert (run.state, run.name, run.num_steps, run.last_step) == ("finished", "llama_small", 8, 8)
     found = [(attempt.resumed_step, attempt.last_step, attempt.lost_steps, attempt.outcome) for attempt in run.attempts]
     assert found == [(0, 5, 2, "killed"), (3, 8, 0, "finished")]
-    assert run.saved.tolist() == [3, 6, 8]
+    assert run.checkpoint_steps.tolist() == [3, 6, 8]
     assert command_line([str(folder)]) == 0
 
 
@@ -283,7 +283,7 @@ def test_charts_of_the_page(tmp_path: Path) -> None:
     assert run["train"]["step"] == [1, 2, 3, 4, 6]
     assert run["train"]["tokens"] == [64, 128, 192, 256, 384]
     assert run["train"]["hours"] == pytest.approx([11 / 3600, 12 / 3600, 13 / 3600, 14 / 3600, 20 / 3600], rel=1e-4)
-    assert (run["evals"]["loss"], run["evals"]["tokens"], run["saved"]) == ([2.0], [256], [4])
+    assert (run["evals"]["loss"], run["evals"]["tokens"], run["checkpoint_steps"]) == ([2.0], [256], [4])
     assert data["refresh_s"] == 0, "it is finished"
 
 
@@ -302,7 +302,10 @@ def test_logged_values_have_charts_and_a_table(tmp_path: Path) -> None:
     assert "accuracy0.750.25margin0.125" in Page(page).text
     data = data_in(page)
     panel = next(panel for panel in data["panels"] if panel["title"] == "accuracy")
-    assert [(line["column"], line["of"]) for line in panel["lines"]] == [("accuracy", "train"), ("accuracy", "evals")]
+    assert [(line["column"], line["table"]) for line in panel["lines"]] == [
+        ("accuracy", "train"),
+        ("accuracy", "evals"),
+    ]
     assert data["runs"][0]["train"]["accuracy"] == [None, 0.5, 0.75]
     assert data["runs"][0]["evals"]["accuracy"] == [0.25]
     plain = read_run(write(tmp_path / "b", ONE_ATTEMPT, "finished"))
@@ -339,7 +342,7 @@ def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
     assert "web3.00002.50000.50" in page.text
     assert "code1.25001.50001.50" in page.text
     panel = next(panel for panel in data_in(write_page(run))["panels"] if panel["title"] == "loss by source")
-    assert [(line["column"], line["of"]) for line in panel["lines"][:2]] == [
+    assert [(line["column"], line["table"]) for line in panel["lines"][:2]] == [
         ("loss_web", "train"),
         ("loss_web", "evals"),
     ]
@@ -561,14 +564,14 @@ def test_thinned_columns_keep_minimum_and_maximum() -> None:
     x, y = np.arange(1.0, 100_001.0), random.normal(size=100_000)
     y[[5, 70_000]] = 99.0, -99.0
     y[777] = np.nan
-    found = columns(x, y)
+    found = reduce_to_columns(x, y)
     assert found.x.size <= NUM_COLUMNS
     assert (found.high.max(), found.low.min()) == (99.0, -99.0)
     assert np.all((found.low <= found.mean) & (found.mean <= found.high))
     assert np.all(np.diff(found.x) > 0)
-    few = columns(x[:50], y[:50])
+    few = reduce_to_columns(x[:50], y[:50])
     assert few.mean is few.low is few.high
-    assert columns(x, np.full(x.size, np.nan)).x.size == 0
+    assert reduce_to_columns(x, np.full(x.size, np.nan)).x.size == 0
 
 
 def test_thinned_series_keep_mean_minimum_and_maximum() -> None:

@@ -19,7 +19,7 @@ from tests.helpers.broken_folders import CASES, CHAT, weights, write_valid_folde
 from tests.weights.test_huggingface import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
 from trainer.files import symlink_target_outside
-from trainer.report.live import Pages
+from trainer.report.live import PageCache
 from trainer.weights.exporting import read_model_files
 from trainer.weights.sources import SafetensorsFolder
 
@@ -151,13 +151,13 @@ def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:
     (tmp_path / "private.json").write_text("private")
     (run / "profile" / "own.json").write_text("own")
     (run / "profile" / "link.json").symlink_to(tmp_path / "private.json")
-    pages = Pages([run])
+    pages = PageCache([run])
     assert pages.file("/profile/own.json") == run / "profile" / "own.json"
     assert pages.file("/profile/link.json") is None
     other = tmp_path / "other"
     other.mkdir()
     (other / "profile").symlink_to(run / "profile")
-    assert Pages([other]).file("/profile/own.json") is None
+    assert PageCache([other]).file("/profile/own.json") is None
 
 
 @pytest.mark.campaign

@@ -21,7 +21,7 @@ from trainer.files import replacing, writing_to
 from trainer.report.charts import draw_png
 from trainer.report.history import read_run
 from trainer.report.live import PORT, serve, watch
-from trainer.report.page import facts_of, write_comparison, write_page
+from trainer.report.page import subtitle_of, write_comparison, write_page
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -66,22 +66,22 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     runs = [read_run(folder) for folder in folders]
     if len(runs) == 1:
         (run,) = runs
-        title, facts = f"{run.name}: {run.state} at step {run.last_step}", facts_of(run)
+        title, subtitle = f"{run.name}: {run.state} at step {run.last_step}", subtitle_of(run)
         html = write_page(run, page.absolute().parent)
     else:
-        title, facts, html = f"{len(runs)} runs compared", "", write_comparison(runs)
-    picture = page.with_suffix(".png")
-    contents = {page: html.encode(), picture: draw_png(runs, title, facts)}
+        title, subtitle, html = f"{len(runs)} runs compared", "", write_comparison(runs)
+    png = page.with_suffix(".png")
+    contents = {page: html.encode(), png: draw_png(runs, title, subtitle)}
     try:
         with writing_to("--out", page, sum(map(len, contents.values()))):
-            _write(contents)
+            _write_all(contents)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise setting_error("--out", page, rule, fix="give a writable path") from error
-    return page, picture
+    return page, png
 
 
-def _write(contents: Mapping[Path, bytes]) -> None:
+def _write_all(contents: Mapping[Path, bytes]) -> None:
     """Write all files to temporary paths, then rename them into place.  If any write fails, no file is replaced.
 
     A browser that reloads the page meanwhile sees either the old page or the new one.  If a rename fails, the files

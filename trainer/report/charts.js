@@ -5,12 +5,12 @@
   const data = JSON.parse(document.getElementById("data").textContent);
   const colors = ["blue", "red", "green", "pink", "orange", "sky", "olive", "black"];
   const key = `meshtrainer ${location.pathname}`;
-  const chosen = { axis: "step", smoothing: 0, log: null, hidden: [], open: [], live: true, scroll: 0 };
-  try { Object.assign(chosen, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is disabled */ }
-  const keep = () => {
-    chosen.scroll = scrollY;
-    chosen.open = [...document.querySelectorAll("details")].map((box) => box.open);
-    try { sessionStorage.setItem(key, JSON.stringify(chosen)); } catch { /* storage is disabled */ }
+  const choices = { axis: "step", smoothing: 0, log: null, hidden: [], open: [], live: true, scroll: 0 };
+  try { Object.assign(choices, JSON.parse(sessionStorage.getItem(key) || "{}")); } catch { /* storage is disabled */ }
+  const saveChoices = () => {
+    choices.scroll = scrollY;
+    choices.open = [...document.querySelectorAll("details")].map((box) => box.open);
+    try { sessionStorage.setItem(key, JSON.stringify(choices)); } catch { /* storage is disabled */ }
   };
 
   const SVG = "http://www.w3.org/2000/svg";
@@ -24,7 +24,7 @@
   }
 
   const isNumber = (value) => value !== null && value !== undefined && Number.isFinite(value);
-  function short(value) {
+  function formatNumber(value) {
     const size = Math.abs(value);
     if (size >= 1e12) return +(value / 1e12).toPrecision(4) + " T";
     if (size >= 1e9) return +(value / 1e9).toPrecision(4) + " G";
@@ -33,8 +33,8 @@
     return size && size < 1e-3 ? value.toExponential(2).replace(/\.?0+e/, "e") : String(+value.toPrecision(5));
   }
   const axes = {
-    step: ["step", short],
-    tokens: ["tokens", short],
+    step: ["step", formatNumber],
+    tokens: ["tokens", formatNumber],
     hours: ["wall time", (hours) => (hours < 0.1 ? `${+(hours * 60).toPrecision(3)} min` : `${+hours.toPrecision(3)} h`)],
   };
 
@@ -49,8 +49,8 @@
         }
       if (values.length > 1) return values.filter((_, index) => index % Math.ceil(values.length / 8) === 0);
     }
-    const rough = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(rough));
-    const step = [1, 2, 2.5, 5, 10].map((part) => part * power).find((part) => part >= rough);
+    const minStep = (high - low) / count || 1, power = 10 ** Math.floor(Math.log10(minStep));
+    const step = [1, 2, 2.5, 5, 10].map((part) => part * power).find((part) => part >= minStep);
     const values = [];
     for (let tick = Math.ceil(low / step) * step; tick <= high + step / 1e6; tick += step) values.push(+tick.toPrecision(10));
     return values;
@@ -70,7 +70,7 @@
 
   // x of a step on the chosen axis, interpolated linearly between recorded points.
   function xOf(run, step) {
-    const steps = run.train.step, xs = run.train[chosen.axis] || [];
+    const steps = run.train.step, xs = run.train[choices.axis] || [];
     let at = steps.findIndex((each) => each >= step);
     if (at < 0) at = steps.length - 1;
     if (at <= 0 || steps[at] === step) return xs[at];
@@ -81,11 +81,11 @@
   function linesOf(panel) {
     const lines = [];
     data.runs.forEach((run, number) => {
-      if (chosen.hidden.includes(run.name)) return;
+      if (choices.hidden.includes(run.name)) return;
       panel.lines.forEach((line) => {
-        const table = run[line.of], ys = table[line.column], xs = table[chosen.axis];
+        const table = run[line.table], ys = table[line.column], xs = table[choices.axis];
         if (!ys || !xs) return;
-        const points = line.of === "evals";
+        const points = line.table === "evals";
         const labels = [...new Set(panel.lines.map((each) => each.label))];
         const one = data.runs.length === 1;
         const hue = one ? colors[labels.indexOf(line.label) % colors.length] : colors[number % colors.length];
@@ -93,8 +93,8 @@
         const label = [one ? "" : run.name, points && line.label !== "evaluation" ? `${line.label}, evaluation` : line.label];
         lines.push({
           xs, raw: ys, points, color: `var(--${hue})`, label: label.filter(Boolean).join(", "),
-          ys: points || !panel.is_noisy ? ys : smoothed(ys, chosen.smoothing),
-          low: chosen.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
+          ys: points || !panel.is_noisy ? ys : smoothed(ys, choices.smoothing),
+          low: choices.smoothing ? null : table[line.column + "_low"], high: table[line.column + "_high"],
         });
       });
     });
@@ -108,19 +108,19 @@
     if (!ys.length) return null;
     const sorted = [...ys].sort((one, other) => one - other);
     let low = sorted[0], high = sorted[sorted.length - 1];
-    const usual = sorted[Math.floor(0.98 * (sorted.length - 1))];
-    const above = panel.from_zero && ys.length >= 8 && high > 2.5 * usual && usual > 0;
-    if (above) high = 1.5 * usual;
-    const wide = low > 0 && high / low > 3 && !panel.from_zero;
-    const isLog = low > 0 && (chosen.log === null ? wide : chosen.log && !panel.from_zero);
-    if (panel.from_zero) { low = Math.min(0, low); high = high > 0 ? high * (above ? 1 : 1.1) : 1; }
+    const usualMax = sorted[Math.floor(0.98 * (sorted.length - 1))];
+    const isClipped = panel.starts_at_zero && ys.length >= 8 && high > 2.5 * usualMax && usualMax > 0;
+    if (isClipped) high = 1.5 * usualMax;
+    const spansFactor3 = low > 0 && high / low > 3 && !panel.starts_at_zero;
+    const isLog = low > 0 && (choices.log === null ? spansFactor3 : choices.log && !panel.starts_at_zero);
+    if (panel.starts_at_zero) { low = Math.min(0, low); high = high > 0 ? high * (isClipped ? 1 : 1.1) : 1; }
     else if (isLog) { const pad = (high / low) ** 0.05; low /= pad; high *= Math.max(pad, 1.01); }
     else { const pad = (high - low || Math.abs(high) || 1) * 0.05; low -= pad; high += pad; }
     let first = xs[0], last = xs[0];
     for (const x of xs) { first = Math.min(first, x); last = Math.max(last, x); }
     if (first === last) last = first + 1;
-    const peak = above ? sorted[sorted.length - 1] : null;
-    return { low, high, first, last, isLog, peak, over: above ? ys.filter((y) => y > high).length : 0 };
+    const peak = isClipped ? sorted[sorted.length - 1] : null;
+    return { low, high, first, last, isLog, peak, numClipped: isClipped ? ys.filter((y) => y > high).length : 0 };
   }
 
   function marks(svg, toX, range) {
@@ -135,7 +135,7 @@
       const x = toX(xOf(run, step));
       make("path", { d: `M${x} ${TOP}V${H - BOTTOM}`, style: "stroke: var(--muted); stroke-dasharray: 4 3" }, svg);
     }
-    const saved = run.saved.map((step) => xOf(run, step)).filter(inside);
+    const saved = run.checkpoint_steps.map((step) => xOf(run, step)).filter(inside);
     const d = saved.map((x) => `M${toX(x).toFixed(1)} ${H - BOTTOM - 7}v7`).join("");
     if (d) make("path", { d, style: "stroke: var(--green); stroke-width: 1.5" }, svg);
   }
@@ -154,17 +154,17 @@
     const toY = (y) => H - BOTTOM - ((scale(y) - scale(range.low)) / (scale(range.high) - scale(range.low))) * (H - TOP - BOTTOM);
     for (const tick of ticks(range.low, range.high, range.isLog, 5)) {
       make("path", { d: `M${LEFT} ${toY(tick).toFixed(1)}H${W - RIGHT}`, style: "stroke: var(--grid)" }, svg);
-      make("text", { x: LEFT - 7, y: toY(tick) + 4, "text-anchor": "end", class: "tick" }, svg, short(tick));
+      make("text", { x: LEFT - 7, y: toY(tick) + 4, "text-anchor": "end", class: "tick" }, svg, formatNumber(tick));
     }
-    const [axis, form] = axes[chosen.axis];
+    const [axis, form] = axes[choices.axis];
     for (const tick of ticks(range.first, range.last, false, 5))
       make("text", { x: toX(tick), y: H - 11, "text-anchor": "middle", class: "tick" }, svg, form(tick));
     make("path", { d: `M${LEFT} ${H - BOTTOM}H${W - RIGHT}`, style: "stroke: var(--muted)" }, svg);
     marks(svg, toX, range);
     const clipped = (y) => Math.min(Math.max(y, TOP - 3), H - BOTTOM);
     for (const line of lines) drawLine(svg, line, toX, (y) => clipped(toY(y)));
-    if (range.over) {
-      const text = `${range.over} above, up to ${short(range.peak)}`;
+    if (range.numClipped) {
+      const text = `${range.numClipped} above, up to ${formatNumber(range.peak)}`;
       make("text", { x: W - RIGHT, y: TOP + 9, "text-anchor": "end", class: "tick" }, svg, text);
     }
     figure.querySelector(".scale").textContent = range.isLog ? "log scale" : "";
@@ -181,10 +181,10 @@
       const under = at.map((n) => `${points[n][0].toFixed(1)} ${toY(line.low[n]).toFixed(1)}`).reverse();
       if (at.length > 1) make("path", { d: `M${[...top, ...under].join("L")}Z`, style: `fill: ${line.color}; opacity: .2` }, svg);
     }
-    let d = "", pen = "M";
+    let d = "", command = "M";
     for (const point of points) {
-      if (point) d += `${pen}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
-      pen = point ? "L" : "M";
+      if (point) d += `${command}${point[0].toFixed(1)} ${point[1].toFixed(1)}`;
+      command = point ? "L" : "M";
     }
     const dash = line.points ? "; stroke-dasharray: 4 3" : "";
     make("path", { d, style: `fill: none; stroke: ${line.color}; stroke-width: 1.6; stroke-linejoin: round${dash}` }, svg);
@@ -206,43 +206,43 @@
 
   // Shows a tooltip with the value of each line at its point nearest to the pointer.
   function point(figure, event) {
-    const chart = figure.chart, tip = figure.querySelector(".tip");
+    const chart = figure.chart, tooltip = figure.querySelector(".tip");
     if (!chart) return;
     const svg = figure.querySelector("svg"), box = svg.getBoundingClientRect();
     const at = ((event.clientX - box.left) / box.width) * W;
     const { first, last } = chart.range;
-    const wanted = first + ((at - LEFT) / (W - LEFT - RIGHT)) * (last - first);
+    const pointerX = first + ((at - LEFT) / (W - LEFT - RIGHT)) * (last - first);
     chart.cursor.replaceChildren();
     const rows = [];
     let nearest = null;
     for (const line of chart.lines) {
       let best = -1;
       line.xs.forEach((x, number) => {
-        if (isNumber(x) && isNumber(line.ys[number]) && (best < 0 || Math.abs(x - wanted) < Math.abs(line.xs[best] - wanted))) best = number;
+        if (isNumber(x) && isNumber(line.ys[number]) && (best < 0 || Math.abs(x - pointerX) < Math.abs(line.xs[best] - pointerX))) best = number;
       });
       if (best < 0) continue;
       const x = line.xs[best];
-      if (nearest === null || Math.abs(x - wanted) < Math.abs(nearest - wanted)) nearest = x;
+      if (nearest === null || Math.abs(x - pointerX) < Math.abs(nearest - pointerX)) nearest = x;
       const y = Math.min(Math.max(chart.toY(line.ys[best]), TOP), H - BOTTOM);
       make("circle", { cx: chart.toX(x), cy: y, r: 3.5, style: `fill: ${line.color}; stroke: var(--card)` }, chart.cursor);
-      rows.push([line.color, line.label, short(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
+      rows.push([line.color, line.label, formatNumber(line.raw[best]) + (chart.unit ? ` ${chart.unit}` : "")]);
     }
     if (nearest === null) return;
     const x = chart.toX(nearest);
     chart.cursor.prepend(make("path", { d: `M${x} ${TOP}V${H - BOTTOM}`, style: "stroke: var(--muted)" }));
-    const [name, form] = axes[chosen.axis];
+    const [name, form] = axes[choices.axis];
     const title = document.createElement("b");
-    title.textContent = chosen.axis === "step" ? `step ${Math.round(nearest).toLocaleString("en")}` : `${form(nearest)} ${chosen.axis === "tokens" ? name : ""}`;
-    tip.replaceChildren(title, ...rows.map(([color, label, value]) => {
+    title.textContent = choices.axis === "step" ? `step ${Math.round(nearest).toLocaleString("en")}` : `${form(nearest)} ${choices.axis === "tokens" ? name : ""}`;
+    tooltip.replaceChildren(title, ...rows.map(([color, label, value]) => {
       const row = document.createElement("div"), swatch = document.createElement("i"), number = document.createElement("em");
       swatch.style.background = color;
       number.textContent = value;
       row.append(swatch, label, number);
       return row;
     }));
-    tip.hidden = false;
+    tooltip.hidden = false;
     const share = (x / W) * box.width;
-    tip.style.left = share < box.width / 2 ? `${share + 16}px` : `${Math.max(0, share - tip.offsetWidth - 4)}px`;
+    tooltip.style.left = share < box.width / 2 ? `${share + 16}px` : `${Math.max(0, share - tooltip.offsetWidth - 4)}px`;
   }
 
   const figures = data.panels.map((panel) => {
@@ -268,22 +268,22 @@
     const axis = bar.querySelector("[name=axis]"), smoothing = bar.querySelector("[name=smoothing]");
     const log = bar.querySelector("[name=log]"), live = bar.querySelector("[name=live]");
     if (!data.runs.some((run) => (run.train.hours || []).some(isNumber))) axis.querySelector("[value=hours]").remove();
-    axis.value = chosen.axis;
-    if (axis.value !== chosen.axis) axis.value = chosen.axis = "step";
-    smoothing.value = chosen.smoothing;
-    log.value = chosen.log === null ? "auto" : chosen.log ? "log" : "linear";
-    axis.onchange = () => { chosen.axis = axis.value; keep(); drawAll(); };
-    smoothing.oninput = () => { chosen.smoothing = +smoothing.value; keep(); drawAll(); };
-    log.onchange = () => { chosen.log = log.value === "auto" ? null : log.value === "log"; keep(); drawAll(); };
-    live.checked = chosen.live;
-    live.onchange = () => { chosen.live = live.checked; keep(); };
+    axis.value = choices.axis;
+    if (axis.value !== choices.axis) axis.value = choices.axis = "step";
+    smoothing.value = choices.smoothing;
+    log.value = choices.log === null ? "auto" : choices.log ? "log" : "linear";
+    axis.onchange = () => { choices.axis = axis.value; saveChoices(); drawAll(); };
+    smoothing.oninput = () => { choices.smoothing = +smoothing.value; saveChoices(); drawAll(); };
+    log.onchange = () => { choices.log = log.value === "auto" ? null : log.value === "log"; saveChoices(); drawAll(); };
+    live.checked = choices.live;
+    live.onchange = () => { choices.live = live.checked; saveChoices(); };
     live.parentElement.hidden = !data.refresh_s;
     for (const box of document.querySelectorAll("[data-run]")) {
-      box.checked = !chosen.hidden.includes(box.dataset.run);
+      box.checked = !choices.hidden.includes(box.dataset.run);
       box.onchange = () => {
-        chosen.hidden = chosen.hidden.filter((name) => name !== box.dataset.run);
-        if (!box.checked) chosen.hidden.push(box.dataset.run);
-        keep();
+        choices.hidden = choices.hidden.filter((name) => name !== box.dataset.run);
+        if (!box.checked) choices.hidden.push(box.dataset.run);
+        saveChoices();
         drawAll();
       };
     }
@@ -292,16 +292,16 @@
 
   controls();
   drawAll();
-  [...document.querySelectorAll("details")].forEach((box, number) => { box.open = chosen.open[number] ?? box.open; });
+  [...document.querySelectorAll("details")].forEach((box, number) => { box.open = choices.open[number] ?? box.open; });
   history.scrollRestoration = "manual";
-  scrollTo(0, chosen.scroll);
-  addEventListener("pagehide", keep);
+  scrollTo(0, choices.scroll);
+  addEventListener("pagehide", saveChoices);
   if (data.refresh_s) {
-    const again = () => {
-      const reading = document.hidden || !chosen.live || document.querySelector(".tip:not([hidden])") || String(getSelection());
-      if (reading) setTimeout(again, 1000);
-      else { keep(); location.reload(); }
+    const reloadIfIdle = () => {
+      const isInUse = document.hidden || !choices.live || document.querySelector(".tip:not([hidden])") || String(getSelection());
+      if (isInUse) setTimeout(reloadIfIdle, 1000);
+      else { saveChoices(); location.reload(); }
     };
-    setTimeout(again, 1000 * data.refresh_s);
+    setTimeout(reloadIfIdle, 1000 * data.refresh_s);
   }
 })();

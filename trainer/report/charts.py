@@ -38,9 +38,9 @@ COLORS = {
 }
 """Colors by name, the same as in the page's style sheet.  The hues are from the colorblind-safe palette of Okabe and
 Ito (https://jfly.uni-koeln.de/color/)."""
-SERIES = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
+RUN_COLORS = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
 """Colors of the compared runs, in order."""
-PARTS = {
+PART_STYLES = {
     "update_s": ("steps that count", "blue"),
     "lost_s": ("steps lost or skipped", "red"),
     "eval_s": ("evaluation", "green"),
@@ -50,7 +50,7 @@ PARTS = {
     "between_s": ("between attempts", "muted"),
     "other_s": ("other", "grid"),
 }
-"""Label and color of each part of the wall time."""
+"""Label and color of each part of the wall time; see `Goodput`."""
 
 
 @dataclass(frozen=True)
@@ -63,11 +63,12 @@ class Columns:
     high: Column
 
     @property
-    def is_band(self) -> bool:
+    def has_band(self) -> bool:
+        """True if columns summarize several values each, so that a band shows their range."""
         return self.low is not self.high
 
 
-def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
+def reduce_to_columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
     """Reduce a series to at most `num_columns` columns of equal width.
 
     A short series (up to twice as many values) is returned unchanged; non-finite values then appear as gaps.
@@ -90,47 +91,54 @@ def columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
 
 
 def _draw_loss(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    is_log = _is_wide([run.train["loss"] for run in runs], 3.0)
-    for run, color in _colored(runs):
+    is_log = _spans_factor([run.train["loss"] for run in runs], 3.0)
+    for run, color in _with_colors(runs):
         _draw_line(axes, run.train["step"], run.train["loss"], color, "training")
         eval_color = COLORS["red"] if len(runs) == 1 else color
-        points = columns(run.evals["step"], run.evals["loss"])
+        points = reduce_to_columns(run.evals["step"], run.evals["loss"])
         if points.x.size:
             size = 4.5 if points.x.size < 40 else 2.5
             style = {"marker": "o", "markersize": size, "linewidth": 1.0, "linestyle": (0, (3, 2))}
             axes.plot(points.x, points.mean, color=eval_color, label="evaluation", zorder=4, **style)
         _mark_not_finite(axes, run, "loss", eval_color)
-    _scale(axes, is_log)
-    _legend(axes, runs)
+    if is_log:
+        _use_log_scale(axes)
+    _add_legend(axes, runs)
 
 
 def _draw_grad_norm(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    is_log = _is_wide([run.train["grad_norm"] for run in runs], 4.0)
-    for run, color in _colored(runs):
+    is_log = _spans_factor([run.train["grad_norm"] for run in runs], 4.0)
+    for run, color in _with_colors(runs):
         _draw_line(axes, run.train["step"], run.train["grad_norm"], color)
         _mark_not_finite(axes, run, "grad_norm", COLORS["red"] if len(runs) == 1 else color)
-    _scale(axes, is_log)
+    if is_log:
+        _use_log_scale(axes)
 
 
-def _draw_column(column: str, form: Callable[[float], str] | None, axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """Draw a column, with the y axis from zero.  `form` formats clipped outliers; if None, none is clipped."""
-    for run, color in _colored(runs):
+def _draw_column(
+    column: str, format_value: Callable[[float], str] | None, axes: Any, runs: Sequence[RecordedRun]
+) -> None:
+    """Draw a column, with the y axis starting at zero.
+
+    format_value: formats the value of clipped outliers; None if outliers are not clipped.
+    """
+    for run, color in _with_colors(runs):
         _draw_line(axes, run.train["step"], run.train[column], color)
-    if form is None:
+    if format_value is None:
         axes.set_ylim(bottom=0)
     else:
-        _limit(axes, [run.train[column] for run in runs], form)
+        _limit_y_axis(axes, [run.train[column] for run in runs], format_value)
 
 
 def _draw_step_s(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    for run, color in _colored(runs):
+    for run, color in _with_colors(runs):
         _draw_line(axes, run.train["step"], run.train["step_s"], color, "full step")
         if len(runs) == 1:
-            waiting = columns(run.train["step"], run.train["data_s"])
+            waiting = reduce_to_columns(run.train["step"], run.train["data_s"])
             style = {"color": COLORS["orange"], "linewidth": 0.8, "zorder": 3}
             axes.fill_between(waiting.x, 0, waiting.mean, alpha=0.55, label="waiting for data", **style)
-    _limit(axes, [run.train["step_s"] for run in runs], _seconds)
-    _legend(axes, runs)
+    _limit_y_axis(axes, [run.train["step_s"] for run in runs], _format_seconds)
+    _add_legend(axes, runs)
 
 
 PANELS: dict[str, Callable[[Any, Sequence[RecordedRun]], None]] = {
@@ -146,24 +154,24 @@ PANELS: dict[str, Callable[[Any, Sequence[RecordedRun]], None]] = {
 
 def _draw_logged(name: str, axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Draw a field logged with `Trainer.log`: training as a line, evaluations as dots."""
-    for run, color in _colored(runs):
+    for run, color in _with_colors(runs):
         if name in run.train:
             _draw_line(axes, run.train["step"], run.train[name], color, "training")
         if name in run.evals:
-            points = columns(run.evals["step"], run.evals[name])
+            points = reduce_to_columns(run.evals["step"], run.evals[name])
             eval_color = COLORS["red"] if len(runs) == 1 else color
             axes.plot(points.x, points.mean, "o--", color=eval_color, markersize=3, linewidth=1.0, label="evaluation")
-    _legend(axes, runs)
+    _add_legend(axes, runs)
 
 
-def _colored(runs: Sequence[RecordedRun]) -> Iterator[tuple[RecordedRun, str]]:
+def _with_colors(runs: Sequence[RecordedRun]) -> Iterator[tuple[RecordedRun, str]]:
     for number, run in enumerate(runs):
-        yield run, COLORS[SERIES[number % len(SERIES)]]
+        yield run, COLORS[RUN_COLORS[number % len(RUN_COLORS)]]
 
 
 def _draw_line(axes: Any, x: Column, y: Column, color: str, label: str = "") -> None:
-    points = columns(x, y)
-    if points.is_band:
+    points = reduce_to_columns(x, y)
+    if points.has_band:
         axes.fill_between(points.x, points.low, points.high, color=color, alpha=0.22, linewidth=0, zorder=2)
     style = {"marker": "o", "markersize": 3} if points.x.size < 3 else {}
     axes.plot(points.x, points.mean, color=color, linewidth=1.3, label=label, zorder=3, **style)
@@ -172,31 +180,31 @@ def _draw_line(axes: Any, x: Column, y: Column, color: str, label: str = "") -> 
 def _mark_not_finite(axes: Any, run: RecordedRun, column: str, color: str) -> None:
     """Mark steps with a non-finite value along the upper edge."""
     not_finite = run.train["step"][~np.isfinite(run.train[column])]
-    steps = columns(not_finite, not_finite).x[:NUM_COLUMNS]
+    steps = reduce_to_columns(not_finite, not_finite).x[:NUM_COLUMNS]
     if steps.size:
         position = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
         axes.plot(steps, np.full(steps.size, 0.97), "x", color=color, markersize=4.5, label="not finite", **position)
 
 
-def _is_wide(values: Sequence[Column], ratio: float) -> bool:
+def _spans_factor(values: Sequence[Column], ratio: float) -> bool:
     """Return whether a logarithmic scale helps: all values are positive and span more than a factor of `ratio`."""
     finite = np.concatenate([column[np.isfinite(column)] for column in values])
     return bool(finite.size and finite.min() > 0 and finite.max() / finite.min() > ratio)
 
 
-def _scale(axes: Any, is_log: bool) -> None:
+def _use_log_scale(axes: Any) -> None:
+    """Make the y axis logarithmic, with more tick labels per decade the fewer decades it spans."""
     from matplotlib import ticker
 
-    if is_log:
-        axes.set_yscale("log")
-        low, high = axes.get_ylim()
-        ratio = high / low
-        subs = (1.0,) if ratio > 200 else (1.0, 2.0, 5.0) if ratio > 20 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
-        axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
-        axes.yaxis.set_minor_locator(ticker.NullLocator())
+    axes.set_yscale("log")
+    low, high = axes.get_ylim()
+    ratio = high / low
+    subs = (1.0,) if ratio > 200 else (1.0, 2.0, 5.0) if ratio > 20 else (1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 7.0)
+    axes.yaxis.set_major_locator(ticker.LogLocator(subs=subs, numticks=12))
+    axes.yaxis.set_minor_locator(ticker.NullLocator())
 
 
-def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) -> None:
+def _limit_y_axis(axes: Any, values: Sequence[Column], format_value: Callable[[float], str]) -> None:
     """Start the y axis at zero, and clip a few outliers at the top so that they do not flatten all other values."""
     finite = np.concatenate([column[np.isfinite(column)] for column in values])
     axes.set_ylim(bottom=0)
@@ -207,14 +215,14 @@ def _limit(axes: Any, values: Sequence[Column], form: Callable[[float], str]) ->
         top = 1.5 * usual_maximum
         axes.set_ylim(0, top)
         num_above = int((finite > top).sum())
-        note = f"{num_above} value{'s' * (num_above > 1)} above, up to {form(maximum)}"
+        note = f"{num_above} value{'s' * (num_above > 1)} above, up to {format_value(maximum)}"
         style = {"fontsize": "small", "color": COLORS["muted"], "ha": "right", "va": "top"}
         axes.text(0.995, 0.97, note, transform=axes.transAxes, **style)
     else:
         axes.set_ylim(0, 1.15 * maximum)
 
 
-def _legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
+def _add_legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
     """Add a legend next to the title if there are several labels; it is gray if colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
@@ -235,13 +243,13 @@ def _mark_attempts(axes: Any, run: RecordedRun) -> None:
             last = attempt.resumed_step + previous.lost_steps
             axes.axvspan(attempt.resumed_step, last, color=COLORS["red"], alpha=0.13, linewidth=0, zorder=0)
         axes.axvline(attempt.resumed_step, color=COLORS["muted"], linewidth=0.9, linestyle=(0, (4, 3)), zorder=1)
-    saved = columns(run.saved, run.saved).x
+    saved = reduce_to_columns(run.checkpoint_steps, run.checkpoint_steps).x
     position = {"transform": axes.get_xaxis_transform(), "zorder": 4}
     style = {"color": COLORS["green"], "markersize": 5, "markeredgewidth": 1.1}
     axes.plot(saved, np.full(saved.size, 0.012), "|", **style, **position)
 
 
-def _panel(
+def _draw_panel(
     axes: Any, title: str, draw: Callable[[Any, Sequence[RecordedRun]], None], runs: Sequence[RecordedRun]
 ) -> None:
     from matplotlib import ticker
@@ -260,22 +268,22 @@ def _panel(
     axes.xaxis.set_major_locator(ticker.MaxNLocator(6, integer=True, steps=[1, 2, 5, 10]))
     if scale == "linear":
         axes.yaxis.set_major_locator(ticker.MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]))
-    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short_number(value)))
-    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: short_number(value)))
+    axes.xaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: format_tick(value)))
+    axes.yaxis.set_major_formatter(ticker.FuncFormatter(lambda value, _: format_tick(value)))
     axes.grid(axis="y")
     axes.set_axisbelow(True)
     corner = {"transform": axes.transAxes, "ha": "right", "va": "top", "fontsize": 8.0, "color": COLORS["muted"]}
     axes.text(-0.015, -0.035, "step", **corner)
 
 
-def short_number(value: float) -> str:
+def format_tick(value: float) -> str:
     """Format a number as an axis label."""
     if value and abs(value) < 1e-3:
         return f"{value:.1e}".replace(".0e", "e").replace("e-0", "e-")
     return readable_count(value) if abs(value) >= 1e4 else f"{round(value, 6):g}"
 
 
-def _seconds(value: float) -> str:
+def _format_seconds(value: float) -> str:
     return f"{value:.3g} s" if value < 60 else readable_duration(value)
 
 
@@ -318,7 +326,7 @@ def chart_style() -> Iterator[None]:
         yield
 
 
-def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
+def draw_png(runs: Sequence[RecordedRun], title: str, subtitle: str) -> bytes:
     """Return all panels as one PNG.  For a single run, a bar below them shows how the wall time was spent."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -334,16 +342,16 @@ def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
         figure.get_layout_engine().set(w_pad=0.12, h_pad=0.1)
         top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))
         top.text(0.012, 0.66, title, fontsize=15, fontweight="bold", va="center")
-        top.text(0.012, 0.1, facts, fontsize=9.5, color=COLORS["muted"], va="center")
+        top.text(0.012, 0.1, subtitle, fontsize=9.5, color=COLORS["muted"], va="center")
         every_axes = middle.subplots(num_rows, 2).flat
         for axes, (name, draw) in zip(every_axes, panels.items(), strict=False):
-            _panel(axes, name, draw, runs)
+            _draw_panel(axes, name, draw, runs)
         for axes in every_axes[len(panels) :]:  # an odd number of panels leaves one unused
             axes.set_axis_off()
         if len(runs) == 1:
-            _draw_parts(bottom, runs[0])
+            _draw_time_bar(bottom, runs[0])
         else:
-            lines = [Line2D([], [], color=color, linewidth=2) for _, color in _colored(runs)]
+            lines = [Line2D([], [], color=color, linewidth=2) for _, color in _with_colors(runs)]
             names = [f"{number}  {run.name}" for number, run in enumerate(runs, start=1)]
             bottom.legend(lines, names, loc="center", ncols=4, frameon=False)
         file = io.BytesIO()
@@ -351,11 +359,11 @@ def draw_png(runs: Sequence[RecordedRun], title: str, facts: str) -> bytes:
     return file.getvalue()
 
 
-def _draw_parts(figure: Any, run: RecordedRun) -> None:
+def _draw_time_bar(figure: Any, run: RecordedRun) -> None:
     axes = figure.add_subplot()
     axes.set_axis_off()
     total, left = run.goodput.wall_s, 0.0
-    for name, (label, color) in PARTS.items():
+    for name, (label, color) in PART_STYLES.items():
         seconds = getattr(run.goodput, name)
         if total > 0 and seconds > 0.0005 * total:
             share = f"{label} {100 * seconds / total:.1f} %"

@@ -72,7 +72,7 @@ class RecordedRun:
     train: dict[str, Column]
     """Columns of the `train` records in step order, with NaN for null."""
     evals: dict[str, Column]
-    saved: Column
+    checkpoint_steps: Column
     """Steps at which checkpoints were saved."""
     goodput: Goodput
     checkpoint: Mapping[str, Any]
@@ -80,7 +80,7 @@ class RecordedRun:
     history: RunHistory
     """History of the run's saves and failures."""
     num_skipped: int = 0
-    values: Mapping[str, Any] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     """Contents of `config.yaml` by section, or an empty mapping if it cannot be read."""
     traces: list[str] = field(default_factory=list)
     """File names of the traces in `profile/`."""
@@ -106,9 +106,9 @@ class RecordedRun:
         """Names of the fields logged with `Trainer.log`, in training or in evaluations."""
         return logged_names(dict.fromkeys((*self.train, *self.evals)))
 
-    def last(self, column: str, of: str = "train") -> float | None:
-        """Return the last finite value of a column, or None if there is none."""
-        values = (self.train if of == "train" else self.evals).get(column)
+    def last(self, column: str, of_evals: bool = False) -> float | None:
+        """Return the last finite value of a column of `train` or, with `of_evals`, of `evals`; or None."""
+        values = (self.evals if of_evals else self.train).get(column)
         finite = np.empty(0) if values is None else values[np.isfinite(values)]
         return float(finite[-1]) if finite.size else None
 
@@ -123,7 +123,7 @@ class _RecordCollector:
 
     def __init__(self) -> None:
         self.train, self.evals = _Table(TRAIN_COLUMNS), _Table(EVAL_COLUMNS)
-        self.saved, self.attempts, self.ledger = array("d"), list[Attempt](), TimeLedger()
+        self.checkpoint_steps, self.attempts, self.ledger = array("d"), list[Attempt](), TimeLedger()
         self.traces, self.samples = list[str](), list[Mapping[str, Any]]()
         self.num_records = self.num_skipped = 0
 
@@ -134,15 +134,15 @@ class _RecordCollector:
         self.ledger.add(record)
         if kind == "start":
             # Leave out numeric fields without a valid number.
-            facts = {k: v for k, v in record.items() if k not in _NUMBERS or _number(record, k) or v == 0}
-            self.attempts.append(Attempt(facts, update_s=self.ledger.total().update_s))
+            start = {k: v for k, v in record.items() if k not in _NUMERIC_START_FIELDS or _number(record, k) or v == 0}
+            self.attempts.append(Attempt(start, update_s=self.ledger.total().update_s))
         elif kind == "train":
             self.train.append(record)
             self.num_skipped = int(_number(record, "skipped")) or self.num_skipped
         elif kind == "eval":
             self.evals.append(record)
         elif kind == "checkpoint":
-            self.saved.append(_value(record.get("step")))
+            self.checkpoint_steps.append(_to_float(record.get("step")))
         elif kind == "profile" and isinstance(record.get("trace"), str):
             self.traces.append(Path(record["trace"]).name)
         elif kind == "sample":
@@ -166,26 +166,26 @@ def read_run(folder: Path) -> RecordedRun:
         raise setting_error("run.dir", folder, "its metrics.jsonl has no records", fix=fix)
     attempts, ledger = records.attempts, records.ledger
     _close_attempt(attempts, ledger, None)
-    state, reason = _state(folder, attempts)
+    state, reason = _run_state(folder, attempts)
     if attempts and not attempts[-1].outcome:
         attempts[-1].outcome = "running" if state == "running" else "killed"
-    config_yaml, values = _read_config(folder / "config.yaml")
+    config_yaml, settings = _read_config(folder / "config.yaml")
     return RecordedRun(
         folder=folder,
-        name=str(_find(values, "run", "name") or folder.absolute().name),
-        model=str(_find(values, "model", "name") or ""),
-        num_steps=_find(values, "train", "steps"),
+        name=str(_setting(settings, "run", "name") or folder.absolute().name),
+        model=str(_setting(settings, "model", "name") or ""),
+        num_steps=_setting(settings, "train", "steps"),
         config_yaml=config_yaml,
         state=state,
         reason=reason,
         train=_columns(records.train.columns),
         evals=_columns(records.evals.columns),
-        saved=np.unique(np.asarray(records.saved)),
+        checkpoint_steps=np.unique(np.asarray(records.checkpoint_steps)),
         goodput=ledger.total(),
-        checkpoint=section if isinstance(section := values.get("checkpoint"), Mapping) else {},
+        checkpoint=section if isinstance(section := settings.get("checkpoint"), Mapping) else {},
         history=ledger.history(),
         num_skipped=records.num_skipped,
-        values=values,
+        settings=settings,
         traces=records.traces,
         samples=records.samples,
         attempts=attempts,
@@ -212,7 +212,8 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mappi
     attempt.update_s = max(0.0, total.update_s - attempt.update_s)
 
 
-def _state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
+def _run_state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
+    """Return the run's state and the reason for it; see `RecordedRun`."""
     try:
         status = json.loads((folder / "status.json").read_text())
         state, reason = str(status["state"]), redact(str(status.get("reason") or ""))
@@ -235,9 +236,9 @@ def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
         return text, {}
 
 
-def _find(values: Mapping[str, Any], section: str, key: str) -> Any:
-    keys = values.get(section)
-    return keys.get(key) if isinstance(keys, Mapping) else None
+def _setting(settings: Mapping[str, Any], section: str, key: str) -> Any:
+    values = settings.get(section)
+    return values.get(key) if isinstance(values, Mapping) else None
 
 
 class _Table:
@@ -257,24 +258,25 @@ class _Table:
             self.columns |= {name: array("d", [math.nan]) * len(self.columns["step"]) for name in new}
             self._seen_names.update(new)
         for name, column in self.columns.items():
-            column.append(_value(record.get(name)))
+            column.append(_to_float(record.get(name)))
 
 
-def _value(value: Any) -> float:
+def _to_float(value: Any) -> float:
+    """Return a number as a float, and NaN for anything else."""
     return float(value) if isinstance(value, (int, float)) else math.nan
 
 
-_NUMBERS = ("started", "time", "load_s", "resumed_step", "lost_steps", "parameters", "world_size")
+_NUMERIC_START_FIELDS = ("started", "time", "load_s", "resumed_step", "lost_steps", "parameters", "world_size")
 """Numeric fields of a start record."""
 
 
 _UPPER_BOUNDS = {"started": 1e11, "time": 1e11}
-"""Upper bounds for times, in seconds since the Unix epoch, so that calendar functions do not overflow."""
+"""Bounds for times, in seconds since the Unix epoch: calendar functions overflow on larger numbers."""
 
 
 def _number(record: Mapping[str, Any], name: str) -> float:
     """Return the value of a numeric field, or 0 if it is not a valid non-negative number."""
-    value = _value(record.get(name))
+    value = _to_float(record.get(name))
     return value if 0 <= value < _UPPER_BOUNDS.get(name, 1e18) else 0.0
 
 
@@ -286,7 +288,8 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
     return {name: column[order] for name, column in columns.items()}
 
 
-def _nearest_run(folder: Path) -> object:
+def _nearest_run(folder: Path) -> Path | None:
+    """Return the run folder with the most similar name, or None, to suggest it in an error message."""
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     parents = (folder, folder.parent, Path("runs"))
@@ -311,17 +314,18 @@ class Line:
 
     column: str
     label: str = ""
-    of: str = "train"
+    table: str = "train"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """A chart of the page.  If `from_zero`, its y axis starts at zero."""
+    """A chart of the page."""
 
     title: str
     lines: tuple[Line, ...]
     unit: str = ""
-    from_zero: bool = False
+    starts_at_zero: bool = False
+    """Whether the y axis starts at zero."""
     is_noisy: bool = True
     """Whether the page's smoothing control applies to the panel."""
 
@@ -329,8 +333,8 @@ class Panel:
 PANELS = (
     Panel("loss", (Line("loss", "training"), Line("loss", "evaluation", "evals"))),
     Panel("gradient norm, before clipping", (Line("grad_norm"),)),
-    Panel("learning rate", (Line("lr"),), from_zero=True, is_noisy=False),
-    Panel("target tokens per second", (Line("tokens_per_s"),), from_zero=True),
+    Panel("learning rate", (Line("lr"),), starts_at_zero=True, is_noisy=False),
+    Panel("target tokens per second", (Line("tokens_per_s"),), starts_at_zero=True),
     Panel("seconds per step", (Line("step_s", "full step"), Line("data_s", "waiting for data")), "s", True),
     Panel("peak memory per rank", (Line("peak_memory_gib"),), "GiB", True),
 )
@@ -345,19 +349,19 @@ def panels_of(runs: Sequence[RecordedRun]) -> list[Panel]:
     logged = dict.fromkeys(name for run in runs for name in run.logged)
     logged_panels = [Panel(name, (Line(name, "training"), Line(name, "evaluation", "evals"))) for name in logged]
     sources = runs[0].sources if len(runs) == 1 else []
-    lines = [Line(f"loss_{source}", source, of) for source in sources for of in ("train", "evals")]
+    lines = [Line(f"loss_{source}", source, table) for source in sources for table in ("train", "evals")]
     by_source = [Panel("loss by source", tuple(lines))] if lines else []
     return [PANELS[0], *by_source, *logged_panels, *PANELS[1:]]
 
 
-def data_of(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float) -> str:
+def page_data(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float) -> str:
     """Return the data for the page's script, as JSON that is safe to embed in HTML.
 
     refresh_s: seconds between reloads of the page, or 0 for a static page.
     """
     content = {
         "panels": [asdict(panel) for panel in panels_of(runs)],
-        "runs": [_series_of(run, name) for run, name in zip(runs, names, strict=True)],
+        "runs": [_run_data(run, name) for run, name in zip(runs, names, strict=True)],
         "refresh_s": refresh_s,
         "written": time.time(),
     }
@@ -365,7 +369,8 @@ def data_of(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: float)
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
+def _run_data(run: RecordedRun, name: str) -> dict[str, Any]:
+    """Return the series of one run and the marks in its charts, as plain JSON values."""
     train, evals = downsample(_with_hours(run, run.train)), downsample(_with_hours(run, run.evals))
     if run.train["step"].size and run.evals["step"].size:
         tokens = np.interp(run.evals["step"], run.train["step"], np.nan_to_num(run.train["tokens"]))
@@ -377,17 +382,18 @@ def _series_of(run: RecordedRun, name: str) -> dict[str, Any]:
     ]
     return {
         "name": name,
-        "train": {column: _plain(values) for column, values in train.items()},
-        "evals": {column: _plain(values) for column, values in evals.items()},
-        "saved": _plain(run.saved),
+        "train": {column: _to_json(values) for column, values in train.items()},
+        "evals": {column: _to_json(values) for column, values in evals.items()},
+        "checkpoint_steps": _to_json(run.checkpoint_steps),
         "restarts": [attempt.resumed_step for attempt in run.restarts],
         "lost": lost,
     }
 
 
 def _with_hours(run: RecordedRun, table: Mapping[str, Column]) -> dict[str, Column]:
-    facts = run.attempts[0].start if run.attempts else {}
-    started = facts.get("started") or facts.get("time")
+    """Return the table with `hours` since the start of the run instead of `time`."""
+    start = run.attempts[0].start if run.attempts else {}
+    started = start.get("started") or start.get("time")
     times = table.get("time", np.full(table["step"].size, math.nan))
     hours = (times - started) / 3600 if isinstance(started, (int, float)) else np.full(times.size, math.nan)
     return {**{name: column for name, column in table.items() if name != "time"}, "hours": hours}
@@ -410,18 +416,19 @@ def downsample(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dic
         sums = np.add.reduceat(np.where(finite, column, 0.0), starts)
         reduced[name] = np.divide(sums, counts, out=np.full(num_points, math.nan), where=counts > 0)
         if name in _BANDS:
-            reduced[f"{name}_low"] = _extreme(np.minimum, np.where(finite, column, np.inf), starts)
-            reduced[f"{name}_high"] = _extreme(np.maximum, np.where(finite, column, -np.inf), starts)
+            reduced[f"{name}_low"] = _reduce_finite(np.minimum, np.where(finite, column, np.inf), starts)
+            reduced[f"{name}_high"] = _reduce_finite(np.maximum, np.where(finite, column, -np.inf), starts)
     for name in ("step", "tokens", "hours"):  # a point is placed at the last of its lines
         if name in table:
             reduced[name] = table[name][np.append(starts[1:], size) - 1]
     return reduced
 
 
-def _extreme(ufunc: np.ufunc, column: Column, starts: NDArray[np.int64]) -> Column:
+def _reduce_finite(ufunc: np.ufunc, column: Column, starts: NDArray[np.int64]) -> Column:
+    """Reduce each slice of a column with `ufunc`; the result is NaN if the slice has no finite value."""
     values: Column = ufunc.reduceat(column, starts)
     return np.where(np.isfinite(values), values, math.nan)
 
 
-def _plain(values: Column) -> list[float | None]:
+def _to_json(values: Column) -> list[float | None]:
     return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values.tolist()]

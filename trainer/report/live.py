@@ -15,15 +15,18 @@ from trainer.report.history import read_run
 from trainer.report.page import REFRESH_S, write_comparison, write_page
 
 ADDRESS = "127.0.0.1"
+"""The only address on which pages are served."""
 PORT = 8123
-_KINDS = {".gz": "application/gzip", ".pickle": "application/octet-stream"}
+"""The default port."""
+_CONTENT_TYPES = {".gz": "application/gzip", ".pickle": "application/octet-stream"}
+"""Content types of profile files, by suffix."""
 
 
 def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[[float], None] = time.sleep) -> None:
     """Write the page, then rewrite it whenever the runs have new data, until no run is in progress."""
     written = None
     while True:
-        current, is_running = version(folders), any(read_run(folder).state == "running" for folder in folders)
+        current, is_running = data_version(folders), any(read_run(folder).state == "running" for folder in folders)
         if current != written:
             write()
             written = current
@@ -32,7 +35,7 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
         pause(REFRESH_S)
 
 
-def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
+def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
     """Return a value that changes whenever a run has new data to show (file times and sizes)."""
     stamps = []
     for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
@@ -44,7 +47,7 @@ def version(folders: Sequence[Path]) -> list[tuple[int, int]]:
     return stamps
 
 
-class Pages:
+class PageCache:
     """Generates the page of the given runs, and caches it until a run has new data or `REFRESH_S` has elapsed."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
@@ -53,7 +56,7 @@ class Pages:
         self._page = b""
 
     def page(self) -> bytes:
-        stamp = version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
+        stamp = data_version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
         if stamp != self._stamp:
             runs = [read_run(folder) for folder in self._folders]
             is_single = len(runs) == 1
@@ -79,7 +82,7 @@ class Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, folders: Sequence[Path], port: int = PORT) -> None:
-        self.pages = Pages(folders)
+        self.page_cache = PageCache(folders)
         try:
             super().__init__((ADDRESS, port), _Handler)
         except (OSError, OverflowError) as error:
@@ -101,18 +104,18 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         try:
             if path == "/":
-                return self._answer(self.server.pages.page(), "text/html; charset=utf-8")
+                return self._answer(self.server.page_cache.page(), "text/html; charset=utf-8")
             if path == "/favicon.ico":  # requested by browsers, which log an error on 404
                 return self._answer(b"", "image/x-icon")
-            if (file := self.server.pages.file(path)) is not None:
-                return self._answer(file.read_bytes(), _KINDS.get(file.suffix, "application/octet-stream"))
+            if (file := self.server.page_cache.file(path)) is not None:
+                return self._answer(file.read_bytes(), _CONTENT_TYPES.get(file.suffix, "application/octet-stream"))
         except (OSError, UserError) as error:
             return self.send_error(HTTPStatus.SERVICE_UNAVAILABLE, explain=str(error))
         return self.send_error(HTTPStatus.NOT_FOUND)
 
-    def _answer(self, content: bytes, kind: str) -> None:
+    def _answer(self, content: bytes, content_type: str) -> None:
         self.send_response(HTTPStatus.OK)
-        self.send_header("Content-Type", kind)
+        self.send_header("Content-Type", content_type)
         self.send_header("Content-Length", str(len(content)))
         self.send_header("Cache-Control", "no-store")
         self.end_headers()
@@ -122,14 +125,14 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         """Log nothing, because a page that refreshes itself would flood the terminal."""
 
 
-def serve(folders: Sequence[Path], port: int, say: Callable[[str], object]) -> None:
+def serve(folders: Sequence[Path], port: int, print_line: Callable[[str], object]) -> None:
     """Serve the page until Ctrl-C.  Raises UserError if the port is taken or a folder does not hold a run."""
     for folder in folders:
         read_run(folder)
     with Server(folders, port) as server:
-        say(f"{server.url} (press Ctrl-C to stop)")
+        print_line(f"{server.url} (press Ctrl-C to stop)")
         port = server.server_port
-        say(f"from another machine: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then open the same address")
+        print_line(f"from another machine: ssh -L {port}:{ADDRESS}:{port} THIS_MACHINE, then open the same address")
         try:
             server.serve_forever()
         except KeyboardInterrupt:

@@ -18,10 +18,10 @@ from urllib.parse import quote
 from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.charts import PARTS, SERIES
-from trainer.report.history import NUM_POINTS, RecordedRun, data_of
+from trainer.report.charts import PART_STYLES, RUN_COLORS
+from trainer.report.history import NUM_POINTS, RecordedRun, page_data
 
-NONE = "&ndash;"
+MISSING = "&ndash;"
 """Placeholder for a missing value."""
 REFRESH_S = 5.0
 """Seconds between reloads of a page while its run is in progress."""
@@ -38,20 +38,20 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
     """
     name, state = escape(run.name), escape(run.state)
     parts = [
-        f'<header><h1>{name} <span class="state {_class(run.state)}">{state}</span></h1>',
-        f'<p class="muted">{escape(facts_of(run))}</p>',
+        f'<header><h1>{name} <span class="state {_state_class(run.state)}">{state}</span></h1>',
+        f'<p class="muted">{escape(subtitle_of(run))}</p>',
         f'<p class="muted">{escape(run.reason)}</p>' if run.reason and run.reason != "train.steps reached" else "",
         f'</header><section class="card">{_tiles(run)}</section>',
         _time_bar(run),
-        _charts([run]),
+        _CHARTS,
         _legend(run),
-        _sources(run),
-        _logged(run),
-        _samples(run),
-        _files(run, page_folder, is_served),
-        _attempts(run),
-        _saving(run),
-        _configuration(run),
+        _sources_section(run),
+        _logged_section(run),
+        _samples_section(run),
+        _files_section(run, page_folder, is_served),
+        _attempts_section(run),
+        _save_costs_section(run),
+        _configuration_section(run),
     ]
     return _html(run.name, parts, [run], [run.name])
 
@@ -60,16 +60,17 @@ def write_comparison(runs: Sequence[RecordedRun]) -> str:
     """Return the page that compares runs: a summary table, the settings that differ, and charts of all runs."""
     names = names_of(runs)
     rows = [
-        [_run_label(number, name), *_summary(run)] for number, (name, run) in enumerate(zip(names, runs, strict=True))
+        [_run_label(number, name), *_summary_cells(run)]
+        for number, (name, run) in enumerate(zip(names, runs, strict=True))
     ]
-    heads = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
+    headers = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1></header><section class="card">',
-        _table((*heads, "wall time", "goodput"), rows, num_text=3),
+        _table((*headers, "wall time", "goodput"), rows, num_text=3),
         "</section>",
-        _differences(runs, names),
-        _charts(runs),
-        *(_configuration(run, f"Configuration of {name}") for name, run in zip(names, runs, strict=True)),
+        _differences_section(runs, names),
+        _CHARTS,
+        *(_configuration_section(run, f"Configuration of {name}") for name, run in zip(names, runs, strict=True)),
     ]
     return _html(f"{len(runs)} runs compared", parts, runs, names)
 
@@ -83,7 +84,7 @@ def names_of(runs: Sequence[RecordedRun]) -> list[str]:
 
 def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     written = time.strftime("%Y-%m-%d %H:%M:%S")
-    data = data_of(runs, names, REFRESH_S if any(run.state == "running" for run in runs) else 0.0)
+    data = page_data(runs, names, REFRESH_S if any(run.state == "running" for run in runs) else 0.0)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
@@ -94,37 +95,38 @@ def _html(title: str, parts: Iterable[str], runs: Sequence[RecordedRun], names: 
     )
 
 
-def facts_of(run: RecordedRun) -> str:
+def subtitle_of(run: RecordedRun) -> str:
     """Return the line below the title: model, number of parameters, mesh, device and torch version."""
-    facts = run.attempts[-1].start if run.attempts else {}
+    start = run.attempts[-1].start if run.attempts else {}
     items = [run.model]
-    if facts.get("parameters"):
-        items.append(f"{readable_count(facts['parameters'])} parameters")
+    if start.get("parameters"):
+        items.append(f"{readable_count(start['parameters'])} parameters")
     if run.attempts and run.attempts[-1].mesh:
-        ranks = facts.get("world_size", 1)
-        items.append(f"{run.attempts[-1].mesh} on {ranks} {facts.get('device', '')} rank{'s' * (ranks != 1)}")
-    if facts.get("torch"):
-        items.append(f"torch {facts['torch']}")
+        ranks = start.get("world_size", 1)
+        items.append(f"{run.attempts[-1].mesh} on {ranks} {start.get('device', '')} rank{'s' * (ranks != 1)}")
+    if start.get("torch"):
+        items.append(f"torch {start['torch']}")
     return " · ".join(item for item in items if item)
 
 
 def _tiles(run: RecordedRun) -> str:
+    """Return the key figures at the top of the page."""
     goodput = run.goodput
-    loss, eval_loss, bits = run.last("loss"), run.last("loss", "eval"), run.last("bits_per_byte", "eval")
+    loss, eval_loss, bits = run.last("loss"), run.last("loss", of_evals=True), run.last("bits_per_byte", of_evals=True)
     tokens, memory = run.last("tokens"), run.last("peak_memory_gib")
     speed, mfu = run.median("tokens_per_s"), run.median("mfu")
     skipped = f"{run.num_skipped} skipped" if run.num_skipped else ""
-    with_mfu = "" if mfu is None else f"; MFU {_percent(mfu)}"
+    with_mfu = "" if mfu is None else f"; MFU {_format_percent(mfu)}"
     of_total = f"of {run.num_steps:,}" if isinstance(run.num_steps, int) else ""
     tiles = [
         ("steps", f"{run.last_step:,}", ", ".join(text for text in (of_total, skipped) if text)),
         ("target tokens", readable_count(tokens or 0), ""),
-        ("training loss", _number(loss), "last recorded value"),
-        ("evaluation loss", _number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
-        ("target tokens per second", readable_count(speed) if speed else NONE, f"median{with_mfu}"),
-        ("peak memory", NONE if memory is None else f"{memory:.2f} GiB", "per rank"),
-        ("wall time", readable_duration(goodput.wall_s) if goodput.wall_s else NONE, ""),
-        ("goodput", _percent(goodput.share), "of wall time"),
+        ("training loss", _format_number(loss), "last recorded value"),
+        ("evaluation loss", _format_number(eval_loss), "" if bits is None else f"{bits:.4f} bits per byte"),
+        ("target tokens per second", readable_count(speed) if speed else MISSING, f"median{with_mfu}"),
+        ("peak memory", MISSING if memory is None else f"{memory:.2f} GiB", "per rank"),
+        ("wall time", readable_duration(goodput.wall_s) if goodput.wall_s else MISSING, ""),
+        ("goodput", _format_percent(goodput.share), "of wall time"),
         ("restarts", str(goodput.restarts), ""),
         ("steps lost", f"{goodput.lost_steps:,}", "and repeated" if goodput.lost_steps else ""),
     ]
@@ -138,21 +140,21 @@ def _time_bar(run: RecordedRun) -> str:
     if goodput.share is None:
         return ""
     bar, items = [], []
-    for name, (label, color) in PARTS.items():
+    for name, (label, color) in PART_STYLES.items():
         seconds = getattr(goodput, name)
         share = seconds / goodput.wall_s
         if share >= 0.0005:
             bar.append(f'<span style="flex: {share:.5f} 1 0; background: var(--{color})" title="{label}"></span>')
         if seconds > 0:
             swatch = f'<span class="swatch" style="background: var(--{color})"></span>'
-            items.append(f"<li>{swatch}{label} <b>{_percent(share)}</b> {_duration(seconds)}</li>")
+            items.append(f"<li>{swatch}{label} <b>{_format_percent(share)}</b> {_format_duration(seconds)}</li>")
     return (
         '<section class="card"><h2>Where the time went</h2>'
         f'<div class="bar">{"".join(bar)}</div><ul class="parts">{"".join(items)}</ul></section>'
     )
 
 
-_CONTROLS = """\
+_CHARTS = """\
 <section class="controls" hidden>
 <label>over <select name="axis"><option value="step">steps</option><option value="tokens">tokens</option>
 <option value="hours">wall time</option></select></label>
@@ -161,27 +163,24 @@ _CONTROLS = """\
 <label>smoothing <input type="range" name="smoothing" min="0" max="0.98" step="0.02"></label>
 <label><input type="checkbox" name="live">refresh during training</label></section>
 <noscript><p class="card">The charts need JavaScript. The PNG next to this page has them too.</p></noscript>
-"""
+<section class="charts"></section>"""
+"""The controls of the charts, and the section that the page's script fills with the charts."""
 
 
-def _charts(runs: Sequence[RecordedRun]) -> str:
-    return f'{_CONTROLS}<section class="charts"></section>'
-
-
-def _differences(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
+def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Return a table of the settings that differ between the runs, other than their names and folders."""
-    settings = [dict(_flat(run.values)) for run in runs]
+    settings = [dict(_flatten(run.settings)) for run in runs]
     keys = dict.fromkeys(key for values in settings for key in values)
     differing = [
         key
         for key in keys
-        if key not in ("run.name", "run.dir") and len({str(values.get(key, NONE)) for values in settings}) > 1
+        if key not in ("run.name", "run.dir") and len({str(values.get(key, MISSING)) for values in settings}) > 1
     ]
     if not differing:
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
     rows = []
     for key in differing:
-        texts = [_setting(values, key) for values in settings]
+        texts = [_format_setting(values, key) for values in settings]
         cells = [
             escape(text)
             if len(text) <= _LONG_SETTING
@@ -198,33 +197,34 @@ _LONG_SETTING = 120
 `config.json` has thousands."""
 
 
-def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for section, fields in values.items():
-        if isinstance(fields, Mapping):
-            yield from ((f"{section}.{key}", value) for key, value in fields.items())
+def _flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield (`section.key`, value) for each setting."""
+    for section, values in settings.items():
+        if isinstance(values, Mapping):
+            yield from ((f"{section}.{key}", value) for key, value in values.items())
 
 
-def _setting(values: Mapping[str, Any], key: str) -> str:
+def _format_setting(values: Mapping[str, Any], key: str) -> str:
     value = values.get(key, "")
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_NUM_SAMPLES = 20
+_MAX_SAMPLES = 20
 
 
-def _samples(run: RecordedRun) -> str:
+def _samples_section(run: RecordedRun) -> str:
     """Return the samples that the model generated during training, newest first."""
     if not run.samples:
         return ""
     items = [
         f"<details{' open' if number == 0 else ''}><summary>step {escape(str(sample.get('step', '')))}</summary>"
         f"<pre><b>{escape(str(sample.get('prompt', '')))}</b>{escape(str(sample.get('text', '')))}</pre></details>"
-        for number, sample in enumerate(reversed(run.samples[-_NUM_SAMPLES:]))
+        for number, sample in enumerate(reversed(run.samples[-_MAX_SAMPLES:]))
     ]
     return f'<section class="card samples"><h2>Samples</h2>{"".join(items)}</section>'
 
 
-def _files(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
+def _files_section(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
     """Return the list of existing checkpoints and traces, with links relative to the page's folder."""
     checkpoints = sorted((run.folder / "checkpoints").glob("step_*"))
     traces = [path for name in dict.fromkeys(run.traces) if (path := run.folder / "profile" / name).is_file()]
@@ -243,7 +243,7 @@ def _files(run: RecordedRun, page_folder: Path | None, is_served: bool) -> str:
 def _legend(run: RecordedRun) -> str:
     """Return a legend for the marks in the charts."""
     marks = []
-    if run.saved.size:
+    if run.checkpoint_steps.size:
         marks.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
     if run.restarts:
         marks.append('<i style="height: 14px; border-left: 2px dashed var(--muted)"></i>restart')
@@ -251,16 +251,21 @@ def _legend(run: RecordedRun) -> str:
         style = "width: 14px; height: 14px; background: var(--red); opacity: .25"
         marks.append(f'<i style="{style}"></i>steps lost in a crash and repeated')
     if run.train["step"].size > 2 * NUM_POINTS:
-        marks.append("line: mean of a point's steps; band: least to most")
+        marks.append("line: mean of a point's steps; band: minimum to maximum")
     return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""
 
 
-def _sources(run: RecordedRun) -> str:
+def _sources_section(run: RecordedRun) -> str:
     """Return a table of the losses and epochs of each data source, if the run has several sources."""
     if not run.sources:
         return ""
     rows = [
-        [escape(source), _number(run.last(f"loss_{source}")), _number(run.last(f"loss_{source}", "eval")), epochs]
+        [
+            escape(source),
+            _format_number(run.last(f"loss_{source}")),
+            _format_number(run.last(f"loss_{source}", of_evals=True)),
+            epochs,
+        ]
         for source in run.sources
         for epochs in [f"{run.last(f'epoch_{source}') or 0:.2f}"]
     ]
@@ -268,45 +273,48 @@ def _sources(run: RecordedRun) -> str:
     return f'<section class="card"><h2>Sources</h2>{table}</section>'
 
 
-def _logged(run: RecordedRun) -> str:
+def _logged_section(run: RecordedRun) -> str:
     """Return a table of the latest values that the run recorded with `Trainer.log`."""
     if not run.logged:
         return ""
-    rows = [[escape(name), _logged_value(run.last(name)), _logged_value(run.last(name, "eval"))] for name in run.logged]
+    rows = [
+        [escape(name), _format_logged(run.last(name)), _format_logged(run.last(name, of_evals=True))]
+        for name in run.logged
+    ]
     table = _table(("", "training", "evaluation"), rows, num_text=1)
-    return f'<section class="card"><h2>Figures</h2>{table}</section>'
+    return f'<section class="card"><h2>Logged fields</h2>{table}</section>'
 
 
-def _attempts(run: RecordedRun) -> str:
+def _attempts_section(run: RecordedRun) -> str:
     if not run.attempts:
         return ""
     rows = []
     for number, attempt in enumerate(run.attempts, start=1):
-        facts = attempt.start
-        started = facts.get("started") or facts.get("time")
+        start = attempt.start
+        started = start.get("started") or start.get("time")
         share = attempt.update_s / attempt.wall_s if attempt.wall_s else None
-        ended = f'<span class="{_class(attempt.outcome)}">{escape(attempt.outcome)}</span>'
+        outcome = f'<span class="{_state_class(attempt.outcome)}">{escape(attempt.outcome)}</span>'
         rows.append(
             [
                 str(number),
-                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else NONE,
+                time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(started)) if started else MISSING,
                 escape(attempt.mesh),
-                ended,
-                escape(str(facts.get("world_size", ""))),
+                outcome,
+                escape(str(start.get("world_size", ""))),
                 f"{attempt.resumed_step:,}",
                 f"{attempt.last_step:,}",
-                f"{attempt.lost_steps:,}" if attempt.lost_steps else NONE,
-                NONE if "load_s" not in facts else _duration(facts["load_s"]),
-                readable_duration(attempt.wall_s) if attempt.wall_s else NONE,
-                _percent(share),
+                f"{attempt.lost_steps:,}" if attempt.lost_steps else MISSING,
+                MISSING if "load_s" not in start else _format_duration(start["load_s"]),
+                readable_duration(attempt.wall_s) if attempt.wall_s else MISSING,
+                _format_percent(share),
             ]
         )
-    heads = ("", "began", "mesh", "ended", "ranks", "from step", "to step", "steps lost", "loading", "wall time")
-    table = _table((*heads, "goodput"), rows, num_text=4)
+    headers = ("", "began", "mesh", "ended", "ranks", "from step", "to step", "steps lost", "loading", "wall time")
+    table = _table((*headers, "goodput"), rows, num_text=4)
     return f'<section class="card"><h2>Attempts</h2>{table}</section>'
 
 
-def saving_of(run: RecordedRun) -> dict[str, str]:
+def save_costs_of(run: RecordedRun) -> dict[str, str]:
     """Describe how saves and failures affect the run's goodput, based on its history, as text by topic.
 
     Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
@@ -326,27 +334,28 @@ def saving_of(run: RecordedRun) -> dict[str, str]:
 
 
 def _positive(value: Any) -> float | None:
+    """Return a positive number as a float, and None for anything else."""
     return float(value) if isinstance(value, (int, float)) and value > 0 else None
 
 
-def _saving(run: RecordedRun) -> str:
+def _save_costs_section(run: RecordedRun) -> str:
     """Return a table of save and failure costs, with the recommended save interval."""
-    rows = [[escape(topic), escape(text)] for topic, text in saving_of(run).items()]
+    rows = [[escape(topic), escape(text)] for topic, text in save_costs_of(run).items()]
     if not rows:
         return ""
     return f'<section class="card"><h2>Saves and failures</h2>{_table(("", ""), rows, num_text=2)}</section>'
 
 
-def _configuration(run: RecordedRun, title: str = "Configuration") -> str:
+def _configuration_section(run: RecordedRun, title: str = "Configuration") -> str:
     if not run.config_yaml:
         return ""
     return f'<details class="card"><summary>{escape(title)}</summary><pre>{escape(run.config_yaml)}</pre></details>'
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -> str:
+def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -> str:
     """Return an HTML table.  Cells must already be HTML; the first `num_text` columns are text, the others numbers."""
-    sides = [' class="text"' if number < num_text else "" for number in range(len(heads))]
-    head = "".join(f"<th{side}>{text}</th>" for side, text in zip(sides, heads, strict=True))
+    sides = [' class="text"' if number < num_text else "" for number in range(len(headers))]
+    head = "".join(f"<th{side}>{text}</th>" for side, text in zip(sides, headers, strict=True))
     body = "".join(
         f"<tr>{''.join(f'<td{side}>{cell}</td>' for side, cell in zip(sides, row, strict=True))}</tr>" for row in rows
     )
@@ -354,45 +363,47 @@ def _table(heads: Sequence[str], rows: Iterable[Sequence[str]], num_text: int) -
 
 
 def _run_label(number: int, name: str) -> str:
-    color, text = SERIES[number % len(SERIES)], escape(name)
+    color, text = RUN_COLORS[number % len(RUN_COLORS)], escape(name)
     box = f'<input type="checkbox" data-run="{text}" checked>'
     return f'<label>{box} <span class="swatch" style="background: var(--{color})"></span>{text}</label>'
 
 
-def _summary(run: RecordedRun) -> list[str]:
-    facts = run.attempts[-1].start if run.attempts else {}
-    speed, parameters = run.median("tokens_per_s"), facts.get("parameters")
+def _summary_cells(run: RecordedRun) -> list[str]:
+    """Return the cells of a run in the table that compares runs, without its name."""
+    start = run.attempts[-1].start if run.attempts else {}
+    speed, parameters = run.median("tokens_per_s"), start.get("parameters")
     return [
-        f'<span class="{_class(run.state)}">{escape(run.state)}</span>',
+        f'<span class="{_state_class(run.state)}">{escape(run.state)}</span>',
         escape(run.model),
-        readable_count(parameters) if parameters else NONE,
+        readable_count(parameters) if parameters else MISSING,
         f"{run.last_step:,}",
         readable_count(run.last("tokens") or 0),
-        _number(run.last("loss")),
-        _number(run.last("loss", "eval")),
-        readable_count(speed) if speed else NONE,
-        readable_duration(run.goodput.wall_s) if run.goodput.wall_s else NONE,
-        _percent(run.goodput.share),
+        _format_number(run.last("loss")),
+        _format_number(run.last("loss", of_evals=True)),
+        readable_count(speed) if speed else MISSING,
+        readable_duration(run.goodput.wall_s) if run.goodput.wall_s else MISSING,
+        _format_percent(run.goodput.share),
     ]
 
 
-def _class(state: str) -> str:
+def _state_class(state: str) -> str:
+    """Return the CSS class of a run's state."""
     return state if state in ("finished", "running", "stopped", "failed", "killed") else "unknown"
 
 
-def _number(value: float | None) -> str:
-    return NONE if value is None else f"{value:.4f}"
+def _format_number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4f}"
 
 
-def _logged_value(value: float | None) -> str:
-    return NONE if value is None else f"{value:.4g}"
+def _format_logged(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4g}"
 
 
-def _percent(share: float | None) -> str:
-    return NONE if share is None else f"{100 * share:.1f} %"
+def _format_percent(share: float | None) -> str:
+    return MISSING if share is None else f"{100 * share:.1f} %"
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if seconds < 0.0995:
         return f"{1000 * seconds:.2g} ms"
     return f"{seconds:.2g} s" if seconds < 9.95 else readable_duration(seconds)

@@ -11,7 +11,7 @@ from html import escape
 
 import numpy as np
 
-from trainer.report.charts import COLORS, SERIES, chart_style, short_number
+from trainer.report.charts import COLORS, RUN_COLORS, chart_style, format_tick
 from trainer.report.page import STYLE
 
 
@@ -23,23 +23,23 @@ class WidthCurves:
     field: str
     """The model field that was varied."""
     widths: Sequence[int]
-    before: Mapping[str, Sequence[float]]
-    after: Mapping[str, Sequence[float]]
-    """Mean sizes before and after the training steps: one number per width, by layer."""
+    sizes_at_init: Mapping[str, Sequence[float]]
+    sizes_after: Mapping[str, Sequence[float]]
+    """Mean sizes at initialization and after the training steps: one number per width, by layer."""
 
     @property
     def layers(self) -> list[str]:
-        return list(self.after)
+        return list(self.sizes_after)
 
     def exponent(self, layer: str) -> float:
         """Return the power of the width with which a layer's activations grow, after the steps."""
-        return float(np.polyfit(np.log(self.widths), np.log(self.after[layer]), 1)[0])
+        return float(np.polyfit(np.log(self.widths), np.log(self.sizes_after[layer]), 1)[0])
 
 
 def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
     """Return a self-contained page with the chart and the table of all parametrizations."""
     picture = base64.b64encode(draw_widths(curves, steps)).decode()
-    heads = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
+    headers = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
     rows = "".join(
         f"<tr><td>{escape(layer)}</td>"
         + "".join(f"<td>{curve.exponent(layer):+.2f}</td>" for curve in curves)
@@ -57,7 +57,7 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
         f'<header><h1>{escape(title)}</h1><p class="muted">{escape(text)}</p></header>\n'
         f'<section class="card"><img style="width: 100%" alt="{escape(title)}" src="data:image/png;base64,{picture}">'
         f'</section>\n<section class="card"><h2>Power of the width with which activations grow</h2>'
-        f"<table><thead><tr><th>layer</th>{heads}</tr></thead><tbody>{rows}</tbody></table></section>\n"
+        f"<table><thead><tr><th>layer</th>{headers}</tr></thead><tbody>{rows}</tbody></table></section>\n"
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S')} by meshtrainer.</footer></main></body></html>\n"
     )
 
@@ -72,17 +72,20 @@ def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
         grid = figure.subplots(len(curves), 2, sharex=True, sharey=True, squeeze=False)
         for row, curve in zip(grid, curves, strict=True):
             for axes, when, sizes in zip(
-                row, ("at initialization", f"after {steps} steps"), (curve.before, curve.after), strict=True
+                row,
+                ("at initialization", f"after {steps} steps"),
+                (curve.sizes_at_init, curve.sizes_after),
+                strict=True,
             ):
                 for number, (layer, values) in enumerate(sizes.items()):
-                    color = COLORS[SERIES[number % len(SERIES)]]
+                    color = COLORS[RUN_COLORS[number % len(RUN_COLORS)]]
                     axes.plot(curve.widths, values, "o-", color=color, markersize=3, linewidth=1.3, label=layer)
                 axes.set_title(f"{curve.name}, {when}", loc="left", fontweight="bold", pad=7)
                 axes.set_xscale("log")
                 axes.set_yscale("log")
                 axes.set_xticks(curve.widths, [str(width) for width in curve.widths])
                 axes.xaxis.set_minor_locator(NullLocator())
-                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short_number(value)))
+                axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: format_tick(value)))
                 axes.yaxis.set_minor_formatter(NullFormatter())
                 axes.grid(axis="y")
                 axes.set_xlabel(f"model.{curve.field}")
