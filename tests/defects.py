@@ -169,7 +169,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "a-data-set-that-moves",
         "hub-data",
-        "pinned_data",
+        "pin_data",
         "pins = hub.pins_in(read_run_config(config.run_dir)) if will_resume(config) else {}",
         "pins = {}",
     ),
@@ -1056,7 +1056,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "any-base-will-do",
         "adapters",
-        "BaseWeights.changes_outside",
+        "BaseWeights.changes_from",
         'stored["checksum"] == self.checksum',
         "True",
     ),

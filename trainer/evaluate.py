@@ -210,7 +210,7 @@ def _load_checkpoint(trainer: Trainer, stored: StoredWeights) -> None:
 
     for name, part in trainer.state.parts.items():
         if isinstance(part, BaseWeights) and name in stored.parts:
-            for mistake in part.changes_outside(stored.parts[name], ())[0]:
+            for mistake in part.changes_from(stored.parts[name], ())[0]:
                 raise UserError(f"{stored.description}: {mistake}")
     has_external_base = stored.parts.get(BASE, {}).get("path")
     only = (lambda name: not is_base_weight(name)) if has_external_base else None

@@ -41,7 +41,7 @@ from trainer.data.ingest.inputs import (
     DocumentCounts,
     InputFile,
     SettingNames,
-    describe,
+    describe_bad_documents,
     parse_limit,
 )
 from trainer.data.ingest.readers import check_tokens
@@ -281,11 +281,11 @@ def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | N
             lines.append(f"{label}: {documents:,} documents, {tokens:,} tokens{text_stats}")
             first_and_last = dict.fromkeys([str(split.paths[0]), str(split.paths[-1])])
             lines.append(f"  {' ... '.join(first_and_last)}, each with its .idx and .json file")
-    counts = DocumentCounts.of(manifest)
+    counts = DocumentCounts.from_manifest(manifest)
     if counts.empty:
         label = "document without text was" if counts.empty == 1 else "documents without text were"
         lines.append(f"{counts.empty:,} {label} left out")
-    lines += describe(counts).splitlines()
+    lines += describe_bad_documents(counts).splitlines()
     settings = ["data.source=tokens", f"data.path={train.pattern}"]
     if held_out.paths:
         settings.append(f"data.eval_path={held_out.pattern}")

@@ -216,7 +216,7 @@ def _check_without_torch(
     Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
     """
     from trainer.data.mixture import find_order
-    from trainer.data.opening import check_tokenizer, is_untokenized, open_source, refuse_pairs, resolve_from_data
+    from trainer.data.opening import check_no_pairs, check_tokenizer, is_untokenized, open_source, resolve_from_data
 
     check_config(config, world_size, local_world_size)
     check_requirements(config, likely_device(config.run.device))
@@ -228,7 +228,7 @@ def _check_without_torch(
         check_tokenizer(source, config)
         find_order(source, resolve_from_data(config))
         if config.rows_per_sample == 1:
-            refuse_pairs(source)
+            check_no_pairs(source)
         open_source(config.data, config.vocab_size, "eval")
 
 

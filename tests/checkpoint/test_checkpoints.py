@@ -745,7 +745,7 @@ def test_state_without_optional_methods_has_defaults() -> None:
     part = StatePart.of(own)
     part.prepare({})
     assert part.differences({}, {}) is None
-    assert part.changes_outside({}, ()) == ([], [])
+    assert part.changes_from({}, ()) == ([], [])
     assert not part.may_differ("value")
     assert not part.may_be_absent
     assert part.can_restart

@@ -184,7 +184,7 @@ def packed_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
 
 def many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cache:
     """With a catalogue."""
-    monkeypatch.setattr(opening, "MIN_SHARDS", 4)
+    monkeypatch.setattr(opening, "MIN_CATALOG_SHARDS", 4)
     (tmp_path / "data").mkdir()
     path = write_shards(tmp_path / "data", *([text.encode()] for text in texts(5)))
     data = DataSection(source="tokens", path=path, cache_dir=str(tmp_path / "cache"), seq_len=8)

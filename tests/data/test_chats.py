@@ -33,8 +33,8 @@ def encoder_of(folder: Path, family: Family) -> Encoder:
 
 def marked(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[tuple[str, bool]]:
     encoded = encoder.encode(Conversation(messages, tools or ()))
-    texts = [encoder.tokenizer.text_of(number) for number in encoded.ids.tolist()]
-    return list(zip(texts, encoded.trained.tolist(), strict=True))
+    texts = [encoder.tokenizer.token_text(number) for number in encoded.ids.tolist()]
+    return list(zip(texts, encoded.loss_mask.tolist(), strict=True))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -333,7 +333,7 @@ def trained_texts(source: Source, data: DataSection) -> list[str]:
     """Return the decoded targets of each sample."""
     tokenizer = ChatTokenizer(data.tokenizer)
     targets = as_mapping(source.batch(np.arange(len(source))))["targets"]
-    return ["".join(map(tokenizer.text_of, row[row != IGNORE].tolist())) for row in targets]
+    return ["".join(map(tokenizer.token_text, row[row != IGNORE].tolist())) for row in targets]
 
 
 CALL = {"from": "function_call", "value": '{"name": "weather", "arguments": {}}'}
@@ -382,7 +382,7 @@ def test_formats(kind: str, tmp_path: Path) -> None:
     source = open_source(data, None, "train")
     assert trained_texts(source, data) == expected
     first = as_mapping(source.batch(np.arange(1)))["tokens"][0].tolist()
-    said_first = "".join(map(ChatTokenizer(data.tokenizer).text_of, first)).partition("<|im_start|>assistant")[0]
+    said_first = "".join(map(ChatTokenizer(data.tokenizer).token_text, first)).partition("<|im_start|>assistant")[0]
     assert said_first.count("Hi") <= 1, "nothing is said twice"
     again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
     assert again.fingerprint == source.fingerprint, "from the cache"

@@ -108,14 +108,14 @@ def test_each_change_of_the_data_is_seen(tmp_path: Path, change: str) -> None:
         return TrainLoader(open_source(data, 257, "train"), seed=0, global_batch_size=4, micro_batch_size=2)
 
     stored = json.loads(json.dumps(loader().state_dict()))
-    assert loader().changes_outside(stored, frozenset()) == ([], [])
+    assert loader().changes_from(stored, frozenset()) == ([], [])
     alter, words = CHANGES[change]
     alter(tmp_path / "data")
-    (refused,), told = loader().changes_outside(stored, frozenset({"data.seed", "data.seq_len", "model"}))
+    (refused,), told = loader().changes_from(stored, frozenset({"data.seed", "data.seq_len", "model"}))
     assert re.match(f"data: {words}", refused)
     assert refused.endswith("(allow it: checkpoint.allow_changes=[data])")
     assert told == []
-    refused_none, (told_one,) = loader().changes_outside(stored, frozenset({"data"}))
+    refused_none, (told_one,) = loader().changes_from(stored, frozenset({"data"}))
     assert (refused_none, told_one) == ([], refused.replace(REFUSAL, ", as it was allowed"))
 
 
@@ -185,11 +185,11 @@ def test_new_sequence_length_on_the_same_data_needs_only_its_key(tmp_path: Path,
     stored = loader(data).state_dict()
     other = dataclasses.replace(data, **change)
     allowed = frozenset({f"data.{key}" for key in change})
-    assert loader(other).changes_outside(stored, allowed) == ([], [])
-    (line,), _ = loader(other).changes_outside(stored, frozenset())
+    assert loader(other).changes_from(stored, allowed) == ([], [])
+    (line,), _ = loader(other).changes_from(stored, frozenset())
     assert re.match(r"data: \d+ samples in the checkpoint, \d+ samples now", line)
     write(tmp_path / "data", *TEXTS[:4])
-    (line,), _ = loader(other).changes_outside(stored, allowed)
+    (line,), _ = loader(other).changes_from(stored, allowed)
     assert line.startswith("data: 3 shards")
 
 
@@ -250,12 +250,12 @@ def test_different_python_version_counts_as_changed_data(tmp_path: Path, monkeyp
 
 def test_custom_source_that_has_grown_is_rejected() -> None:
     stored = make_loader(num_samples=100).state_dict()
-    refused, told = make_loader(num_samples=100).changes_outside(stored, frozenset())
+    refused, told = make_loader(num_samples=100).changes_from(stored, frozenset())
     assert (refused, told) == ([], [])
-    refused, told = make_loader(num_samples=101).changes_outside(stored, frozenset())
+    refused, told = make_loader(num_samples=101).changes_from(stored, frozenset())
     assert len(refused) == 1
     assert refused[0].startswith("data: 100 samples in the checkpoint, 101 samples now")
-    assert make_loader(num_samples=101).changes_outside(stored, frozenset({"data"}))[0] == []
+    assert make_loader(num_samples=101).changes_from(stored, frozenset({"data"}))[0] == []
 
 
 def test_custom_source_may_provide_a_fingerprint() -> None:
@@ -270,9 +270,9 @@ def test_custom_source_may_provide_a_fingerprint() -> None:
         return TrainLoader(DeclaredModel(10), seed=0, global_batch_size=2, micro_batch_size=1)
 
     stored = loader().state_dict()
-    assert loader().changes_outside(stored, frozenset())[0] == []
+    assert loader().changes_from(stored, frozenset())[0] == []
     DeclaredModel.version = "2"
-    assert "different content" in loader().changes_outside(stored, frozenset())[0][0]
+    assert "different content" in loader().changes_from(stored, frozenset())[0][0]
 
 
 def test_whole_sections_may_be_allowed_to_change() -> None:

@@ -89,7 +89,9 @@ def test_weights_become_shares_by_largest_remainders() -> None:
     assert shares_per_block({"web": 0.7, "code": 0.3}) == {"web": 717, "code": 307}
     assert shares_per_block({"web": 2, "code": 1, "math": 0}) == {"web": 683, "code": 341, "math": 0}
     assert shares_per_block({"b": 1, "c": 1, "a": 1}) == {"a": 342, "b": 341, "c": 341}
-    assert Mixture(SIZES, [Phase(0, None)], 0).past(1) == {"phases": [[0, {"code": 136, "math": 16, "web": 872}]]}
+    assert Mixture(SIZES, [Phase(0, None)], 0).order_state(1) == {
+        "phases": [[0, {"code": 136, "math": 16, "web": 872}]]
+    }
     with pytest.raises(UserError, match=r"data.weights=null: by size, source rare \(2 of 5002 samples\)"):
         Mixture({"web": 5000, "rare": 2}, [Phase(0, None)], 0)
 
@@ -348,11 +350,11 @@ def test_changed_source_is_named(tmp_path: Path) -> None:
         return TrainLoader(source, seed=0, global_batch_size=4, micro_batch_size=2, order=order)
 
     stored = json.loads(json.dumps(loader().state_dict()))
-    assert loader().changes_outside(stored, frozenset()) == ([], [])
+    assert loader().changes_from(stored, frozenset()) == ([], [])
     write_shards(tmp_path / "code", [b"x" * 192], [b"y" * 32])
-    (line,), _ = loader().changes_outside(stored, frozenset())
+    (line,), _ = loader().changes_from(stored, frozenset())
     assert line.startswith("data, source code: 1 shard of 193 tokens in the checkpoint, 2 shards of 226 tokens now")
-    _, told = loader().changes_outside(stored, frozenset({"data.path"}))
+    _, told = loader().changes_from(stored, frozenset({"data.path"}))
     assert [text.partition(":")[0] for text in told] == ["data, source code"]
 
 

@@ -23,7 +23,7 @@ from tests.trainer.test_sft import write_chats
 from trainer import UserError, generate, run
 from trainer.data.chat import limits
 from trainer.data.chat.formats import BadChat
-from trainer.data.chat.limits import limited, trial
+from trainer.data.chat.limits import limited, try_in_child
 from trainer.data.chat.template import ChatTemplate, find_template
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
 from trainer.export import export_checkpoint
@@ -293,10 +293,12 @@ def test_trial_reports_how_the_child_ended() -> None:
         os.kill(os.getpid(), signal.SIGSEGV)
         return ""
 
-    assert trial(lambda: "all right") == "all right"
-    assert trial(crash) == "crashes (signal 11)"
-    assert trial(lambda: str(9**9**9)) == limits.TOO_MUCH_TIME, "one call into C that nothing in a process interrupts"
-    assert trial(lambda: str(bytearray(1 << 40))) == limits.TOO_MUCH_MEMORY
+    assert try_in_child(lambda: "all right") == "all right"
+    assert try_in_child(crash) == "crashes (signal 11)"
+    assert try_in_child(lambda: str(9**9**9)) == limits.TOO_MUCH_TIME, (
+        "one call into C that nothing in a process interrupts"
+    )
+    assert try_in_child(lambda: str(bytearray(1 << 40))) == limits.TOO_MUCH_MEMORY
 
 
 def test_template_that_fails_on_a_prompt_is_one_message(tmp_path: Path) -> None:

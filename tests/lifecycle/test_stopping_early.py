@@ -245,8 +245,8 @@ def test_turns_past_the_end_of_a_sequence_are_not_rendered(tmp_path: Path) -> No
     template.render = counted  # type: ignore[method-assign]
     chat = Conversation(conversation(*["Hi", "Yes"] * 2000))
     found, some = encoder.encode(chat, 24), encoder.encode(Conversation(chat.messages[:40]))
-    assert (found.trained[:24] == some.trained[:24]).all()
-    assert found.trained[:24].any()
+    assert (found.loss_mask[:24] == some.loss_mask[:24]).all()
+    assert found.loss_mask[:24].any()
     assert rendered[0] < 6000, "the whole once, and the beginnings of a few turns"
 
 

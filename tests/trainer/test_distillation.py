@@ -170,7 +170,7 @@ def test_wrong_teachers_are_reported(models: tuple[Path, Path], tmp_path: Path) 
         config = config_of(student, tmp_path / "run", *settings_of("forward", str(tmp_path / name)))
         with pytest.raises(UserError, match=rf"^objective\.teacher={tmp_path / name}: {message}"):
             DistillationTrainer(config)
-    (line,), _ = BaseWeights("new", "1", (), "objective.teacher").changes_outside({"path": "old", "checksum": "2"}, ())
+    (line,), _ = BaseWeights("new", "1", (), "objective.teacher").changes_from({"path": "old", "checksum": "2"}, ())
     assert line.startswith("objective.teacher=new: is not the model that this was trained on; that was old")
 
 

@@ -411,7 +411,7 @@ def check_compatible(
     all_remarks: list[str] = []
     for name, stateful in state.parts.items():
         if name in parts and f"state.{name}" not in allowed:
-            changed, remarks = StatePart.of(stateful).changes_outside(parts[name], allowed)
+            changed, remarks = StatePart.of(stateful).changes_from(parts[name], allowed)
             if changed:
                 by_part[name] = by_part.get(name, []) + changed
             all_remarks += remarks

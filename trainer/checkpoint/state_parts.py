@@ -55,7 +55,7 @@ class StatePart:
         """Return whether ranks may hold different values of this unsharded tensor; each rank then restores its own."""
         return False
 
-    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+    def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Check whatever the part depends on outside the checkpoint; a position in the data depends on the data.
 
         Returns two lists of the changes since `plain` was stored, one line each: those that forbid resuming, and those
@@ -80,7 +80,7 @@ class _WrappedPart(StatePart):
         # Take all three or none: the user's object may have a method `prepare` for another purpose.
         hooks = ("differences", "prepare", "may_differ")
         names += hooks if all(hasattr(thing, name) for name in hooks) else ()
-        names += [name for name in ("changes_outside", "restart", "may_be_absent") if hasattr(thing, name)]
+        names += [name for name in ("changes_from", "restart", "may_be_absent") if hasattr(thing, name)]
         vars(self).update({name: getattr(thing, name) for name in names})
         self.can_restart = "restart" in names
 

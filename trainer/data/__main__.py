@@ -87,7 +87,7 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
     for argument in remaining:
         key, _, value = argument.partition("=")
         if key in parsed.numbers:
-            parsed.numbers[key] = _number(key, value or next(remaining, ""))
+            parsed.numbers[key] = _parse_count(key, value or next(remaining, ""))
         elif argument == "--full":
             parsed.is_full = True
         elif argument.startswith("-"):
@@ -110,7 +110,7 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
     return parsed
 
 
-def _number(option: str, text: str) -> int:
+def _parse_count(option: str, text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise setting_error(option, text or None, "must be a whole number of at least 1", example=1)
     return int(text)
@@ -131,11 +131,11 @@ def _run(parsed: _Arguments) -> int:
         _show_samples(source, order, config, step=step, count=count, is_full=parsed.is_full)
         return EXIT_FINISHED
     usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
-    print_stdout("\n".join(_table(config, usages)))
+    print_stdout("\n".join(_usage_lines(config, usages)))
     return EXIT_FINISHED
 
 
-def _table(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
+def _usage_lines(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
     header = ("steps", "source", "tokens", "share", "samples", "epochs")
     rows = [
         (
@@ -181,13 +181,13 @@ def _show_samples(
     for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
         name = names[int(entries[SOURCE][number * rows_per_sample])] if SOURCE in entries else ""
         rows = range(number * rows_per_sample, (number + 1) * rows_per_sample)
-        lines = [line for row in rows for line in _lines(entries, row, tokenizer, is_chat, is_full)]
+        lines = [line for row in rows for line in _sample_lines(entries, row, tokenizer, is_chat, is_full)]
         source_text, epoch = f", source {name}" if name else "", epochs(order, position)[name]
         header = f"step {step}, position {position}: sample {index}{source_text}, epoch {epoch:.4f}"
         print_stdout("\n".join([header, *lines, ""]))
 
 
-def _lines(
+def _sample_lines(
     entries: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
 ) -> Iterator[str]:
     tokens, is_target = entries["tokens"][row], entries["targets"][row] != IGNORE
@@ -210,11 +210,11 @@ def _lines(
             yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
             continue
         kind = "trained on" if is_target[start] else "ignored   "
-        text = _text(tokens[start:end], tokenizer, is_full)
+        text = _format_text(tokens[start:end], tokenizer, is_full)
         yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
 
 
-def _text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
+def _format_text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
     if tokenizer is None:
         items = (
             tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]

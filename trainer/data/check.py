@@ -211,12 +211,12 @@ class _HeldOutIndex:
 
     def __init__(self, source: Source) -> None:
         self.seq_len = source.seq_len
-        tokens, ignored = zip(*_samples(source), strict=True)
+        tokens, ignored = zip(*_sample_chunks(source), strict=True)
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
         # Padding and repetitions of a single token are not indexed: they are the same everywhere.
-        is_indexed = _windows(np.concatenate(ignored), len(grams)) == 0
-        is_indexed &= _windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
+        is_indexed = _count_in_windows(np.concatenate(ignored), len(grams)) == 0
+        is_indexed &= _count_in_windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
         positions = np.flatnonzero(is_indexed)
         order = np.argsort(grams[positions], kind="stable")
         self._grams, self._positions = grams[positions][order], positions[order]
@@ -250,13 +250,13 @@ class _HeldOutIndex:
         self._grams, self._positions = self._grams[is_remaining], self._positions[is_remaining]
 
 
-def _windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
+def _count_in_windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
     """Return the number of set flags in each of the first `count` windows of `width` tokens."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
     return sums[width : width + count] - sums[:count]
 
 
-def _samples(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
+def _sample_chunks(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Yield the tokens of all samples in order, in chunks, each with a mask of the tokens whose targets are ignored."""
     step = max(1, _CHUNK // source.seq_len)
     for first in range(0, len(source), step):

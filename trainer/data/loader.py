@@ -185,9 +185,9 @@ class TrainLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and values that identify the data and their order so far; equal on all ranks."""
-        return {"samples": self._samples, "data": self.fingerprint.to_state(), **self._order.past(self._samples)}
+        return {"samples": self._samples, "data": self.fingerprint.to_state(), **self._order.order_state(self._samples)}
 
-    def changes_outside(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+    def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Compare the data, and their order so far, with a stored state.
 
         Returns two lists with a line per change: changes that forbid resuming, and changes to report only.

@@ -68,14 +68,14 @@ class SampleOrder(ABC):
         """Return the number of samples of each source among the run's first `samples` samples."""
 
     @abstractmethod
-    def past(self, samples: int) -> dict[str, Any]:
+    def order_state(self, samples: int) -> dict[str, Any]:
         """Return the values that a checkpoint stores about the order of the first `samples` samples: at most 1 kB."""
 
     @abstractmethod
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Compare `past(samples)` with its stored value.
+        """Compare `order_state(samples)` with its stored value.
 
         batch: samples per step.
         allowed: configuration keys and sections that may change.
@@ -99,14 +99,14 @@ class Permutation(SampleOrder):
         """Return `samples` for the only source."""
         return {"": samples}
 
-    def past(self, samples: int) -> dict[str, Any]:
+    def order_state(self, samples: int) -> dict[str, Any]:
         """Return an empty mapping: the data and the seed determine the order."""
         return {}
 
     def changes(
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
-        """Return two empty lists; see `past`."""
+        """Return two empty lists; see `order_state`."""
         return [], []
 
 
@@ -220,7 +220,7 @@ class Mixture(SampleOrder):
         counted = self._totals[phase] + self._patterns[phase].count(samples - self._patterns[phase].start)
         return dict(zip(self.sizes, counted.tolist(), strict=True))
 
-    def past(self, samples: int) -> dict[str, Any]:
+    def order_state(self, samples: int) -> dict[str, Any]:
         """Return the starts and the shares of the phases of the first `samples` samples."""
         phases = self.phases[: int(np.searchsorted(self.starts, samples))]
         return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in phases]}
@@ -229,7 +229,7 @@ class Mixture(SampleOrder):
         self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
         """Compare the phases so far with the stored ones; see `SampleOrder.changes`."""
-        stored_phases, phases = stored.get("phases"), self.past(samples)["phases"]
+        stored_phases, phases = stored.get("phases"), self.order_state(samples)["phases"]
         if not stored_phases or stored_phases == phases:
             return [], []  # a run without a mixture had other data, which the fingerprint reports
         changed = next(n for n in range(len(stored_phases) + 1) if stored_phases[n : n + 1] != phases[n : n + 1])
@@ -372,10 +372,10 @@ class MixedSource(Source):
         for number, (source, source_steps) in enumerate(
             zip(self.sources.values(), tee(steps, len(self.sources)), strict=True)
         ):
-            indices = source.follow(indices, map(partial(self._within, number), source_steps), rank_slice)
+            indices = source.follow(indices, map(partial(self._to_source_indices, number), source_steps), rank_slice)
         return indices
 
-    def _within(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _to_source_indices(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return indices relative to source `number`, with -1 for samples of other sources."""
         start, stop = self._starts[number : number + 2]
         return np.where((indices >= start) & (indices < stop), indices - start, -1)

@@ -32,7 +32,7 @@ from trainer.data.ingest.inputs import (
     InputFile,
     SettingNames,
     check_limit,
-    describe,
+    describe_bad_documents,
     find_inputs,
     is_foreign_token_file,
     parse_limit,
@@ -120,7 +120,7 @@ def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: S
         source = _open_shards(shards, data, content)
     except ShardError as error:
         raise _unusable_shards_error(key, setting, error) from error
-    source.warnings = _warn_about_skipped(shards)
+    source.warnings = _skipped_warnings(shards)
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
         rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
@@ -157,15 +157,15 @@ _MAX_EMPTY_SHARE = 0.01
 """Share of empty documents above which a warning is printed; a few are normal."""
 
 
-def _warn_about_skipped(shards: Sequence[Shard]) -> str:
+def _skipped_warnings(shards: Sequence[Shard]) -> str:
     """Return warnings about bad and empty documents that were skipped when text was tokenized, or ""."""
     folders = {Path(shard.path).parent for shard in shards if not shard.is_remote}
     counts = DocumentCounts()
     for folder in folders:
         with contextlib.suppress(ShardError, OSError):
-            counts.add(DocumentCounts.of(ShardManifest.read(folder / MANIFEST)))
+            counts.add(DocumentCounts.from_manifest(ShardManifest.read(folder / MANIFEST)))
     total = counts.documents + counts.bad
-    lines = [f"warning: {describe(counts)}"] if counts.bad else []
+    lines = [f"warning: {describe_bad_documents(counts)}"] if counts.bad else []
     if counts.empty > _MAX_EMPTY_SHARE * total:
         lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and were skipped")
     return "\n".join(lines)
@@ -236,17 +236,17 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
         return dataclasses.replace(built, files=[str(name) for name in hub_data.names()])
     if local_path(setting) is None:
         return _find_remote_shards(setting, data, key)
-    path, bins = _find_shard_files(setting, key)
+    path, bin_files = _find_shard_files(setting, key)
     try:
         if path is not None:
             manifest = ShardManifest.read(path)
             train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
             files = [shard.name for shard in train]
             return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
-        if bins:
+        if bin_files:
             _check_complete(setting)
-            train, content = _open_shard_files(bins, data.cache_dir)
-            return ShardSet(bins, train, content)
+            train, content = _open_shard_files(bin_files, data.cache_dir)
+            return ShardSet(bin_files, train, content)
     except ShardError as error:
         raise _unusable_shards_error(key, setting, error) from error
     return _tokenize_text(_find_text_files(setting, key), data, key)
@@ -295,8 +295,8 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
         return None, []
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
-    bins = _find_bins(pattern)
-    return None, [] if _are_foreign(bins) else bins
+    bin_files = _find_bin_files(pattern)
+    return None, [] if _are_all_foreign(bin_files) else bin_files
 
 
 def _find_text_files(setting: str, key: str) -> list[InputFile]:
@@ -305,11 +305,11 @@ def _find_text_files(setting: str, key: str) -> list[InputFile]:
     Raises UserError if there are none.
     """
     path = setting.removeprefix("file://")
-    bins = _find_bins(path)
-    return find_inputs(bins if _are_foreign(bins) else [path], key)
+    bin_files = _find_bin_files(path)
+    return find_inputs(bin_files if _are_all_foreign(bin_files) else [path], key)
 
 
-def _find_bins(pattern: str) -> list[str]:
+def _find_bin_files(pattern: str) -> list[str]:
     """Return the .bin files that a path, glob or folder matches."""
     names = [pattern] if os.path.isfile(pattern) else glob.glob(os.path.expanduser(pattern), recursive=True)
     if os.path.isdir(os.path.expanduser(pattern)):
@@ -317,7 +317,7 @@ def _find_bins(pattern: str) -> list[str]:
     return sorted(name for name in names if name.endswith(".bin"))
 
 
-def _are_foreign(paths: Sequence[str]) -> bool:
+def _are_all_foreign(paths: Sequence[str]) -> bool:
     """Return whether there are .bin files, all in other trainers' formats."""
     return bool(paths) and all(map(is_foreign_token_file, paths))
 
@@ -345,13 +345,13 @@ def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserErr
 # If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So one rank
 # collects the metadata in a catalog, a manifest in the cache, and each rank opens only that file.
 
-MIN_SHARDS = 64
+MIN_CATALOG_SHARDS = 64
 """Minimum number of shards for which a catalog is written."""
 
 
 def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
     """Return the shards at `paths`, and their `sample_content` or "" if it is not known.  Raises ShardError."""
-    if len(paths) < MIN_SHARDS:
+    if len(paths) < MIN_CATALOG_SHARDS:
         return [Shard(path) for path in paths], ""
     digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
     for path in paths:
@@ -427,7 +427,7 @@ def _tokenize_text(
         def build_missing() -> None:
             if not (path / MANIFEST).exists():
                 fetch()
-            check_limit(DocumentCounts.of(build(job, path, default_num_procs())), job.bad, job.keys)
+            check_limit(DocumentCounts.from_manifest(build(job, path, default_num_procs())), job.bad, job.keys)
 
         build_missing()
         try:
@@ -594,7 +594,7 @@ def _canonical(file: str) -> str:
     return file if "://" in file else os.path.realpath(file)
 
 
-def refuse_pairs(source: Source) -> None:
+def check_no_pairs(source: Source) -> None:
     """Raise UserError for preference pairs: the ordinary loss would train on both answers."""
     if source.rows_per_sample > 1:
         rule = "rejected answers would be trained on like chosen ones"

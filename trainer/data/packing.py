@@ -63,11 +63,11 @@ class MaskedSource(TokenSource):
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, with `documents` and `positions` (int32); see `Source.batch`."""
-        tokens, targets = self._windows(indices)
+        tokens, targets = self._read_windows(indices)
         is_start = np.zeros((len(indices), self.seq_len + 1), bool)
         for row, index in enumerate(np.asarray(indices).tolist()):
             for start, count in self._pieces_of(index):
-                is_start[row, self._index.between(start + 1, start + count + 1) - start] = True
+                is_start[row, self._index.starts_between(start + 1, start + count + 1) - start] = True
         targets[is_start[:, 1:]] = IGNORE
         return {"tokens": tokens, "targets": targets, **_document_entries(is_start[:, :-1])}
 
@@ -120,7 +120,7 @@ class PackedSource(TokenSource):
 
         See `Source.batch`.
         """
-        tokens, targets = self._windows(indices)
+        tokens, targets = self._read_windows(indices)
         if not self._is_masked:
             return tokens, targets
         is_start = np.zeros(tokens.shape, bool)
@@ -176,13 +176,13 @@ def load_row_layout(
     Raises ShardError, or UserError if the cache is not writable; see `get_or_build`.
     """
     if sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY:
-        blocks = list(_blocks(shards, seq_len, packs))
+        blocks = list(_row_blocks(shards, seq_len, packs))
         pieces = np.concatenate([pieces for pieces, _ in blocks])
         return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _totals_of(pieces))
     name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
 
     def build(folder: Path) -> None:
-        _write(folder, _blocks(shards, seq_len, packs))
+        _write_layout(folder, _row_blocks(shards, seq_len, packs))
 
     return get_or_build(cache_dir, name, "the packing of the documents", build, _memory_map)
 
@@ -191,9 +191,9 @@ _Block = tuple[NDArray[Any], NDArray[np.int64]]
 """The pieces of a block's rows, in row order, and the number of pieces in each row."""
 
 
-def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
+def _row_blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
     pending: list[NDArray[np.int64]] = []
-    for documents in _documents(shards):
+    for documents in _document_blocks(shards):
         pending.append(documents)
         if sum(map(len, pending)) >= _BLOCK:
             yield _make_rows(np.concatenate(pending), seq_len, packs)
@@ -202,7 +202,7 @@ def _blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Blo
         yield _make_rows(np.concatenate(pending), seq_len, packs)
 
 
-def _documents(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
+def _document_blocks(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
     """Yield an (n, 2) array for up to a block of documents: the first token and the number of targets of each."""
     num_tokens_before = 0
     for shard in shards:
@@ -236,7 +236,7 @@ def _totals_of(pieces: NDArray[Any]) -> PieceTotals:
     return PieceTotals(int(counts.sum()), int(counts @ counts))
 
 
-def _write(folder: Path, blocks: Iterator[_Block]) -> None:
+def _write_layout(folder: Path, blocks: Iterator[_Block]) -> None:
     """Write a layout to files in `folder`."""
     targets = squares = end = pieces_crc = ends_crc = 0
     with open(folder / "pieces", "wb") as pieces_file, open(folder / "ends", "wb") as ends_file:
@@ -253,7 +253,7 @@ def _write(folder: Path, blocks: Iterator[_Block]) -> None:
 
 
 def _memory_map(folder: Path) -> RowLayout:
-    """Return the layout written by `_write`, memory-mapped.  Raises ValueError if it is corrupt."""
+    """Return the layout written by `_write_layout`, memory-mapped.  Raises ValueError if it is corrupt."""
     metadata = verify_checksum(json.loads((folder / "totals.json").read_bytes()))
     totals = PieceTotals(**metadata["totals"])
     pieces, ends = (_read_array(folder / name, dtype, metadata[name]) for name, dtype in _FILES.items())
@@ -277,9 +277,9 @@ class DocumentIndex:
         self._shards = shards
         self._ends: list[int] = np.cumsum([shard.info.num_tokens for shard in shards]).tolist()
         is_small = sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY
-        self._starts = np.concatenate([documents[:, 0] for documents in _documents(shards)]) if is_small else None
+        self._starts = np.concatenate([documents[:, 0] for documents in _document_blocks(shards)]) if is_small else None
 
-    def between(self, first: int, last: int) -> NDArray[np.int64]:
+    def starts_between(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the positions in [first, last) at which a document starts."""
         if self._starts is not None:
             return self._starts[slice(*np.searchsorted(self._starts, (first, last)).tolist())]

@@ -36,8 +36,8 @@ def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
     for messages in (exchange, [system, *exchange]) if chat_template is not None else ():
         with suppress(BadChat):  # a template may require a system message, or reject one
             encoded = Encoder(chat_tokenizer, chat_template, "last").encode(Conversation(messages))
-            last_targets = encoded.ids[encoded.trained][-1:].tolist()
-            end_ids |= {last for last in last_targets if chat_tokenizer.is_added(last)}
+            last_targets = encoded.ids[encoded.loss_mask][-1:].tolist()
+            end_ids |= {last for last in last_targets if chat_tokenizer.is_added_token(last)}
     return end_ids
 
 
@@ -78,7 +78,7 @@ class ChatPrompts:
 
         quoted = self._tokenizer.quoted
         try:
-            rendered = self._template.render(quoted(messages), quoted(tools), prompts=True).text
+            rendered = self._template.render(quoted(messages), quoted(tools), add_generation_prompt=True).text
         except BadChat as error:
             raise setting_error(self._key, self._value, str(error), fix=error.fix) from error
         ids, _ = self._tokenizer.encode(rendered)

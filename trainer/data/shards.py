@@ -121,8 +121,8 @@ class Shard:
         """
         shard = cls.__new__(cls)
         shard.name, shard.info = name, info
-        shard._file = _stat(name, info.num_tokens * shard.dtype.itemsize)
-        _stat(f"{name.removesuffix('.bin')}.idx", (info.num_documents + 1) * 8)
+        shard._file = _stat_file(name, info.num_tokens * shard.dtype.itemsize)
+        _stat_file(f"{name.removesuffix('.bin')}.idx", (info.num_documents + 1) * 8)
         return shard
 
     @property
@@ -207,8 +207,8 @@ class Shard:
         """
         file = self._index if is_index else self._file
         if file not in _VERIFIED:
-            if not is_index and self._page_sums is not None:
-                return self._fill_checked(buffer, offset, self._page_sums)
+            if not is_index and self._page_checksums is not None:
+                return self._fill_verified(buffer, offset, self._page_checksums)
             self._verify(file, is_index)
         return SHARD_FILES.read_into(buffer, file, offset)
 
@@ -250,7 +250,7 @@ class Shard:
         return read_info(metadata).checksum  # early manifests do not list checksums
 
     @functools.cached_property
-    def _page_sums(self) -> FileVersion | None:
+    def _page_checksums(self) -> FileVersion | None:
         """The file of page checksums, or None if it is missing or belongs to different tokens."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
@@ -264,16 +264,16 @@ class Shard:
             return None
         return file if header.tobytes() == bytes.fromhex(self._recorded_checksum) else None
 
-    def _fill_checked(self, buffer: NDArray[Any], offset: int, page_sums: FileVersion) -> int:
+    def _fill_verified(self, buffer: NDArray[Any], offset: int, page_checksums: FileVersion) -> int:
         """Fill `buffer` with tokens, as `_fill` does, after verifying the pages that contain them."""
         size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
         first, last = offset // _PAGE_BYTES, -(-min(stop, size) // _PAGE_BYTES)
         pages = np.empty(min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, np.uint8)
-        sums = np.empty(last - first, "<u4")
-        SHARD_FILES.read_into(sums, page_sums, 8 + 4 * first)
+        checksums = np.empty(last - first, "<u4")
+        SHARD_FILES.read_into(checksums, page_checksums, 8 + 4 * first)
         if SHARD_FILES.read_into(pages, self._file, first * _PAGE_BYTES) == len(pages):
             position, page_bytes = 0, pages.data
-            for page_sum in sums.tolist():
+            for page_sum in checksums.tolist():
                 if crc32(page_bytes[position : position + _PAGE_BYTES]) != page_sum:
                     break
                 position += _PAGE_BYTES
@@ -382,8 +382,8 @@ class ShardWriter:
             self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
             self._files[".crc"].write(bytes.fromhex(info.checksum))
             with open(self._temporary(".bin"), "rb") as tokens:
-                page_sums = [crc32(page) for page in iter(lambda: tokens.read(_PAGE_BYTES), b"")]
-            self._files[".crc"].write(np.array(page_sums, "<u4").tobytes())
+                page_checksums = [crc32(page) for page in iter(lambda: tokens.read(_PAGE_BYTES), b"")]
+            self._files[".crc"].write(np.array(page_checksums, "<u4").tobytes())
         for file in self._files.values():
             file.flush()
             os.fsync(file.fileno())
@@ -456,7 +456,7 @@ def check_file_size(path: str, num_bytes: int) -> FileVersion:
     return _check_stat(path, stat, num_bytes)
 
 
-def _stat(path: str, num_bytes: int) -> FileVersion:
+def _stat_file(path: str, num_bytes: int) -> FileVersion:
     try:
         return _check_stat(path, os.stat(path), num_bytes)
     except OSError as error:

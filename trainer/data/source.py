@@ -255,7 +255,7 @@ class TokenSource(Source):
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return tokens and targets of the samples at `indices`; see `Source.batch`."""
-        return self._windows(indices)
+        return self._read_windows(indices)
 
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples, in the shards' dtype; see `Source.read_tokens`."""
@@ -280,7 +280,7 @@ class TokenSource(Source):
         shard_ranges = [(self._locate(start)[0], self._locate(start + count)[0]) for start, count in pieces]
         return list(dict.fromkeys(shard for first, last in shard_ranges for shard in range(first, last + 1)))
 
-    def _windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _read_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         sample_indices: list[int] = np.asarray(indices, dtype=np.int64).tolist()
         assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
         starts = self._starts_of(sample_indices)

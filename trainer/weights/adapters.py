@@ -66,9 +66,9 @@ class BaseWeights(StatePart):
         return {"path": self.path, "checksum": self.checksum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the weights are read from their path, and `changes_outside` has verified them."""
+        """Do nothing: the weights are read from their path, and `changes_from` has verified them."""
 
-    def changes_outside(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+    def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Return an error line if the stored run had other weights; a different path is not an error."""
         if stored["checksum"] == self.checksum:
             return [], []

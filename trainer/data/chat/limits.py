@@ -3,8 +3,8 @@
 A template comes with a model, which may come from an untrusted source.  Jinja's sandbox restricts what a template can
 access, but not its CPU time and memory.  These are limited in two ways:
 
-- `trial`: a forked child compiles and renders a template before this process does, under the kernel's limits on CPU
-  time and address space.  Only the kernel can interrupt a single long call into C.
+- `try_in_child`: a forked child compiles and renders a template before this process does, under the kernel's limits on
+  CPU time and address space.  Only the kernel can interrupt a single long call into C.
 - `limited`: a template that passes the trial may still misbehave on a particular conversation.  So each rendering is
   limited too: its memory by the kernel, its CPU time by a thread that raises an exception in the rendering thread.
 
@@ -26,19 +26,19 @@ import warnings
 from collections.abc import Callable
 from typing import TypeAlias
 
-TRIAL_S = 0.5
+TRIAL_CPU_S = 0.5
 """Maximum CPU time of the trial in seconds; ordinary templates take a few hundredths of a second.  Wall-clock time
 would reject valid templates on a busy machine."""
 
-CPU_S = 2
+RENDERING_CPU_S = 2
 """Maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and even
 rendering a hundred megabytes takes less than this."""
 
-MEMORY = 1 << 30
+MAX_EXTRA_MEMORY_BYTES = 1 << 30
 """Maximum bytes that a rendering may allocate in addition to the memory in use."""
 
 TOO_MUCH_TIME = "takes too long: its CPU time is limited"
-TOO_MUCH_MEMORY = f"takes more than {MEMORY >> 30} GiB of memory"
+TOO_MUCH_MEMORY = f"takes more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory"
 
 
 class TemplateTimeout(BaseException):
@@ -49,7 +49,7 @@ class TemplateTimeout(BaseException):
 # The trial in a child process
 
 
-def trial(work: Callable[[], str]) -> str:
+def try_in_child(work: Callable[[], str]) -> str:
     """Call `work` in a forked child and return its result, or why the child did not finish.
 
     If the system cannot fork, skips the trial and returns "".
@@ -64,7 +64,7 @@ def trial(work: Callable[[], str]) -> str:
         os.close(writer)
         return ""
     if child == 0:
-        _answer(work, writer)
+        _run_in_child(work, writer)
     os.close(writer)
     try:
         with open(reader, "rb") as pipe:
@@ -90,7 +90,7 @@ _OUT_OF_MEMORY = 3
 """Exit code of a child that ran out of memory."""
 
 
-def _answer(work: Callable[[], str], writer: int) -> None:
+def _run_in_child(work: Callable[[], str], writer: int) -> None:
     """Write the result of `work` to the pipe, and exit the child."""
     code = 1
     try:
@@ -103,7 +103,7 @@ def _answer(work: Callable[[], str], writer: int) -> None:
             signal.signal(number, signal.SIG_IGN)  # sent to the process group; the parent kills the child itself
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         resource.setrlimit(resource.RLIMIT_CPU, (1, 2))  # in seconds; the timer below has a finer resolution
-        signal.setitimer(signal.ITIMER_PROF, TRIAL_S)
+        signal.setitimer(signal.ITIMER_PROF, TRIAL_CPU_S)
         limits = _memory_limits()
         if limits is not None:
             resource.setrlimit(resource.RLIMIT_AS, limits[1])
@@ -130,7 +130,7 @@ class limited:
     def __enter__(self) -> None:
         self._is_nested = _WATCHDOG.renderer == threading.get_ident()
         if self._is_nested:
-            _WATCHDOG.number += 1
+            _WATCHDOG.num_started += 1
             return
         self._limits: tuple[Limits, Limits] | None = None
         try:  # a stop request may be raised at any point in this block
@@ -169,7 +169,7 @@ Limits: TypeAlias = "tuple[int, int]"
 
 
 def _memory_limits() -> tuple[Limits, Limits] | None:
-    """Return the current address-space limits of this process, and limits that allow MEMORY more bytes than are in use.
+    """Return this process's address-space limits, and limits that allow MAX_EXTRA_MEMORY_BYTES more than are in use.
 
     Returns None if the current limits are at least as strict, or the system does not report memory use.
     """
@@ -179,9 +179,9 @@ def _memory_limits() -> tuple[Limits, Limits] | None:
     except OSError:
         return None
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if any(limit != resource.RLIM_INFINITY and limit <= used + MEMORY for limit in (soft, hard)):
+    if any(limit != resource.RLIM_INFINITY and limit <= used + MAX_EXTRA_MEMORY_BYTES for limit in (soft, hard)):
         return None
-    return (soft, hard), (used + MEMORY, hard)
+    return (soft, hard), (used + MAX_EXTRA_MEMORY_BYTES, hard)
 
 
 class _MemoryLimits:
@@ -199,7 +199,7 @@ class _MemoryLimits:
 
 
 class _Watchdog:
-    """A watchdog thread that raises TemplateTimeout in the rendering thread after CPU_S seconds of CPU time.
+    """A watchdog thread that raises TemplateTimeout in the rendering thread after RENDERING_CPU_S seconds of CPU time.
 
     The thread starts with the first rendering, and ends after a few seconds without renderings.
     """
@@ -209,7 +209,7 @@ class _Watchdog:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self.number = 0
+        self.num_started = 0
         """Number of renderings started; a change tells the watchdog that a new rendering has started."""
         self.renderer: int | None = None
         """The rendering thread, or None."""
@@ -218,7 +218,7 @@ class _Watchdog:
 
     def begin(self) -> None:
         with self._lock:
-            self.number += 1
+            self.num_started += 1
             self.renderer, self._has_fired = threading.get_ident(), False
             if self._thread is None:
                 thread = threading.Thread(target=self._watch, name="template-limits", daemon=True)
@@ -243,22 +243,22 @@ class _Watchdog:
             self.renderer = None
 
     def _watch(self) -> None:
-        last_number, started_at, idle_since = 0, 0.0, time.monotonic()
+        last_num_started, started_at, idle_since = 0, 0.0, time.monotonic()
         while True:
             time.sleep(self._POLL_S)
             with self._lock:
                 if self.renderer is None:
-                    if self.number == last_number and time.monotonic() - idle_since > self._IDLE_S:
+                    if self.num_started == last_num_started and time.monotonic() - idle_since > self._IDLE_S:
                         self._thread = None
                         return
-                    if self.number != last_number:
-                        last_number, idle_since = self.number, time.monotonic()
+                    if self.num_started != last_num_started:
+                        last_num_started, idle_since = self.num_started, time.monotonic()
                     continue
                 clock = getattr(time, "pthread_getcpuclockid", None)  # not on every system; wall-clock time otherwise
                 now = time.clock_gettime(clock(self.renderer)) if clock is not None else time.monotonic()
-                if self.number != last_number:
-                    last_number, started_at, idle_since = self.number, now, time.monotonic()
-                elif now - started_at > CPU_S and not self._has_fired:
+                if self.num_started != last_num_started:
+                    last_num_started, started_at, idle_since = self.num_started, now, time.monotonic()
+                elif now - started_at > RENDERING_CPU_S and not self._has_fired:
                     self._has_fired = True
                     error = ctypes.py_object(TemplateTimeout)
                     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self.renderer), error)

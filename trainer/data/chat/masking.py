@@ -32,18 +32,19 @@ from trainer.stopping import stop_if_asked
 class Encoded:
     """Token ids and loss mask of a conversation, both of shape (num_tokens,).
 
-    spelled: a special token spelled out in the text, or "".  It suggests that a chat template has already been applied
-        to the file.
+    loss_mask: True for the tokens that are targets.
+    spelled_token: a special token spelled out in the text, or "".  It suggests that a chat template has already been
+        applied to the file.
     """
 
     ids: NDArray[np.int64]
-    trained: NDArray[np.bool_]
-    spelled: str = ""
+    loss_mask: NDArray[np.bool_]
+    spelled_token: str = ""
 
-    def truncated(self, num_tokens: int, marks_end: bool) -> Encoded:
-        """Return the first `num_tokens` tokens.  marks_end: train only on the last of them."""
-        trained = self.trained[:num_tokens]
-        return Encoded(self.ids[:num_tokens], only_last(len(trained)) if marks_end else trained)
+    def truncated(self, num_tokens: int, targets_only_end: bool) -> Encoded:
+        """Return the first `num_tokens` tokens.  targets_only_end: train only on the last of them."""
+        loss_mask = self.loss_mask[:num_tokens]
+        return Encoded(self.ids[:num_tokens], only_last(len(loss_mask)) if targets_only_end else loss_mask)
 
 
 def only_last(num_tokens: int) -> NDArray[np.bool_]:
@@ -78,20 +79,20 @@ class Encoder:
             everything before it again, so a conversation of 20,000 turns would otherwise take minutes.
         """
         if isinstance(sample, Conversation):
-            text, ids, _, trained = self._encode_with_spans(sample, max_tokens)
-            return Encoded(ids, trained, self.tokenizer.spelled_by_content(text))
+            text, ids, _, loss_mask = self._encode_with_spans(sample, max_tokens)
+            return Encoded(ids, loss_mask, self.tokenizer.find_spelled_token(text))
         # Prompt and completion are encoded separately, so that the prompt has the same tokens as at inference time.
         plain = self.tokenizer.plain
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
         num_tokens = len(prompt) + len(completion)
-        trained = np.arange(num_tokens) >= (0 if self._train_on == "all" else len(prompt))
-        trained = only_last(num_tokens) if self.marks_end else trained
-        spelled = self.tokenizer.spelled_in(sample.prompt + sample.completion)
-        return Encoded(np.concatenate([prompt, completion]), trained, spelled)
+        loss_mask = np.arange(num_tokens) >= (0 if self._train_on == "all" else len(prompt))
+        loss_mask = only_last(num_tokens) if self.targets_only_end else loss_mask
+        spelled_token = self.tokenizer.find_special_token(sample.prompt + sample.completion)
+        return Encoded(np.concatenate([prompt, completion]), loss_mask, spelled_token)
 
     @property
-    def marks_end(self) -> bool:
+    def targets_only_end(self) -> bool:
         """True if the only target of a conversation is its last token, at which a head scores it."""
         return self._train_on == "end"
 
@@ -109,7 +110,7 @@ class Encoder:
         answer = {"role": "assistant", "content": "Hello"}
         for prompt_messages in ([user], [system, user]):
             try:
-                prompt = template.render(prompt_messages, prompts=True).text
+                prompt = template.render(prompt_messages, add_generation_prompt=True).text
                 full = template.render([*prompt_messages, answer]).text
                 encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*prompt_messages, answer]))
             except BadChat:  # a template may require a system message, or reject one
@@ -121,9 +122,9 @@ class Encoder:
                     f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
                     "it has to at inference time"
                 )
-            targets = encoded.ids[encoded.trained]
+            targets = encoded.ids[encoded.loss_mask]
             has_answer = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
-            if has_answer and self._train_on != "all" and not self.tokenizer.is_added(int(targets[-1])):
+            if has_answer and self._train_on != "all" and not self.tokenizer.is_added_token(int(targets[-1])):
                 end = full[full.rfind("Hello") + 5 :].strip()
                 notes.append(
                     f"warning: the chat template ends turns with {end!r}, which is not a single token: generation "
@@ -136,13 +137,13 @@ class Encoder:
         """Return (text, is_trained) for each piece of the text.  Raises BadChat."""
         if isinstance(sample, Completion):
             plain = self.tokenizer.plain
-            end_text = "".join(map(self.tokenizer.text_of, plain.end_ids))
+            end_text = "".join(map(self.tokenizer.token_text, plain.end_ids))
             return [(sample.prompt, self._train_on == "all"), (sample.completion + end_text, True)]
-        text, _, spans, trained = self._encode_with_spans(sample)
-        changes = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist()]
+        text, _, spans, loss_mask = self._encode_with_spans(sample)
+        changes = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist()]
         starts = [0, *spans[changes[1:], 0].tolist(), len(text)]
         return [
-            (text[start:stop].replace(QUOTE, ""), bool(trained[change]))
+            (text[start:stop].replace(QUOTE, ""), bool(loss_mask[change]))
             for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
         ]
 
@@ -167,24 +168,23 @@ class Encoder:
             raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_all_included(chat, full.text)
         ids, spans = self.tokenizer.encode(full.text)
-        is_all_trained = self._train_on == "all"
-        loss_mask = np.zeros(len(ids), bool)
+        is_of_turn = np.zeros(len(ids), bool)
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
-        with template.limits_for_many():
+        with template.shared_limits():
             for turn in self._turns(chat):
                 stop_if_asked()
                 turn_spans = _message_spans(template, chat, full, turn)
                 for start, end in turn_spans:
-                    loss_mask |= (spans[:, 0] < end) & (spans[:, 1] > start)
+                    is_of_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
                 if turn_spans and turn_spans[0][0] >= needed_chars:
                     break
-        if self.marks_end:
+        if self.targets_only_end:
             return full.text, ids, spans, only_last(len(ids))
-        return full.text, ids, spans, ~loss_mask if is_all_trained else loss_mask
+        return full.text, ids, spans, ~is_of_turn if self._train_on == "all" else is_of_turn
 
     def _turns(self, chat: Conversation) -> list[int]:
         """Return the indices of the messages to train on; for `all`, those of the messages to exclude."""
-        if self.marks_end:
+        if self.targets_only_end:
             return []
         weights = [message.get("weight", 1) for message in chat.messages]
         if self._train_on == "all":
@@ -245,7 +245,7 @@ def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, n
         template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
     )
     if not (full.text.startswith(text_before) and full.text.startswith(text_with_turn)):
-        raise _changes_later(number)
+        raise _changed_turn_error(number)
     return [(len(text_before), len(text_with_turn))]
 
 
@@ -262,11 +262,11 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
         text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
     end = _end_of_turn(template, chat, text_with_turn, turn)
     if not full.text.startswith(text_with_turn[:end]):
-        raise _changes_later(turn)
-    prompt = template.render(chat.messages[:turn], chat.tools, prompts=True).text
-    if template.has_generation:
+        raise _changed_turn_error(turn)
+    prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
+    if template.marks_generation:
         if not full.text.startswith(text_before.rstrip()):
-            raise _changes_later(turn)
+            raise _changed_turn_error(turn)
         spans = [(start, min(stop, end)) for start, stop in full.generated if len(text_before.rstrip()) <= start < end]
         if not spans:
             return []
@@ -276,7 +276,7 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
         return spans
     if not full.text.startswith(prompt):
         if not full.text.startswith(text_before):
-            raise _changes_later(turn)
+            raise _changed_turn_error(turn)
         rule = f"messages[{turn}]: the chat template does not start this turn with its generation prompt"
         raise BadChat(rule, "data.chat_template", fix="mark the targets with {% generation %} in a .jinja file")
     return [(len(prompt), end)]
@@ -292,8 +292,8 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
     content = (chat.messages[turn].get("content") or "").rstrip()
     if content and text[:end].endswith(content):
         # An answer such as ">" also matches the end of "<|im_end|>"; a marker rendered instead of it does not.
-        message = {**chat.messages[turn], "content": _MARK}
-        if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARK):
+        message = {**chat.messages[turn], "content": _MARKER}
+        if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARKER):
             rule = (
                 f"messages[{turn}]: the chat template does not end this turn with a token (only white space, or "
                 "nothing, follows the message), so the model cannot learn to stop"
@@ -302,11 +302,11 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
     return end
 
 
-_MARK = "\U000f5151"
+_MARKER = "\U000f5151"
 """Content of a marker message: a character of the private use area, so it does not occur elsewhere in the text."""
 
 
-def _changes_later(turn: int) -> BadChat:
+def _changed_turn_error(turn: int) -> BadChat:
     rule = (
         f"messages[{turn}]: the chat template renders this turn differently when other turns follow: the model would "
         "be trained on text that it never sees later"
@@ -364,29 +364,31 @@ class ChatTokenizer:
             return {key: self.quoted(item) for key, item in value.items()}
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def spelled_in(self, text: str) -> str:
+    def find_special_token(self, text: str) -> str:
         """Return the first special token that is spelled out in a text, or ""."""
         match = self._special_pattern.search(text)
         return match[0] if match else ""
 
-    def spelled_by_content(self, text: str) -> str:
-        """Return a special token that the template writes and a message spells out, or ""."""
+    def find_spelled_token(self, text: str) -> str:
+        """Return a special token that the template writes and that a message also spells out, or ""."""
         if QUOTE not in text:
             return ""
         rendered = (token for token in self._special_tokens if token in text)
         return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
 
-    def is_added(self, number: int) -> bool:
+    def is_added_token(self, token_id: int) -> bool:
         """Return whether an id is an added token, such as the end-of-turn token, rather than text."""
-        return any(token["id"] == number for token in self._content.get("added_tokens", ()))
+        return any(token["id"] == token_id for token in self._content.get("added_tokens", ()))
 
-    def has(self, text: str) -> bool:
+    def has_added_token(self, text: str) -> bool:
         """Return whether a text is an added token."""
         return any(token["content"] == text for token in self._content.get("added_tokens", ()))
 
-    def text_of(self, number: int) -> str:
+    def token_text(self, token_id: int) -> str:
         """Return the text of an id, which may be a special token."""
-        return self.plain.decode([number]) if not self._content else str(self._special_tokenizer.id_to_token(number))
+        return (
+            self.plain.decode([token_id]) if not self._content else str(self._special_tokenizer.id_to_token(token_id))
+        )
 
     def encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of a text, and the (start, end) character span of each, of shape (num_ids, 2).

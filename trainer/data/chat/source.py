@@ -61,7 +61,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 def make_encoder(data: DataSection) -> Encoder:
     """Return the encoder that the settings describe.  Raises UserError if the tokenizer or template cannot be used."""
     template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
-    missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has(token)]
+    missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has_added_token(token)]
     if data.chat_template == CHATML and missing:
         rule = f"the tokenizer has no token {missing[-1]}, so the model could not learn to stop"
         fix = "give a .jinja file that ends turns with a token that the tokenizer has, such as {{ eos_token }}"
@@ -125,7 +125,7 @@ class _Conversations(Source):
         """
         for number in range(min(len(self._offsets) - 1, 100)):
             encoded = self._read(number)
-            start = int(np.argmax(encoded.trained))
+            start = int(np.argmax(encoded.loss_mask))
             if start:
                 prompt: list[int] = encoded.ids[:start].tolist()
                 return prompt
@@ -134,7 +134,7 @@ class _Conversations(Source):
     @property
     def _lengths(self) -> NDArray[np.int64]:
         """The number of positions that each conversation takes; its last token takes one only if it is scored."""
-        return np.diff(self._offsets) - (not self._encoder.marks_end)
+        return np.diff(self._offsets) - (not self._encoder.targets_only_end)
 
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
         shape = (num_rows, self.seq_len)
@@ -154,14 +154,14 @@ class _Conversations(Source):
         takes n, and the only target, 0, is at the last of them.
         """
         encoded = self._read(number)
-        if self._encoder.marks_end:
+        if self._encoder.targets_only_end:
             stop = start + len(encoded.ids)
             rows["tokens"][row, start:stop] = encoded.ids
             rows["targets"][row, stop - 1] = 0
             return stop
         stop = start + len(encoded.ids) - 1
         rows["tokens"][row, start:stop] = encoded.ids[:-1]
-        rows["targets"][row, start:stop] = np.where(encoded.trained[1:], encoded.ids[1:], IGNORE)
+        rows["targets"][row, start:stop] = np.where(encoded.loss_mask[1:], encoded.ids[1:], IGNORE)
         return stop
 
 
@@ -245,7 +245,7 @@ class LabeledSource(_Conversations):
             row = self.rows_per_sample * sample
             end = self._write_row(rows, row, 0, index)
             labels[sample] = self._shard.read(int(self._offsets[index]), 1)[0] >> 1
-            if self._encoder.marks_end:
+            if self._encoder.targets_only_end:
                 rows["targets"][row, end - 1] = labels[sample]
             if self.rows_per_sample == 2:
                 self._write_mismatched(rows, row + 1, index, self._next_with_another_prompt(index))
@@ -253,7 +253,7 @@ class LabeledSource(_Conversations):
 
     def _read(self, number: int) -> Encoded:
         encoded = super()._read(number)
-        return Encoded(encoded.ids[1:], encoded.trained[1:])
+        return Encoded(encoded.ids[1:], encoded.loss_mask[1:])
 
     def _next_with_another_prompt(self, number: int) -> int:
         """Return the next conversation after `number` with a different prompt.  Raises UserError if there is none."""
@@ -269,15 +269,15 @@ class LabeledSource(_Conversations):
     def _prompt_and_answer(self, number: int) -> tuple[Encoded, int]:
         """Return a conversation, and the position of its first target, where its answer starts."""
         encoded = self._read(number)
-        return encoded, int(np.argmax(encoded.trained))
+        return encoded, int(np.argmax(encoded.loss_mask))
 
     def _write_mismatched(self, rows: Mapping[str, NDArray[Any]], row: int, number: int, other: int) -> None:
         """Write the prompt of conversation `number` and the answer of conversation `other` into a row."""
         (prompt, end), (answer, start) = self._prompt_and_answer(number), self._prompt_and_answer(other)
         ids = np.concatenate([prompt.ids[:end], answer.ids[start:]])[: self.seq_len + 1]
-        trained = np.concatenate([prompt.trained[:end], answer.trained[start:]])[: self.seq_len + 1]
+        loss_mask = np.concatenate([prompt.loss_mask[:end], answer.loss_mask[start:]])[: self.seq_len + 1]
         rows["tokens"][row, : len(ids) - 1] = ids[:-1]
-        rows["targets"][row, : len(ids) - 1] = np.where(trained[1:], ids[1:], IGNORE)
+        rows["targets"][row, : len(ids) - 1] = np.where(loss_mask[1:], ids[1:], IGNORE)
 
 
 # ---------------------------------------------------------------------------------------------------------------

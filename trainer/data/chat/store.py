@@ -111,9 +111,9 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
     try:
         with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
             _write(reader.conversations(), spec.holdout, train, held_out, report)
-        report.tokens = train.tokens - train.samples * spec.has_labels  # a label takes the place of a token
-        report.held_out, report.trained = held_out.samples, train.trained
-        report.held_out_tokens = held_out.tokens - held_out.samples * spec.has_labels
+        report.tokens = train.num_tokens - train.num_samples * spec.has_labels  # a label takes the place of a token
+        report.held_out, report.trained = held_out.num_samples, train.num_targets
+        report.held_out_tokens = held_out.num_tokens - held_out.num_samples * spec.has_labels
         _check(spec, report, is_empty=train.is_empty)
         train.publish()
         held_out.publish()
@@ -142,7 +142,7 @@ def _write(
     lowest_fraction = 1.0
     for documents in conversations:
         ids_hash = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
-        digest.update(ids_hash + b"".join(document.trained.tobytes() for document in documents))
+        digest.update(ids_hash + b"".join(document.loss_mask.tobytes() for document in documents))
         hash_fraction = int.from_bytes(ids_hash, "little") / 2**64
         if hash_fraction < holdout:
             held_out.write(documents)
@@ -204,28 +204,21 @@ class _ChatReader:
             documents = [self._encoder.encode(sample, self._max_tokens) for sample in samples]
             self._count(samples, documents, location)
             documents = self._fit_length(documents)
-            label = self._label(record)
+            label = self._format.label(record) if self._spec.has_labels and self._format is not None else None
         except BadChat as error:
             raise self._user_error(error, location) from error
-        if documents and not all(document.trained[1:].any() for document in documents):
+        if documents and not all(document.loss_mask[1:].any() for document in documents):
             self._report.unused.append(location)
             return []
         if label is None or not documents:
             return documents
         self._report.labels[str(label)] = self._report.labels.get(str(label), 0) + 1
-        return [Encoded(np.insert(d.ids, 0, label), np.insert(d.trained, 0, False)) for d in documents]
+        return [Encoded(np.insert(d.ids, 0, label), np.insert(d.loss_mask, 0, False)) for d in documents]
 
     @property
     def _max_tokens(self) -> int:
         """The maximum number of tokens that fit in a row; the last token takes a position only if it is scored."""
-        return self._spec.seq_len + (not self._encoder.marks_end)
-
-    def _label(self, record: Mapping[str, Any]) -> int | None:
-        """Return the record's label, or None if the objective needs none."""
-        if not self._spec.has_labels:
-            return None
-        assert self._format is not None
-        return self._format.label(record)
+        return self._spec.seq_len + (not self._encoder.targets_only_end)
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
@@ -238,7 +231,7 @@ class _ChatReader:
         report = self._report
         report.chats += 1
         report.plain += any(isinstance(sample, Completion) for sample in samples)
-        token = next((document.spelled for document in documents if document.spelled), "")
+        token = next((document.spelled_token for document in documents if document.spelled_token), "")
         if token:
             report.spelling += 1
             report.token = report.token or token
@@ -263,7 +256,7 @@ class _ChatReader:
             return []
         self._report.truncated += 1
         self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
-        return [document.truncated(max_tokens, self._encoder.marks_end) for document in documents]
+        return [document.truncated(max_tokens, self._encoder.targets_only_end) for document in documents]
 
     def _user_error(self, error: BadChat, location: str) -> UserError:
         """Convert a BadChat to a UserError that names the record's location and the setting to change."""
@@ -305,16 +298,16 @@ class _SplitWriter:
     def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
         self._path, self._tokenizer = path, tokenizer
         self._writer: ShardWriter | None = None
-        self.samples = self.tokens = self.trained = 0
+        self.num_samples = self.num_tokens = self.num_targets = 0
 
     def write(self, documents: Sequence[Encoded]) -> None:
         if self._writer is None:
             self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
-        self.samples += 1
+        self.num_samples += 1
         for document in documents:
-            self.tokens += len(document.ids)
-            self.trained += int(document.trained[1:].sum())
-            self._writer.write(2 * document.ids + document.trained, num_bytes=0)
+            self.num_tokens += len(document.ids)
+            self.num_targets += int(document.loss_mask[1:].sum())
+            self._writer.write(2 * document.ids + document.loss_mask, num_bytes=0)
             self._writer.end_document()
 
     @property
@@ -416,7 +409,7 @@ class PartialResults:
                 np.savez(
                     file,
                     tokens=np.concatenate(
-                        [np.zeros(0, np.int64), *(2 * document.ids + document.trained for document in documents)]
+                        [np.zeros(0, np.int64), *(2 * document.ids + document.loss_mask for document in documents)]
                     ),
                     counts=np.array([len(document.ids) for document in documents], np.int64),
                     sizes=np.array([len(record_documents) for record_documents in self._pending], np.int64),

@@ -26,7 +26,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.formats import BadChat, Message
-from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, limited, trial
+from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, limited, try_in_child
 from trainer.errors import setting_error
 from trainer.files import read_json
 
@@ -70,10 +70,10 @@ class ChatTemplate:
         return type(self), (self.sources, self.tokens, self._now)
 
     @cached_property
-    def has_generation(self) -> bool:
+    def marks_generation(self) -> bool:
         """True if the template marks the assistant's text with `{% generation %}`."""
         return any(
-            node.name == "_note" and node.identifier == _Generation.identifier
+            node.name == "_record_span" and node.identifier == _Generation.identifier
             for text in self.sources.values()
             for node in self._environment.parse(text).find_all(nodes.ExtensionAttribute)
         )
@@ -93,19 +93,21 @@ class ChatTemplate:
         """True if the template refers to a message's reasoning."""
         return any(key in text for text in self.sources.values() for key in REASONING_KEYS)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Any] = (), prompts: bool = False) -> Rendered:
-        """Render `messages`; with `prompts`, add the generation prompt for the assistant's next message.
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Render `messages`; with `add_generation_prompt`, end with the header of the assistant's next message.
 
         Raises BadChat, with the template's error message if the template rejects the messages.
         """
         try:
             with limited():
-                return self.render_unlimited(messages, tools, prompts)
+                return self.render_unlimited(messages, tools, add_generation_prompt)
         except (TemplateTimeout, MemoryError) as error:
             raise _too_costly(error) from error
 
     @contextmanager
-    def limits_for_many(self) -> Iterator[None]:
+    def shared_limits(self) -> Iterator[None]:
         """Context manager that makes many renderings cheaper: it sets the limits once, but limits the time of each."""
         try:
             with limited():
@@ -113,7 +115,9 @@ class ChatTemplate:
         except (TemplateTimeout, MemoryError) as error:
             raise _too_costly(error) from error
 
-    def render_unlimited(self, messages: Sequence[Message], tools: Sequence[Any], prompts: bool) -> Rendered:
+    def render_unlimited(
+        self, messages: Sequence[Message], tools: Sequence[Any], add_generation_prompt: bool
+    ) -> Rendered:
         """Render like `render`, but without limits on time and memory.
 
         Raises RecursionError if messages are nested too deeply, or the template recurses infinitely.
@@ -124,7 +128,7 @@ class ChatTemplate:
         pieces: list[str] = []
         self._generation.begin(pieces)
         try:
-            for piece in template.generate(**self.tokens, **values, add_generation_prompt=prompts):
+            for piece in template.generate(**self.tokens, **values, add_generation_prompt=add_generation_prompt):
                 pieces.append(piece)
         except jinja2.TemplateError as error:
             raise BadChat(f"the chat template rejects it ({error})", "data.chat_template") from error
@@ -145,8 +149,8 @@ class ChatTemplate:
 
 
 def _too_costly(error: BaseException) -> BadChat:
-    complaint = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
-    return BadChat(f"the chat template {complaint}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
+    problem = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
+    return BadChat(f"the chat template {problem}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
@@ -188,9 +192,9 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         _check_size(len(text), key, setting)
     if not templates["default"].strip():
         raise setting_error(key, setting, "the template is empty", fix=_FIX_OTHER_TEMPLATE)
-    complaint = _try_templates(tuple(templates.items()), tuple(tokens.items()))
-    if complaint:
-        raise setting_error(key, setting, f"the template {complaint}", fix=_FIX_OTHER_TEMPLATE)
+    problem = _try_templates(tuple(templates.items()), tuple(tokens.items()))
+    if problem:
+        raise setting_error(key, setting, f"the template {problem}", fix=_FIX_OTHER_TEMPLATE)
     try:
         return ChatTemplate(templates, tokens)
     except jinja2.TemplateSyntaxError as error:
@@ -233,9 +237,9 @@ def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[s
     def attempt() -> str:
         try:
             template = ChatTemplate(dict(templates), dict(tokens))
-            for messages, tools, prompts in _TRIALS:
+            for messages, tools, add_generation_prompt in _TRIAL_CONVERSATIONS:
                 try:
-                    template.render_unlimited(messages, tools, prompts)
+                    template.render_unlimited(messages, tools, add_generation_prompt)
                 except BadChat:
                     continue
         except jinja2.TemplateSyntaxError:
@@ -248,13 +252,13 @@ def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[s
             return f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})"
         return ""
 
-    return trial(attempt)
+    return try_in_child(attempt)
 
 
 _QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
 _EXCHANGE: list[Message] = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
 _CALL = {"type": "function", "function": {"name": "time", "arguments": {}}}
-_TRIALS: list[tuple[list[Message], list[Any], bool]] = [
+_TRIAL_CONVERSATIONS: list[tuple[list[Message], list[Any], bool]] = [
     (_QUESTION, [], True),
     (_EXCHANGE, [], False),
     ([{"role": "system", "content": "Be brief"}, *_EXCHANGE, *_EXCHANGE], [], False),
@@ -325,26 +329,26 @@ class _Generation(Extension):
     def __init__(self, environment: jinja2.Environment) -> None:
         super().__init__(environment)
         self._pieces: list[str] | None = None
-        self._marked: list[tuple[int, str]] = []
+        self._spans_found: list[tuple[int, str]] = []
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_note"), [], [], body).set_lineno(line)
+        return nodes.CallBlock(self.call_method("_record_span"), [], [], body).set_lineno(line)
 
     def begin(self, pieces: list[str]) -> None:
         """Start recording; the rendered text is appended to `pieces`."""
-        self._pieces, self._marked = pieces, []
+        self._pieces, self._spans_found = pieces, []
 
     def end(self) -> list[tuple[int, str]]:
         """Stop recording; return the start offset and the text of each marked part."""
         self._pieces = None
-        return self._marked
+        return self._spans_found
 
-    def _note(self, caller: Callable[[], str]) -> str:
+    def _record_span(self, caller: Callable[[], str]) -> str:
         text = caller()
         if self._pieces is not None:
-            self._marked.append((sum(map(len, self._pieces)), text))
+            self._spans_found.append((sum(map(len, self._pieces)), text))
         return text
 
 
@@ -380,7 +384,7 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, namespace=_Namespace)
-    environment.globals["strftime_now"] = lambda form: now().strftime(form)
+    environment.globals["strftime_now"] = lambda date_format: now().strftime(date_format)
     return environment
 
 

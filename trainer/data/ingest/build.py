@@ -150,7 +150,7 @@ class _Builder:
     def build_all(self) -> None:
         """Build every unit that is not done and not locked by another process, then wait for the locked ones."""
         folder, pause = self._folder, _POLL_S
-        for waits in (False, True):
+        for waits_for_others in (False, True):
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
                     self._worker_pool.raise_errors()
@@ -161,7 +161,7 @@ class _Builder:
                         finally:
                             self._current_unit_bytes = 0
                             folder.unlock(number)
-                    elif waits:
+                    elif waits_for_others:
                         time.sleep(pause)
                         pause = min(2 * pause, _MAX_POLL_S)
                     else:
@@ -307,7 +307,7 @@ def default_num_procs() -> int:
 def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], num_workers: int) -> Iterator[_Workers]:
     """Run workers during a block: none if `num_workers` is negative.
 
-    At the end of the block, waits until they have finished; if the block raises an error, kills them.
+    At the end of the block, waits_for_others until they have finished; if the block raises an error, kills them.
     """
     workers, processes = _Workers(), []
     try:
@@ -497,8 +497,8 @@ class _Split:
             writer = self.current_writer
             num_fitting = len(counts)
             if self._job.shard_tokens:  # the last document may exceed the limit
-                room = self._job.shard_tokens - writer.num_tokens
-                num_fitting = min(num_fitting, int(np.searchsorted(np.cumsum(counts + num_special), room)) + 1)
+                space = self._job.shard_tokens - writer.num_tokens
+                num_fitting = min(num_fitting, int(np.searchsorted(np.cumsum(counts + num_special), space)) + 1)
             end = int(counts[:num_fitting].sum())
             writer.write_documents(ids[:end], counts[:num_fitting], int(sizes[:num_fitting].sum()))
             ids, counts, sizes = ids[end:], counts[num_fitting:], sizes[num_fitting:]

@@ -132,7 +132,7 @@ class _FastEngine(Engine):
     def __init__(self, tokenizer: FileTokenizer, reference: Engine) -> None:
         self._reference = reference
         self._dtype = find_dtype(tokenizer.vocab_size)
-        self._added = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
+        self._added_ids = np.array(sorted(tokenizer.library.get_added_tokens_decoder()), np.uint32)
 
     def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
         try:
@@ -142,18 +142,23 @@ class _FastEngine(Engine):
         except BaseException as error:  # a Rust panic is a BaseException
             raise IdsDiffer(f"{self.name} gives up ({error})") from error
         joined, counts = _concatenate(ids, self._dtype)
-        if self._has_added(joined):
+        if self._contains_added_token(joined):
             for number, text_ids in enumerate(ids):
-                if self._has_added(text_ids):
+                if self._contains_added_token(text_ids):
                     ids[number] = self._reference.encode([texts[number]])[0].astype(np.uint32)
             return _concatenate(ids, self._dtype)
         return joined, counts
 
-    def _has_added(self, ids: NDArray[np.integer[Any]]) -> bool:
+    def _contains_added_token(self, ids: NDArray[np.integer[Any]]) -> bool:
         """Return whether `ids` contains an added token.  Cheap if all are at one end of the vocabulary, as usual."""
-        if not len(self._added) or not len(ids) or ids.max() < self._added[0] or ids.min() > self._added[-1]:
+        if (
+            not len(self._added_ids)
+            or not len(ids)
+            or ids.max() < self._added_ids[0]
+            or ids.min() > self._added_ids[-1]
+        ):
             return False
-        return bool(np.isin(ids, self._added).any())
+        return bool(np.isin(ids, self._added_ids).any())
 
 
 class _Gigatoken(_FastEngine):
@@ -183,14 +188,14 @@ class _Tiktoken(_FastEngine):
         content = load_json(tokenizer.library.to_str().encode())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
             raise IdsDiffer("is not a plain byte-level BPE")
-        ranks, id_of_rank = _ranks(content["model"])
+        ranks, id_of_rank = _bpe_ranks(content["model"])
         pattern = _split_pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
 
         self._encode_text = lambda text: id_of_rank[np.array(encoding.encode_ordinary(text.decode()), dtype=np.int64)]
 
 
-_GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
@@ -203,7 +208,7 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
         raise IdsDiffer("its text is not split by a single regular expression")
     if len(steps) == 1 and last.get("use_regex", True):
-        return _GPT2
+        return _GPT2_PATTERN
     first = steps[0]
     is_split = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
     if len(steps) != 2 or last.get("use_regex", True) or not is_split or "Regex" not in first["pattern"]:
@@ -211,7 +216,7 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
     return str(first["pattern"]["Regex"])
 
 
-def _ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
+def _bpe_ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
     """Return the rank of each mergeable token, as bytes, and the id of each rank."""
     # In the vocabulary each byte is one character: printable bytes are themselves, the others count up from 256.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
@@ -274,7 +279,7 @@ MAX_PIECE_BYTES = 1 << 20
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
-_RANGES = [
+_CHARACTER_RANGES = [
     (0x21, 0x7E), (0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x3041, 0x3096), (0x30A1, 0x30FA), (0x410, 0x42F),
     (0x430, 0x44F), (0x391, 0x3A1), (0x3B1, 0x3C9), (0x627, 0x64A), (0x5D0, 0x5EA), (0xE01, 0xE2E),
     (0x905, 0x939), (0x985, 0x9A8), (0xE0, 0xF6), (0xF8, 0xFF), (0xC0, 0xD6),
@@ -286,7 +291,7 @@ _PUNCTUATION = "".join(
 )
 """Punctuation that ends lines in other scripts."""
 
-_WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _RANGES)
+_WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _CHARACTER_RANGES)
 
 _LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
 
@@ -369,7 +374,7 @@ def _last_match_end(pattern: re.Pattern[str], text: bytes) -> int:
 
 def _example_characters(extra_characters: str) -> list[str]:
     """Return all characters of the first range (ASCII), three of each other range, and `extra_characters`."""
-    (first, last), *other_ranges = _RANGES
+    (first, last), *other_ranges = _CHARACTER_RANGES
     codes = [*range(first, last + 1), *(code for a, b in other_ranges for code in (a, (a + b) // 2, b))]
     return [*map(chr, codes), *extra_characters]
 

@@ -25,16 +25,16 @@ Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "token
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
-_PROSE = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
+_PROSE_SUFFIXES = ".txt .md .markdown .rst .tex .org .adoc .html .htm .xml"
 
-_CODE = (
+_CODE_SUFFIXES = (
     ".py .pyi .c .h .cc .cpp .cxx .hh .hpp .cu .cuh .m .mm .rs .go .java .kt .kts .scala .swift .cs .fs .js .jsx .mjs "
     ".ts .tsx .rb .php .pl .pm .lua .r .jl .hs .ml .mli .ex .exs .erl .clj .lisp .el .scm .sh .bash .zsh .sql .css "
     ".vue .proto .cmake .asm .s .f90 .f .zig .nim .dart .v .vhd .sv"
 )
 
-_KINDS: dict[str, Kind] = {
-    **dict.fromkeys((*_PROSE.split(), *_CODE.split()), "text"),
+_KIND_OF_SUFFIX: dict[str, Kind] = {
+    **dict.fromkeys((*_PROSE_SUFFIXES.split(), *_CODE_SUFFIXES.split()), "text"),
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
     **dict.fromkeys(RECORD_SUFFIXES, "records"),
@@ -43,9 +43,9 @@ _KINDS: dict[str, Kind] = {
     ".bin": "tokens",
 }
 
-_COMPRESSIONS: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+_COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
-_COMPRESSIBLE = ("text", "jsonl", "records")
+_COMPRESSIBLE_KINDS = ("text", "jsonl", "records")
 
 SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .json, .csv, .parquet, .arrow, .md, source code; .gz and .zst of text and of records; .bin of other "
@@ -74,7 +74,7 @@ class InputFile:
     checksum: str = ""
 
     @classmethod
-    def of(cls, path: str, key: str) -> InputFile | None:
+    def from_path(cls, path: str, key: str) -> InputFile | None:
         """Return a description of the file at `path`, or None if its kind is not supported.
 
         Raises UserError that names the setting `key` if the file does not exist.
@@ -95,9 +95,9 @@ class InputFile:
 def kind_of(path: str) -> tuple[Kind, Compression] | None:
     """Return the kind and the compression of a file, judging by its name; None if it holds no documents."""
     stem, suffix = os.path.splitext(path.lower())
-    compression = _COMPRESSIONS.get(suffix, "")
-    kind = _KINDS.get(os.path.splitext(stem)[1] if compression else suffix)
-    if kind is None or (compression and kind not in _COMPRESSIBLE):
+    compression = _COMPRESSION_OF_SUFFIX.get(suffix, "")
+    kind = _KIND_OF_SUFFIX.get(os.path.splitext(stem)[1] if compression else suffix)
+    if kind is None or (compression and kind not in _COMPRESSIBLE_KINDS):
         return None
     return kind, compression
 
@@ -110,7 +110,7 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     """
     inputs: dict[str, InputFile] = {}
     for setting in settings:
-        for match in _match(setting, key):
+        for match in _find_matches(setting, key):
             files = list(_list_inputs(match, key))
             if not files:
                 is_folder = os.path.isdir(match)
@@ -121,7 +121,7 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     return list(inputs.values())
 
 
-def _match(setting: str, key: str) -> list[str]:
+def _find_matches(setting: str, key: str) -> list[str]:
     """Return the files and folders that a setting names.  Raises UserError if there are none."""
     pattern = os.path.expanduser(setting)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
@@ -148,12 +148,12 @@ def _match(setting: str, key: str) -> list[str]:
 
 def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
     if not os.path.isdir(path):
-        file = InputFile.of(path, key)
+        file = InputFile.from_path(path, key)
         if file is not None and (file.kind != "tokens" or is_foreign_token_file(path)):
             yield file
         return
     for inner_path in _walk(dataset_folder(path, key)):
-        file = InputFile.of(inner_path, key)
+        file = InputFile.from_path(inner_path, key)
         if file is not None and file.kind != "tokens":  # a .bin file may be anything, unless the user named it
             yield file
 
@@ -327,7 +327,7 @@ class DocumentCounts:
     places: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, manifest: ShardManifest) -> DocumentCounts:
+    def from_manifest(cls, manifest: ShardManifest) -> DocumentCounts:
         """Return the counts stored in a manifest."""
         names = [declared.name for declared in dataclasses.fields(cls)]
         return cls(**{name: manifest.notes[name] for name in names if name in manifest.notes})
@@ -412,7 +412,7 @@ def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None
         raise setting_error(keys.bad, setting, rule, "skip" if share >= 0.5 else f"{share * 1.01:.2g}")
 
 
-def describe(tally: DocumentCounts) -> str:
+def describe_bad_documents(tally: DocumentCounts) -> str:
     """Return a message about the bad documents, or "" if there are none."""
     if not tally.bad:
         return ""

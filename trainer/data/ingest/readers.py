@@ -202,12 +202,12 @@ class _Lines:
             try:
                 documents.append(load_json(line)[key].encode())
             except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-                text = self._read_slowly(line, number)
+                text = self._read_with_json(line, number)
                 if text is not None:
                     documents.append(text)
         return documents
 
-    def _read_slowly(self, line: bytes, number: int) -> bytes | None:
+    def _read_with_json(self, line: bytes, number: int) -> bytes | None:
         """Return the text of a line that orjson rejects but Python's parser accepts; report any other line as bad."""
         try:
             decoded = line.decode()
@@ -387,10 +387,10 @@ class _LineReader:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self._buffer, self._is_at_end = file, b"", False
 
-    def read_until(self, mark: bytes) -> bytes:
-        """Return the bytes up to and including `mark`, or up to the end of the line if `mark` does not occur."""
+    def read_until(self, delimiter: bytes) -> bytes:
+        """Return the bytes up to and including `delimiter`, or up to the end of the line if it does not occur."""
         content = bytearray()
-        while (position := self._buffer.find(mark)) < 0:
+        while (position := self._buffer.find(delimiter)) < 0:
             content += self._buffer
             self._buffer = b""
             if not self._read_more():
@@ -534,19 +534,19 @@ def _as_bytes(arrow: Any, column: Any) -> Any:
 
     Raises ArrowInvalid if the column's offsets are invalid.
     """
-    kinds = arrow.types
-    if kinds.is_dictionary(column.type):
+    types = arrow.types
+    if types.is_dictionary(column.type):
         values = _as_bytes(arrow, column.dictionary)
         if values is None:
             return None
         return arrow.DictionaryArray.from_arrays(column.indices, values).dictionary_decode()
-    if kinds.is_string_view(column.type) or kinds.is_binary_view(column.type):
+    if types.is_string_view(column.type) or types.is_binary_view(column.type):
         column = column.view(arrow.binary_view())
         column.validate(full=True)
         return column.cast(arrow.large_binary())
-    if kinds.is_large_string(column.type) or kinds.is_large_binary(column.type):
+    if types.is_large_string(column.type) or types.is_large_binary(column.type):
         binary = column.view(arrow.large_binary())
-    elif kinds.is_string(column.type) or kinds.is_binary(column.type):
+    elif types.is_string(column.type) or types.is_binary(column.type):
         binary = column.view(arrow.binary())
     else:
         return None
@@ -690,10 +690,10 @@ def _token_layout(input_file: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype
     header = np.fromfile(input_file.path, "<i4", 3)
     dtype = _HEADER_DTYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
-        plain = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
-        rule = f"its size is not a multiple of {plain.itemsize} bytes"
-        _check_complete(input_file, input_file.size % plain.itemsize == 0, rule)
-        return plain.newbyteorder("<"), 0
+        plain_dtype = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
+        rule = f"its size is not a multiple of {plain_dtype.itemsize} bytes"
+        _check_complete(input_file, input_file.size % plain_dtype.itemsize == 0, rule)
+        return plain_dtype.newbyteorder("<"), 0
     expected = _HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
     rule = f"it has {input_file.size} bytes, but its header says {expected}"
     _check_complete(input_file, input_file.size == expected, rule)

@@ -134,7 +134,7 @@ class ShardCache:
             self.close_evicted()
             excess = sum(map(_size_of, self._names())) - self._limit  # includes files being downloaded
             evicted: list[str] = []
-            for name, steps_until_needed in self._by_need():
+            for name, steps_until_needed in self._least_urgent_first():
                 if excess <= 0 or steps_until_needed <= num_steps:
                     break
                 evicted.append(name)
@@ -156,7 +156,7 @@ class ShardCache:
                 names.append(entry.name)
         return names
 
-    def _by_need(self) -> list[tuple[str, float]]:
+    def _least_urgent_first(self) -> list[tuple[str, float]]:
         """Return the token files with the steps until each is needed: the least urgent first, then the oldest."""
         files, prefetchers = [], list(self.prefetchers)
         for name in self._names():

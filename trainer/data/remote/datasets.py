@@ -79,7 +79,7 @@ class HubData:
         self.repository.fetch(self.files)
 
 
-def pinned_data(config: RunConfig, resolution: Resolution) -> RunConfig:
+def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Replace the branches and tags of data sets in `data.path` and `data.eval_path` with the commits they point to.
 
     A resumed run keeps the commits that it started with.  Raises UserError as `hub.open_repository` does.
@@ -126,7 +126,7 @@ def find_data(setting: str, key: str) -> HubData:
             rule = f"names files by their path, so {' and '.join(unused)} mean nothing"
             raise setting_error(key, setting, rule, fix="leave out one of the two")
     else:
-        chosen = _of_split(repository, options.get("config"), options.get("split", "train"), setting, key)
+        chosen = _files_of_split(repository, options.get("config"), options.get("split", "train"), setting, key)
     usable = [file for file in chosen if _is_data(file.path)]
     if not usable:
         paths = ", ".join(file.path for file in (chosen or repository.files)[:8])
@@ -146,9 +146,11 @@ def _parse(setting: str, key: str) -> hub.HubName:
     return name
 
 
-def _of_split(repository: hub.Repository, config: str | None, split: str, setting: str, key: str) -> list[hub.HubFile]:
+def _files_of_split(
+    repository: hub.Repository, config: str | None, split: str, setting: str, key: str
+) -> list[hub.HubFile]:
     """Return the files of one split, according to README.md or the names of the files."""
-    declared = _declared(repository)
+    declared = _declared_configs(repository)
     if declared:
         names = [str(declaration.get("config_name", "default")) for declaration in declared]
         marked = [name for name, declaration in zip(names, declared, strict=True) if declaration.get("default")]
@@ -160,7 +162,7 @@ def _of_split(repository: hub.Repository, config: str | None, split: str, settin
                 f", not {config}" if config else "; name one of them"
             )
             raise setting_error(key, setting, rule, example=_with_option(setting, "config", names[0]))
-        patterns = _patterns(declared[names.index(chosen)])
+        patterns = _split_patterns(declared[names.index(chosen)])
         if patterns is not None:
             if split not in patterns:
                 rule = f"has the splits {', '.join(patterns)}, not {split}"
@@ -205,7 +207,7 @@ def _matches(path: str, pattern: str) -> bool:
     return re.fullmatch(expression, path) is not None
 
 
-def _declared(repository: hub.Repository) -> list[Mapping[str, Any]]:
+def _declared_configs(repository: hub.Repository) -> list[Mapping[str, Any]]:
     """Return the configurations that README.md declares, possibly none."""
     readme = next((file for file in repository.files if file.path == "README.md"), None)
     if readme is None:
@@ -222,7 +224,7 @@ def _declared(repository: hub.Repository) -> list[Mapping[str, Any]]:
     return [config for config in configs if isinstance(config, Mapping)] if isinstance(configs, list) else []
 
 
-def _patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
+def _split_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """Return the patterns of each split of a declared configuration, or None if they depend on file names."""
     files = config.get("data_files")
     folder = str(config.get("data_dir", "")).strip("/")

@@ -55,7 +55,11 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
         with contextlib.suppress(Unreachable):  # missing, or unreadable: list the folder
             content = read(join(url, MANIFEST))
             url = join(url, MANIFEST)
-    shards = _listed_shards(url, content, cache_settings) if content is not None else _found_shards(url, cache_settings)
+    shards = (
+        _shards_in_manifest(url, content, cache_settings)
+        if content is not None
+        else _shards_in_folder(url, cache_settings)
+    )
     if cache_gib is not None:
         _check_capacity([*shards.train, *shards.held_out], cache_gib)
     return shards
@@ -70,7 +74,7 @@ def _read_manifest(setting: str, url: str, key: str) -> bytes:
     return content
 
 
-def _listed_shards(url: str, content: bytes, cache_settings: CacheSettings) -> ShardSet:
+def _shards_in_manifest(url: str, content: bytes, cache_settings: CacheSettings) -> ShardSet:
     manifest = ShardManifest.parse(content, url)
     base, version = parent(url), hashlib.blake2b(content, digest_size=12).hexdigest()
 
@@ -88,7 +92,7 @@ def _listed_shards(url: str, content: bytes, cache_settings: CacheSettings) -> S
     return ShardSet(names, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
-def _found_shards(url: str, cache_settings: CacheSettings) -> ShardSet:
+def _shards_in_folder(url: str, cache_settings: CacheSettings) -> ShardSet:
     is_single = split_query(url)[0].endswith(".bin") and not has_pattern(url)
     urls = [url] if is_single else [match for match in find_urls(url) if split_query(match)[0].endswith(".bin")]
     if not urls:
@@ -203,15 +207,15 @@ class RemoteShard(Shard):
     def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
         return self.cache_settings.cache.read_into(buffer, self.index if is_index else self.tokens, offset)
 
-    def _remote_file(self, suffix: str, size: int, digits: slice) -> RemoteFile:
+    def _remote_file(self, suffix: str, size: int, checksum_digits: slice) -> RemoteFile:
         url = with_suffix(self._url, ".bin", suffix)
         identity = f"{without_credentials(url)} {self._file_version}"
         name = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
-        return RemoteFile(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(digits))
+        return RemoteFile(f"{name}-{size}{suffix}", url, size, lambda: self._checksum(checksum_digits))
 
-    def _checksum(self, digits: slice) -> int | None:
+    def _checksum(self, checksum_digits: slice) -> int | None:
         checksum = self.info.checksum or self._metadata.checksum
-        return int(checksum[digits], 16) if checksum else None
+        return int(checksum[checksum_digits], 16) if checksum else None
 
     @functools.cached_property
     def _metadata(self) -> ShardInfo:

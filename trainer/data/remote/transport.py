@@ -92,12 +92,12 @@ class DamagedDownload(OSError):
 
 def read(url: str, tries: int = FEW_TRIES) -> bytes:
     """Return the content of a small file.  Raises Unreachable."""
-    return with_retries(url, tries, lambda: b"".join(_content(url)))
+    return with_retries(url, tries, lambda: b"".join(_read_blocks(url)))
 
 
 def read_range(url: str, start: int, stop: int, tries: int = FEW_TRIES) -> bytes | None:
     """Return bytes `start` to `stop` of a file; None if its server only sends complete files.  Raises Unreachable."""
-    return with_retries(url, tries, lambda: _range(url, start, stop))
+    return with_retries(url, tries, lambda: _read_range(url, start, stop))
 
 
 def look_up(url: str, tries: int = FEW_TRIES) -> tuple[int, str]:
@@ -121,7 +121,7 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
         system.invalidate_cache()
         return _size_and_version(url)[1]
     with open(path, "wb") as file, _open_url(url) as response:
-        for block in _body(response):
+        for block in _body_blocks(response):
             file.write(block)
         return _version_of(response) if with_version else None
 
@@ -139,7 +139,7 @@ def _version_of(response: http.client.HTTPResponse) -> str:
     return " ".join(response.headers.get(name, "") for name in ("ETag", "Last-Modified"))
 
 
-_UNQUOTED = string.punctuation
+_SAFE_CHARACTERS = string.punctuation
 """Characters of a URL that are not percent-encoded, unlike spaces and non-ASCII letters."""
 
 _VERSION_KEYS = (
@@ -177,7 +177,7 @@ def _list_urls(url: str) -> list[str]:
         paths = system.glob(path) if has_pattern(url) else system.ls(path, detail=False)
         return [with_credentials_of(str(system.unstrip_protocol(name)), url) for name in paths]
     folder, pattern = (parent(url), split_query(url)[0].rpartition("/")[2]) if has_pattern(url) else (url, "*")
-    page = b"".join(_content(join(folder, ""))).decode(errors="replace")
+    page = b"".join(_read_blocks(join(folder, ""))).decode(errors="replace")
     links = [
         urllib.parse.unquote(link) for link in re.findall(r"""<a\s[^>]*?href=["']([^"'?#]+)""", page, re.IGNORECASE)
     ]
@@ -276,31 +276,31 @@ def _reason(error: Exception) -> str:
     return str(getattr(cause, "strerror", None) or cause) or type(error).__name__
 
 
-def _content(url: str) -> Iterator[bytes]:
+def _read_blocks(url: str) -> Iterator[bytes]:
     """Yield the content of a file in blocks."""
     if not is_http(url):
         system, name = open_filesystem(url)
         yield system.cat_file(name)
         return
     with _open_url(url) as response:
-        yield from _body(response)
+        yield from _body_blocks(response)
 
 
-def _range(url: str, start: int, stop: int) -> bytes | None:
+def _read_range(url: str, start: int, stop: int) -> bytes | None:
     if not is_http(url):
         system, name = open_filesystem(url)
         return bytes(system.cat_file(name, start=start, end=stop))
     with _open_url(url, Range=f"bytes={start}-{stop - 1}") as response:
-        return b"".join(_body(response)) if response.status == 206 else None
+        return b"".join(_body_blocks(response)) if response.status == 206 else None
 
 
 @contextmanager
 def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
     import urllib.request  # slow to import (ssl): only when needed
 
-    bare, login = split_login(url)
+    url_without_login, login = split_login(url)
     request = urllib.request.Request(
-        urllib.parse.quote(bare, safe=_UNQUOTED), headers={"Accept-Encoding": "identity", **headers}
+        urllib.parse.quote(url_without_login, safe=_SAFE_CHARACTERS), headers={"Accept-Encoding": "identity", **headers}
     )
     for name, value in login.items():
         request.add_unredirected_header(name, value)  # not sent to a server that this one redirects to
@@ -308,7 +308,7 @@ def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
         yield response
 
 
-def _body(response: http.client.HTTPResponse) -> Iterator[bytes]:
+def _body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     """Yield the body of a response.
 
     Raises DamagedDownload if the connection ends early, SlowServer if it is too slow.
