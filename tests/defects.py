@@ -140,7 +140,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "pages-taken-unchecked",
         "shard-pages",
-        "Shard._fill_checked",
+        "Shard._fill_verified",
         "if crc32(page_bytes[position : position + _PAGE_BYTES]) != page_sum:",
         "if False:",
     ),
@@ -851,7 +851,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "padding-is-a-target",
         "windows",
-        "TokenSource._windows",
+        "TokenSource._read_windows",
         "tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE",
         "tokens[row, filled:], targets[row, filled:] = self._padding, self._padding",
     ),
