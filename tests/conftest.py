@@ -17,7 +17,6 @@ from tests.budget import TIERS, Budget, recorded_durations, tier_of
 from tests.helpers.forked import fork_server, kill_leftover_processes
 from tests.helpers.runs import four, one, two
 from trainer import errors, stopping
-from trainer.data.chat.limits import try_in_child
 from trainer.distributed.environment import limit_spinning
 
 __all__ = ["four", "one", "two"]
@@ -143,7 +142,7 @@ _started: list[str] = []
 
 def _watch(name: str, arguments: tuple[Any, ...]) -> None:
     if _is_start_forbidden and name in _PROCESS_STARTS:
-        if name == "os.fork" and sys._getframe(1).f_code is trial.__code__:
+        if name == "os.fork" and sys._getframe(1).f_code is try_in_child.__code__:
             return  # a chat template is tried out in a child process that lives for milliseconds
         program = str(arguments[1]) if name == "subprocess.Popen" else name
         _started.append(program)

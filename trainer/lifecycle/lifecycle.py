@@ -167,7 +167,9 @@ class Lifecycle:
             return EXIT_STOPPED
         reason = self._stop_criterion.reason(self._state.step)
         best = self._saver.best if self._world.is_main else None
-        lines = closing_summary(self._config, self._metrics, self._stop_criterion, best, time.monotonic() - self._start_time)
+        lines = closing_summary(
+            self._config, self._metrics, self._stop_criterion, best, time.monotonic() - self._start_time
+        )
         if self._world.is_main:
             lines += self._stop_criterion.closing_lines(self._folder.path)
         for line in lines:
