@@ -17,6 +17,7 @@ from tests.budget import TIERS, Budget, recorded_durations, tier_of
 from tests.helpers.forked import fork_server, kill_leftover_processes
 from tests.helpers.runs import four, one, two
 from trainer import errors, stopping
+from trainer.data.chat.limits import try_in_child
 from trainer.distributed.environment import limit_spinning
 
 __all__ = ["four", "one", "two"]

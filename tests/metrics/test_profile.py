@@ -358,7 +358,7 @@ def names(events: list[dict[str, Any]], category: str) -> Counter[str]:
 
 
 def updates_in(path: Path) -> list[int]:
-    return [int(update.name) for update in Timeline.from_events(read_trace(path)).updates]
+    return [int(update.name) for update in Timeline.from_events(read_trace(path)).steps]
 
 
 @pytest.fixture(autouse=True)
@@ -600,7 +600,7 @@ def test_two_ranks(tmp_path: Path) -> None:
         missing, ratios = [], []
         for update in timeline.steps:
             by_clock = spent_s[rank][int(update.name)] / (update.duration_us / 1e6)
-            found = replace(timeline, updates=[update]).shares()[COMMUNICATION]
+            found = replace(timeline, steps=[update]).shares()[COMMUNICATION]
             missing.append(by_clock - found)
             ratios.append(found / by_clock)
         print(f"rank {rank}: less than by the clock by {missing}, ratios {ratios}")
