@@ -26,6 +26,7 @@ Report = Callable[[str], None]
 Hashes = NDArray[np.uint64]
 
 _GRAM, _STRIDE = 32, 16
+"""Number of tokens in a gram, and distance between the starts of those that are looked up in the training data."""
 _CHUNK = 1 << 16
 """Number of tokens to hash at once, few enough to stay in the CPU's caches."""
 _MAX_LISTED = 10

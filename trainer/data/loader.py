@@ -166,7 +166,9 @@ class TrainLoader:
             name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in complete.items()
         }
         shortened = {name: entry[:, :num_tokens] if has_token_axis[name] else entry for name, entry in complete.items()}
-        return _raise_if_failed(_tensors(shortened if slices is None else slice_batch(shortened, slices), pins=False))
+        return _raise_if_failed(
+            _tensors(shortened if slices is None else slice_batch(shortened, slices), pin_memory=False)
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -187,15 +189,15 @@ class TrainLoader:
         """Return the position, and values that identify the data and their order so far; equal on all ranks."""
         return {"samples": self._samples, "data": self.fingerprint.to_state(), **self._order.order_state(self._samples)}
 
-    def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
+    def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Compare the data, and their order so far, with a stored state.
 
         Returns two lists with a line per change: changes that forbid resuming, and changes to report only.
         """
-        if "data" not in plain:
+        if "data" not in stored:
             return [], ["does not record its training data, so changes to it cannot be detected"]
-        refused, reported = self.fingerprint.changes(plain["data"], allowed)
-        order_changes = self._order.changes(plain, plain["samples"], self._global_batch_size, allowed)
+        refused, reported = self.fingerprint.changes(stored["data"], allowed)
+        order_changes = self._order.changes(stored, stored["samples"], self._global_batch_size, allowed)
         return [*refused, *order_changes[0]], [*reported, *order_changes[1]]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -371,7 +373,7 @@ class EvalLoader:
         return len(self._sample_indices())
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = (_tensors(self._batches.read(indices), pins=False) for indices in self._sample_indices())
+        batches = (_tensors(self._batches.read(indices), pin_memory=False) for indices in self._sample_indices())
         if self.source.is_local or not self.source.waits_for_storage:
             yield from map(_raise_if_failed, batches)
             return
@@ -380,7 +382,7 @@ class EvalLoader:
             yield from map(_raise_if_failed, prefetcher)
         except WaitAbandoned:
             padding = np.full(self._shape[-1], -1)
-            yield _raise_if_failed(_tensors(self._batches.read(padding), pins=False))
+            yield _raise_if_failed(_tensors(self._batches.read(padding), pin_memory=False))
             raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
         finally:
             prefetcher.close()
@@ -432,13 +434,13 @@ def slice_batch(batch: Arrays, slices: Slices) -> Arrays:
     return sliced
 
 
-def _tensors(batch: Arrays | TrainingFailed, pins: bool) -> Batch | TrainingFailed:
+def _tensors(batch: Arrays | TrainingFailed, pin_memory: bool) -> Batch | TrainingFailed:
     if isinstance(batch, TrainingFailed):
         return batch
     tensors = {name: torch.from_numpy(entry) for name, entry in batch.items()}
     if "documents" in tensors:  # counted before the transfer: on the device it would need a host sync
         tensors["cu_seqlens"] = compute_cu_seqlens(tensors["documents"])
-    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pins else tensors
+    return {name: tensor.pin_memory() for name, tensor in tensors.items()} if pin_memory else tensors
 
 
 def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
@@ -589,7 +591,7 @@ class _Workers:
         indices: Iterator[NDArray[np.int64]],
         num_workers: int,
         max_per_message: int,
-        pins: bool,
+        pin_memory: bool,
     ):
         from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -607,7 +609,7 @@ class _Workers:
                 snapshot_every_n_steps=2**62,
             )
             self._messages: Any = iter(loader)
-        self._pins = pins
+        self._pin_memory = pin_memory
         self._ready: deque[Arrays | TrainingFailed] = deque()
 
     def __iter__(self) -> Iterator[Batch | TrainingFailed]:
@@ -616,7 +618,7 @@ class _Workers:
     def __next__(self) -> Batch | TrainingFailed:
         if not self._ready:
             self._ready.extend(_unpack(next(self._messages)))
-        return _tensors(self._ready.popleft(), self._pins)
+        return _tensors(self._ready.popleft(), self._pin_memory)
 
     def close(self) -> None:
         """Stop the workers; workers that do not end within seconds are killed."""

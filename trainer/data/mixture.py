@@ -44,8 +44,8 @@ def find_order(source: Source, config: RunConfig) -> SampleOrder:
     if isinstance(source, MixedSource):
         sizes = {name: len(component) for name, component in source.sources.items()}
         order = Mixture(sizes, find_phases(config), config.data.seed)
-    batch, steps = config.train.global_batch_size, config.train.steps
-    check_epochs(config.data, usage_by_phase(order, batch, steps, source.seq_len))
+    samples_per_step, steps = config.train.global_batch_size, config.train.steps
+    check_epochs(config.data, usage_by_phase(order, samples_per_step, steps, source.seq_len))
     return order
 
 
@@ -73,11 +73,10 @@ class SampleOrder(ABC):
 
     @abstractmethod
     def changes(
-        self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
+        self, stored: Mapping[str, Any], samples: int, samples_per_step: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
         """Compare `order_state(samples)` with its stored value.
 
-        batch: samples per step.
         allowed: configuration keys and sections that may change.
 
         Returns two lists with a line per change: changes that forbid resuming, and changes that `allowed` permits.
@@ -104,7 +103,7 @@ class Permutation(SampleOrder):
         return {}
 
     def changes(
-        self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
+        self, stored: Mapping[str, Any], samples: int, samples_per_step: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
         """Return two empty lists; see `order_state`."""
         return [], []
@@ -226,41 +225,43 @@ class Mixture(SampleOrder):
         return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in phases]}
 
     def changes(
-        self, stored: Mapping[str, Any], samples: int, batch: int, allowed: Collection[str]
+        self, stored: Mapping[str, Any], samples: int, samples_per_step: int, allowed: Collection[str]
     ) -> tuple[list[str], list[str]]:
         """Compare the phases so far with the stored ones; see `SampleOrder.changes`."""
         stored_phases, phases = stored.get("phases"), self.order_state(samples)["phases"]
         if not stored_phases or stored_phases == phases:
             return [], []  # a run without a mixture had other data, which the fingerprint reports
         changed = next(n for n in range(len(stored_phases) + 1) if stored_phases[n : n + 1] != phases[n : n + 1])
+        before = _describe_phase(stored_phases[changed:], samples_per_step)
+        now = _describe_phase(phases[changed:], samples_per_step)
+        hint = _phase_hint(stored_phases[changed:], self.phases[changed:], samples_per_step)
         message = (
-            f"data.phases: phase {changed + 1} {_describe_phase(stored_phases[changed:], batch)} in the checkpoint, "
-            f"{_describe_phase(phases[changed:], batch)} now; the run is past step {samples // batch}, and samples "
-            f"already used cannot change{_phase_hint(stored_phases[changed:], self.phases[changed:], batch)}"
+            f"data.phases: phase {changed + 1} {before} in the checkpoint, {now} now; the run is past step "
+            f"{samples // samples_per_step}, and samples already used cannot change{hint}"
         )
         if not _KEYS_ALLOWING_OTHER_SHARES.isdisjoint(allowed):
             return [], [f"{message}, but it was allowed"]
         return [f"{message} (allow it: checkpoint.allow_changes=[data.phases])"], []
 
 
-def _describe_phase(phases: Sequence[Any], batch: int) -> str:
+def _describe_phase(phases: Sequence[Any], samples_per_step: int) -> str:
     if not phases:
         return "had not begun"
     start, shares = phases[0]
     parts = ", ".join(f"{name} {share}" for name, share in shares.items())
-    return f"begins with step {start // batch + 1} ({parts} of {MIXTURE_BLOCK})"
+    return f"begins with step {start // samples_per_step + 1} ({parts} of {MIXTURE_BLOCK})"
 
 
-def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], batch: int) -> str:
+def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], samples_per_step: int) -> str:
     """Return advice on keeping the old start of a phase, if only its start has changed, otherwise "".
 
     If `from` is a share of the run, the start changes with `train.steps`.
     """
-    if not stored_phases or not phases or stored_phases[0][0] == phases[0][0] or stored_phases[0][0] % batch:
+    if not stored_phases or not phases or stored_phases[0][0] == phases[0][0] or stored_phases[0][0] % samples_per_step:
         return ""
     if stored_phases[0][1] != {name: share for name, share in phases[0][1].items() if share}:
         return ""
-    return f"; `from: {stored_phases[0][0] // batch + 1}` keeps its first step, whatever train.steps is"
+    return f"; `from: {stored_phases[0][0] // samples_per_step + 1}` keeps its first step, whatever train.steps is"
 
 
 # -- the permutation of an epoch --------------------------------------------------------------------------------------
@@ -441,12 +442,12 @@ class SourceUsage:
     epochs: float
 
 
-def usage_by_phase(order: SampleOrder, batch: int, steps: int, seq_len: int) -> list[SourceUsage]:
+def usage_by_phase(order: SampleOrder, samples_per_step: int, steps: int, seq_len: int) -> list[SourceUsage]:
     """Return the usage of each source in each phase that starts within `steps` steps of `batch` samples."""
-    usages, starts = [], [start for start in order.starts if start < batch * steps]
+    usages, starts = [], [start for start in order.starts if start < samples_per_step * steps]
     counts_before = order.counts(0)
-    for start, end in pairwise([*starts, batch * steps]):
-        counts_after, first, last = order.counts(end), start // batch + 1, -(-end // batch)
+    for start, end in pairwise([*starts, samples_per_step * steps]):
+        counts_after, first, last = order.counts(end), start // samples_per_step + 1, -(-end // samples_per_step)
         for name, count in counts_after.items():
             samples, epochs = count - counts_before[name], count / order.sizes[name]
             tokens, share = samples * seq_len, samples / (end - start)

@@ -47,12 +47,12 @@ class BadChat(Exception):
 class Conversation:
     """Messages in order, and the tools that the assistant may call.
 
-    first: index of the first message that may be trained on.
+    first_trainable: index of the first message that may be trained on.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
-    first: int = 0
+    first_trainable: int = 0
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def json_type(value: Any) -> str:
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
 
-_LINES = (".jsonl", ".jsonl.gz", ".parquet")
+_LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 _ONE_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
 """Advice for files that contain anything else."""
@@ -109,7 +109,7 @@ def find_files(key: str, setting: str) -> list[Path]:
     if local_path(setting) is None:
         raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
-    paths = [path for path in paths if path.name.endswith(_LINES) or is_record_file(path)]
+    paths = [path for path in paths if path.name.endswith(_LINE_SUFFIXES) or is_record_file(path)]
     if paths:
         return paths
     if names:
@@ -132,12 +132,12 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
     try:
         open_text = gzip.open if path.suffix == ".gz" else open
         with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for number, record in records_in(path.name, file) if not path.name.endswith(_LINES) else ():
+            for number, record in records_in(path.name, file) if not path.name.endswith(_LINE_SUFFIXES) else ():
                 if not isinstance(record, dict):
                     rule = f"{path.name}:{number}: must be an object, not {json_type(record)}"
                     raise setting_error(key, path, rule, fix=_ONE_OBJECT)
                 yield f"{path.name}:{number}", record
-            for number, line in enumerate(file if path.name.endswith(_LINES) else (), 1):
+            for number, line in enumerate(file if path.name.endswith(_LINE_SUFFIXES) else (), 1):
                 if not line.strip():
                     continue
                 location = f"{path.name}:{number}"
@@ -375,7 +375,7 @@ def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
 
 
 def _from_sharegpt(turn: Any, location: str) -> Message:
-    role, value = _get(turn, "from", location), _get(turn, "value", location)
+    role, value = _get_required(turn, "from", location), _get_required(turn, "value", location)
     weight = {"weight": turn["weight"]} if "weight" in turn else {}
     if role not in ("function_call", "tool_call"):
         return {"role": _ALIASES.get(str(role), role), "content": value, **weight}
@@ -413,12 +413,12 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
         else:
             messages = _messages(values[key], key)
             last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
-            sides.append(Conversation(messages, tools, first=last + 1))
+            sides.append(Conversation(messages, tools, first_trainable=last + 1))
     chosen, rejected = sides
     if chosen == rejected:
         raise BadChat("chosen and rejected are identical")
     if isinstance(chosen, Conversation) and isinstance(rejected, Conversation):
-        prompts = [_roles_and_texts(side.messages[: side.first]) for side in (chosen, rejected)]
+        prompts = [_roles_and_texts(side.messages[: side.first_trainable]) for side in (chosen, rejected)]
         if prompts[0] != prompts[1]:
             rule = "chosen and rejected must have the same messages up to the user's last one"
             raise BadChat(rule, fix="remove the record")
@@ -446,7 +446,7 @@ def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapp
     role = answer_turns[0]["role"]
     restarts = role in ("system", "developer") or (role == "user" and prompt_turns[-1]["role"] in ("user", "tool"))
     if not restarts:  # the first message of the answer can follow the prompt
-        return Conversation([*prompt_turns, *answer_turns], tools, first=len(prompt_turns))
+        return Conversation([*prompt_turns, *answer_turns], tools, first_trainable=len(prompt_turns))
     # The answer repeats the prompt: a repetition at its start takes precedence, then the last one.
     prompt_texts, answer_texts = _roles_and_texts(prompt_turns), _roles_and_texts(answer_turns)
     starts = (0, *range(len(answer_texts) - len(prompt_texts), 0, -1))
@@ -488,7 +488,7 @@ def _messages(value: Any, location: str, role_key: str = "role", content_key: st
     messages: list[Message] = []
     for number, message in enumerate(_list(value, location)):
         message_location = f"{location}[{number}]"
-        role, content = _get(message, "role", message_location, role_key), message.get("content")
+        role, content = _get_required(message, "role", message_location, role_key), message.get("content")
         if role not in ROLES:
             nearest_role = _ALIASES.get(str(role), nearest(role, ROLES))
             advice = f"nearest: {nearest_role}" if nearest_role else f"must be one of {', '.join(ROLES)}"
@@ -514,7 +514,7 @@ def _list(value: Any, location: str, alternatives: str = "") -> list[Any]:
     return value
 
 
-def _get(value: Any, key: str, location: str, key_in_file: str = "") -> Any:
+def _get_required(value: Any, key: str, location: str, key_in_file: str = "") -> Any:
     if not isinstance(value, Mapping):
         raise BadChat(f"{location} must be an object, not {json_type(value)}")
     if value.get(key) is None:

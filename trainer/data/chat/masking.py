@@ -191,7 +191,9 @@ class Encoder:
             return [number for number, weight in enumerate(weights) if weight == 0]
         roles = [message["role"] for message in chat.messages]
         turns = [
-            number for number in range(chat.first, len(roles)) if roles[number] == "assistant" and weights[number] != 0
+            number
+            for number in range(chat.first_trainable, len(roles))
+            if roles[number] == "assistant" and weights[number] != 0
         ]
         if self._train_on == "last":
             last = max((number for number, role in enumerate(roles) if role == "assistant"), default=-1)
