@@ -158,7 +158,7 @@ class YarnRope(Rope):
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * size - 1)
-        length = last - first or 0.001  # avoids a division by zero, as in the published code
+        length = last - first or 0.001  # avoids a division by zero, as in transformers
         stretched = ((torch.arange(size, device=frequencies.device) - first) / length).clamp(0.0, 1.0)
         return frequencies * (1 - stretched + stretched / self.factor)
 
