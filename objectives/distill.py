@@ -1,4 +1,4 @@
-"""Distillation."""
+"""Distillation from a teacher."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ class Distill(TokenObjective):
     hard: float = declare(0.0, "weight of the cross-entropy with the targets in the data", at_least=0, at_most=1)
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        """Return the divergence of each token, (n,), given the log-probabilities of both models, (n, V)."""
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
         if self.beta == 0:
             return _kl(teacher, student)

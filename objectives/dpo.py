@@ -18,6 +18,7 @@ REWARDS: Mapping[str, Direction] = {
     "reward_chosen": "higher",
     "reward_rejected": "lower",
 }
+"""The fields that `log_rewards` logs, and which direction is better."""
 
 
 def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""A reward model."""
+"""Reward models."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 
-def mean_keys(seq_len: float, window: int | None) -> float:
-    """Return the mean number of keys that a query attends to: the preceding ones, at most `window`."""
+def mean_num_keys(seq_len: float, window: int | None) -> float:
+    """Return the mean number of keys that a query attends to in causal attention with an optional window."""
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window**2 / (2 * seq_len)

@@ -8,11 +8,11 @@ from typing import Any
 from trainer.errors import UserError
 
 
-def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of the rotary embedding, including `rope_type` and `rope_theta`.
+def parse_rope(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
+    """Return the entries of config.json for the rotary embedding, including `rope_type` and `rope_theta`.
 
-    If old and new spellings disagree, the result is what transformers would use.  Raises UserError for a type not
-    in `kinds`, and for rotary embeddings that differ between layers or rotate only part of each head.
+    If entries of old and new versions disagree, the result is what transformers would use.  Raises UserError for a type
+    not in `kinds`, and for rotary embeddings that differ between layers or rotate only part of each head.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(key) or {}
@@ -21,18 +21,18 @@ def rope_of(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in kinds:
         raise UserError(f"rope_type={kind}: this recipe supports only {' and '.join(kinds)}")
-    share = content.get("partial_rotary_factor")
-    if (rope.get("partial_rotary_factor") or (1.0 if share is None else share)) != 1.0:
+    rotated_share = content.get("partial_rotary_factor")
+    if (rope.get("partial_rotary_factor") or (1.0 if rotated_share is None else rotated_share)) != 1.0:
         raise UserError("partial_rotary_factor: this recipe rotates full heads")
     theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}
 
 
 def yarn_fields(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
-    """Return our configuration fields for the entries of a rotary embedding (`rope_of`), with or without YaRN.
+    """Return our configuration fields for a rotary embedding with or without YaRN.
 
-    entries: each field's name in config.json, and its default.  Raises UserError for an attention factor other
-    than YaRN's default.
+    rope: the result of `parse_rope`.  entries: for each field, its name in config.json and its default.  Raises
+    UserError for an attention factor other than YaRN's default.
     """
     fields = {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] == "default":

@@ -1,5 +1,6 @@
-"""Layers shared by the recipes: torch layers whose initial weights have a given standard deviation, RoPE, and the
-block stack of mixture-of-experts models."""
+"""Layers shared by the recipes: torch layers with a given initial standard deviation, RoPE, and the decoder of
+mixture-of-experts models.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +158,7 @@ class YarnRope(Rope):
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
         first, last = max(first, 0), min(last, 2 * size - 1)
-        length = last - first or 0.001
+        length = last - first or 0.001  # avoids a division by zero, as in transformers
         stretched = ((torch.arange(size, device=frequencies.device) - first) / length).clamp(0.0, 1.0)
         return frequencies * (1 - stretched + stretched / self.factor)
 
@@ -196,7 +197,7 @@ def merge_heads(x_BNTH: torch.Tensor) -> torch.Tensor:
 
 
 class MoeDecoder(nn.Module):
-    """What all mixture-of-experts models share: the embedding, the loop over blocks, the head and the router losses.
+    """A decoder with mixture-of-experts layers: the embedding, the loop over blocks, the head and the router losses.
 
     Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.  In training, the loss
     includes those of the routers (`trainer.experts.Balance`).  `documents` (B, T) prevents attention across documents

@@ -986,7 +986,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "other-scaling-passed",
         "source-declares-model",
-        "rope_of",
+        "parse_rope",
         "if kind not in kinds:",
         'if kind in ("yarn", "linear"):',
     ),

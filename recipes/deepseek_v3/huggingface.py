@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
-from .._huggingface import check_quantization, rope_of, yarn_entries, yarn_fields
+from .._huggingface import check_quantization, parse_rope, yarn_entries, yarn_fields
 
 if TYPE_CHECKING:
     from .config import DeepseekV3Config
@@ -80,6 +80,7 @@ YARN = {
     "rope_mscale": ("mscale", 0.0),
     "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
 }
+"""The same, for the entries of `rope_scaling` that YaRN uses."""
 
 
 def config(config: DeepseekV3Config) -> dict[str, Any]:
@@ -105,7 +106,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     if (content.get("num_nextn_predict_layers") or 0) > 1:
         rule = "this recipe leaves out at most one block of multi-token prediction"
         raise UserError(f"num_nextn_predict_layers={content['num_nextn_predict_layers']}: {rule}")
-    return fields | yarn_fields(rope_of(content, ("default", "yarn")), YARN)
+    return fields | yarn_fields(parse_rope(content, ("default", "yarn")), YARN)
 
 
 def left_out(config: DeepseekV3Config) -> dict[str, str]:

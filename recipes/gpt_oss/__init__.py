@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from trainer.recipe import Recipe, register
 
-from .._flops import mean_keys
+from .._flops import mean_num_keys
 from ..qwen3 import units
 from .config import GptOssConfig, check
 from .huggingface import HUGGINGFACE
@@ -22,7 +22,7 @@ def flops(config: GptOssConfig, seq_len: float) -> float:
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
     # Two matrix products: queries by keys, and weights by values.
-    keys = sum(mean_keys(seq_len, config.window_of(layer)) for layer in range(config.num_layers))
+    keys = sum(mean_num_keys(seq_len, config.window_of(layer)) for layer in range(config.num_layers))
     return 6.0 * (matrices + 2 * config.num_heads * config.head_dim * keys)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Transposed
 
-from .._huggingface import check_quantization, rope_of, yarn_entries, yarn_fields
+from .._huggingface import check_quantization, parse_rope, yarn_entries, yarn_fields
 from ..qwen3.huggingface import ATTENTION
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ YARN = {
     "rope_beta_slow": ("beta_slow", 1.0),
     "rope_truncate": ("truncate", True),
 }
+"""The same, for the entries of `rope_scaling` that YaRN uses."""
 
 
 def config(config: GptOssConfig) -> dict[str, Any]:
@@ -89,7 +90,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"layer_types: layer {layer} has {kind}; in this recipe it has {expected}")
     if "rope_scaling" not in content and "rope_parameters" not in content:
         content = {**content, "rope_scaling": {"rope_type": "yarn", "truncate": False}}
-    return fields | yarn_fields(rope_of({"rope_theta": 150000.0, **content}, ("default", "yarn")), YARN)
+    return fields | yarn_fields(parse_rope({"rope_theta": 150000.0, **content}, ("default", "yarn")), YARN)
 
 
 HUGGINGFACE = HuggingFace(

@@ -27,7 +27,7 @@ from trainer.model.head import ScoreHead
 from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents, apply_by_document
 
-from .._flops import mean_keys
+from .._flops import mean_num_keys
 from .config import HfConfig
 from .experts import dispatch_experts
 
@@ -162,10 +162,10 @@ def _with_loss(library: Any) -> Any:
         return logits if targets is None else cross_entropy(logits, targets)
 
     # `generate` inspects the signature to find out which arguments it may pass.
-    own = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    ours = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
     theirs = [*inspect.signature(library.forward).parameters.values()][1:]
-    named = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
-    forward.__signature__ = inspect.Signature([*own, *named])  # type: ignore[attr-defined]
+    by_keyword = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
+    forward.__signature__ = inspect.Signature([*ours, *by_keyword])  # type: ignore[attr-defined]
     subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
     subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
     return subclass
@@ -220,12 +220,11 @@ def _head_computes_logits(model: Any) -> bool:
         base_arguments.update(kwargs, **({"input_ids": args[0]} if args else {}))
         return _Outputs(last_hidden_state=hidden)
 
-    def watch(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        head_calls.append(
-            (output, _identity(output), _identity(inputs[0]))
-        )  # keeps `output` alive, so that its storage is not reused
+    def note_call(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        # Keeps `output` alive, so that its storage is not reused.
+        head_calls.append((output, _identity(output), _identity(inputs[0])))
 
-    tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(watch)
+    tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(note_call)
     base.forward = stub_forward
     try:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -296,21 +295,21 @@ def init(module: nn.Module, name: str, model: Any) -> None:
     if not any(kind.__module__.startswith(("transformers.", "torch.nn.modules.")) for kind in kinds):
         module.reset_parameters()  # type: ignore[operator]
         return
-    own = {id(parameter) for parameter in module.parameters(recurse=False)}
+    direct = {id(parameter) for parameter in module.parameters(recurse=False)}
     for parameter in model.parameters():
-        if id(parameter) not in own:
+        if id(parameter) not in direct:
             parameter._is_hf_initialized = True  # the library's own flag: do not initialize this parameter
     parts = name.split(".") if name else []
     path = [model.get_submodule(".".join(parts[:depth])) for depth in range(len(parts) + 1)]
     with initialization.guard_torch_init_functions():
         for depth in reversed(range(len(path))):
             owner = next(part for part in reversed(path[: depth + 1]) if isinstance(part, transformers.PreTrainedModel))
-            with _padding_of_the_library(path[depth]):
+            with _padding_index_restored(path[depth]):
                 owner._init_weights(path[depth])
 
 
 @contextmanager
-def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
+def _padding_index_restored(module: nn.Module) -> Iterator[None]:
     """Restore `padding_idx` of an embedding inside the block, because the library zeroes that row of a new model."""
     row = getattr(module, "padding_row", None)
     if row is None:
@@ -324,7 +323,7 @@ def _padding_of_the_library(module: nn.Module) -> Iterator[None]:
 
 
 def notes(config: HfConfig, model: Any) -> list[str]:
-    """Return notes on the model for the start block: its class, how its loss is computed, and omitted terms."""
+    """Return lines about the model for the start block: its class, how its loss is computed, and omitted loss terms."""
     lines = [f"{architecture(config)} of transformers {transformers.__version__}"]
     if config.fresh:
         lines.append("fresh weights")
@@ -342,7 +341,7 @@ def flops(config: HfConfig, seq_len: int) -> float:
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     matrices, widths = _flop_terms(json.dumps(config.config, sort_keys=True))
-    scores = sum(2 * width * mean_keys(seq_len, window) for width, window in widths)
+    scores = sum(2 * width * mean_num_keys(seq_len, window) for width, window in widths)
     return 6.0 * (matrices + scores)
 
 

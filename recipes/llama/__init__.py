@@ -26,7 +26,7 @@ def units(model: nn.Module) -> list[str | tuple[str, ...]]:
 def flops(config: LlamaConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    Chowdhery et al. 2022, arXiv:2204.02311, appendix B; a causal mask halves attention's score matrix.
+    Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.  The causal mask halves the score matrix.
     """
     head_dim = config.dim // config.num_heads
     attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
-from .._huggingface import rope_of
+from .._huggingface import parse_rope
 
 if TYPE_CHECKING:
     from .config import LlamaConfig
@@ -43,6 +43,7 @@ FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
+"""The name of each of our fields in config.json."""
 
 SCALING = {
     "rope_factor": "factor",
@@ -50,6 +51,7 @@ SCALING = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
+"""The names of the fields for Llama 3.1's RoPE scaling, in `rope_scaling`."""
 
 
 def config(config: LlamaConfig) -> dict[str, Any]:
@@ -90,7 +92,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rope_fields(entries: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    rope = rope_of(entries, ("default", "llama3"))
+    rope = parse_rope(entries, ("default", "llama3"))
     fields = {"rope_theta": rope["rope_theta"]}
     if rope["rope_type"] == "llama3":
         original = "original_max_position_embeddings"

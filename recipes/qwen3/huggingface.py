@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
-from .._huggingface import rope_of
+from .._huggingface import parse_rope
 
 if TYPE_CHECKING:
     from .config import Qwen3Config
@@ -54,6 +54,7 @@ FIELDS = {
 """For each of our fields: its name in config.json, and the default if it is missing there."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
+"""Entries of config.json that this recipe supports with these values only."""
 
 
 def config(config: Qwen3Config) -> dict[str, Any]:
@@ -72,7 +73,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     kinds = content.get("layer_types") or []
     if other := next((kind for kind in kinds if kind != "full_attention"), None):
         raise UserError(f"layer_types: has a layer of type {other}; in this recipe all attend to the whole sequence")
-    return fields | {"rope_theta": rope_of(content, ("default",))["rope_theta"]}
+    return fields | {"rope_theta": parse_rope(content, ("default",))["rope_theta"]}
 
 
 def rope_entries(theta: float) -> dict[str, Any]:

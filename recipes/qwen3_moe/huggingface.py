@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
-from .._huggingface import rope_of
+from .._huggingface import parse_rope
 from ..qwen3.huggingface import ATTENTION, FIXED, rope_entries
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     fields["num_experts"] = counts[0] if counts else 128
     is_balanced = content.get("output_router_logits", False)
     fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if is_balanced else 0.0
-    return fields | {"rope_theta": rope_of(content, ("default",))["rope_theta"]}
+    return fields | {"rope_theta": parse_rope(content, ("default",))["rope_theta"]}
 
 
 HUGGINGFACE = HuggingFace(

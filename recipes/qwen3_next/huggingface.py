@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
-from .._huggingface import rope_of
+from .._huggingface import parse_rope
 from ..qwen3.huggingface import ATTENTION, rope_entries
 from ..qwen3_moe.huggingface import BALANCE
 from ..qwen3_moe.huggingface import NAMES as MIXTURE
@@ -108,7 +108,7 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     }
     fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * share)}
     fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if content.get("output_router_logits") else 0.0
-    return fields | {"rope_theta": rope_of(rope_content, ("default",))["rope_theta"]}
+    return fields | {"rope_theta": parse_rope(rope_content, ("default",))["rope_theta"]}
 
 
 HUGGINGFACE = HuggingFace(

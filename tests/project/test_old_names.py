@@ -15,6 +15,7 @@ linear_cross_entropy load_config load_weights main register"""
 _MODULES = {
     "trainer.sequence": """Cache Documents attend current_slices find_borders forget_slices positions slice_sequences
         sliced whole""",
+    "trainer.experts": "mix load_of products",
     "trainer.loss": "IGNORE by_row count_targets cross_entropy find_loss linear_cross_entropy row_losses",
     "trainer.recipe": "HuggingFace Recipe Stacked Transposed WeightSource declare register",
     "trainer.errors": "UserError setting_error",

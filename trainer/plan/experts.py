@@ -57,9 +57,9 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
 def advice_on_balance(plan: Plan) -> Iterator[str]:
     """Yield a line on the cost of the forward passes that count which experts are chosen, if there are any."""
-    if not plan.trace.counting or plan.num_micro_batches == 1:
+    if not plan.trace.counting_pass or plan.num_micro_batches == 1:
         return
-    trace = replace(plan.trace, counting=())
+    trace = replace(plan.trace, counting_pass=())
     without = time_of(trace, plan.layout, plan.num_micro_batches, plan.machine.rates)
     yield (
         f"experts: model.balance takes an extra forward pass for each of {plan.num_micro_batches} micro-batches: "

@@ -186,7 +186,7 @@ def _trace(
         buffer_bytes,
         input_bytes=2 * 8 * math.prod(shape),
         # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
-        counting=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
+        counting_pass=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
         load_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
     ).scaled("grouped", estimate.fill_fraction)  # the rows of the buffers of experts that hold tokens
 

@@ -191,7 +191,7 @@ class _Group:
     """
 
     def __init__(
-        self, number: int, unit: int, facts: UnitInfo, parameters: Sequence[ParameterInfo], layout: Layout
+        self, number: int, unit: int, info: UnitInfo, parameters: Sequence[ParameterInfo], layout: Layout
     ) -> None:
         self.number, self.unit = number, unit
         self.has_divided_experts = layout.expert > 1 and any(parameter.is_expert for parameter in parameters)
@@ -199,12 +199,14 @@ class _Group:
         self.num_ranks = layout.shard // layout.expert if self.has_divided_experts else layout.shard
         self.sizes = _sizes_of(parameters, layout, self.num_ranks)
         self.reshard = layout.reshard[unit]
-        self.is_gathered_in_backward = not (facts.is_embedding_unit and layout.reshard_after_backward)
+        self.is_gathered_in_backward = not (info.is_embedding_unit and layout.reshard_after_backward)
         """Whether the backward pass gathers this group."""
         self.state: Literal["sharded", "resharded", "unsharded"] = "sharded"
         self.is_pending = False
+        """Whether a gather has been issued that nothing has waited for yet."""
         self.phase: Literal["idle", "forward", "pre_backward", "post_backward"] = "idle"
         self.order: list[int] = []
+        """Positions of this group in the order of the forward pass, one for each time that it ran."""
         self.accumulated = 0
         """Bytes of unsharded gradients accumulated in earlier micro-batches."""
         self.adds_in_place = False
@@ -223,13 +225,13 @@ def _groups_of(units: Sequence[UnitInfo], layout: Layout) -> list[list[_Group]]:
     """Return the groups of each unit: one, or two if it has experts that are divided among ranks, in FSDP's order."""
     groups: list[list[_Group]] = []
     number = 0
-    for unit, facts in enumerate(units):
+    for unit, info in enumerate(units):
         by_mesh: dict[bool, list[ParameterInfo]] = {}
-        for parameter in facts.parameters:
+        for parameter in info.parameters:
             by_mesh.setdefault(layout.expert > 1 and parameter.is_expert, []).append(parameter)
         groups.append([])
         for parameters in by_mesh.values() or ([],):
-            groups[-1].append(_Group(number, unit, facts, parameters, layout))
+            groups[-1].append(_Group(number, unit, info, parameters, layout))
             number += 1
     return groups
 
@@ -266,7 +268,7 @@ class Step:
 
     def run(self) -> None:
         """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
-        if self.num_micro_batches > 1 and self.trace.counting:
+        if self.num_micro_batches > 1 and self.trace.counting_pass:
             self._counting_pass(repeats=1)
             self._counting_pass(repeats=self.num_micro_batches - 1)
         if self.num_micro_batches > 1:
@@ -277,7 +279,7 @@ class Step:
 
     def _counting_pass(self, repeats: int) -> None:
         self.watcher.begin(repeats)
-        for event in self.trace.counting:
+        for event in self.trace.counting_pass:
             self._compute(event.before, event.unit, is_backward=False, adds_in_place=False)
             if event.mark == "pre_forward":
                 self._pre_forward(self._groups[event.unit])

@@ -134,7 +134,7 @@ class Trace:
     """Bytes of the model's buffers, which are always in memory."""
     input_bytes: int
     """Bytes of the micro-batch's tokens and targets."""
-    counting: tuple[Event, ...] = ()
+    counting_pass: tuple[Event, ...] = ()
     """The forward pass that counts which experts are chosen, if each of several micro-batches needs one."""
     load_bytes: int = 0
     """Bytes of the expert counts that are summed over all ranks once per step."""
@@ -149,10 +149,10 @@ class Trace:
             return self
         scaled = (
             tuple(replace(event, before=event.before.scaled(kind, share)) for event in events)
-            for events in (self.events, self.counting)
+            for events in (self.events, self.counting_pass)
         )
-        events, counting = scaled
-        return replace(self, events=events, counting=counting)
+        events, counting_pass = scaled
+        return replace(self, events=events, counting_pass=counting_pass)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -2,10 +2,10 @@
 
 A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: with
 `attend`, a token attends only to earlier tokens of its own document; `gated_delta_rule` and `causal_convolution` reset
-their state at each document, and `positions` count from 0.  Without documents, each row is one document.  Such a model
-also supports context parallelism, where each rank holds a slice of every sequence: the model is called with the slice,
-and these functions still operate on the full sequence.  `apply_by_document` separates the documents for any other
-causal layer, but does not support slices.
+their state at each document, and `positions` restarts from 0.  Without documents, each row is one document.  Such a
+model also supports context parallelism, where each rank holds a slice of every sequence: the model is called with the
+slice, and these functions still take the full sequence into account.  `apply_by_document` separates the documents for
+any other causal layer, but does not support slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -91,15 +91,16 @@ def attend(
 
 
 def positions(
-    tokens_BT: torch.Tensor, given_BT: torch.Tensor | None = None, documents: Documents | None = None
+    tokens_BT: torch.Tensor, positions_BT: torch.Tensor | None = None, documents: Documents | None = None
 ) -> torch.Tensor:
-    """Return the positions of tokens: `given_BT` if not None, otherwise counted from 0 in each document or row
-    of the full sequence.  With a `Cache` they continue after its tokens.
+    """Return the positions of tokens: `positions_BT` if given, else counted from 0 in each document or full row.
+
+    With a `Cache`, positions continue after its tokens.
 
     The shape is (B, T), or (T,) if all rows have the same positions.
     """
-    if given_BT is not None:
-        return given_BT
+    if positions_BT is not None:
+        return positions_BT
     if isinstance(documents, Cache):
         return documents.positions_of(tokens_BT)
     slices = current_slices()

@@ -37,7 +37,7 @@ KERNELS = (
 OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
 )
-"""All attention operators that never materialize the full matrix of scores."""
+"""The attention operators, none of which materializes the full matrix of scores."""
 
 Kernels: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
@@ -126,9 +126,9 @@ def attend_cached(
         if mask is None:
             return attend_full(q_BNQH, k_BKTH, v_BKTH, None, options)
         return _attend_masked(q_BNQH, k_BKTH, v_BKTH, mask, options)
-    seen = slice(-options.window if options.window is not None else None, None)
-    mask = None if mask is None else mask[..., seen]
-    return _attend_masked(q_BNQH, k_BKTH[:, :, seen], v_BKTH[:, :, seen], mask, options)
+    visible = slice(-options.window if options.window is not None else None, None)
+    mask = None if mask is None else mask[..., visible]
+    return _attend_masked(q_BNQH, k_BKTH[:, :, visible], v_BKTH[:, :, visible], mask, options)
 
 
 def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
@@ -144,14 +144,14 @@ def _attend_causally(
 ) -> torch.Tensor:
     if options.sinks is not None:
         return _attend_causally(*_with_sink_key(q_BNQH, k_BKTH, v_BKTH, options))[..., : v_BKTH.shape[-1]]
-    num_new, num_all = q_BNQH.shape[2], k_BKTH.shape[2]
+    num_queries, num_keys = q_BNQH.shape[2], k_BKTH.shape[2]
     arguments = _kernel_arguments(q_BNQH, k_BKTH, options)
-    if num_new == num_all or (not q_BNQH.is_cuda and _gpu_kernels is not None):
+    if num_queries == num_keys or (not q_BNQH.is_cuda and _gpu_kernels is not None):
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, is_causal=True, **arguments)
     if q_BNQH.is_cuda:
-        bias = causal_lower_right(num_new, num_all)  # GPU kernels never materialize it
+        bias = causal_lower_right(num_queries, num_keys)  # GPU kernels never materialize it
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **arguments)
-    mask = _reversed_causal_mask(q_BNQH, num_all)
+    mask = _reversed_causal_mask(q_BNQH, num_keys)
     return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **arguments).flip(2)
 
 
@@ -213,11 +213,11 @@ def _attend_in_window(
     (num_rows, _, num_queries, _), num_tokens, window = q_BNQH.shape, k_BKTH.shape[2], options.window
     num_blocks = math.ceil(num_queries / window)
     # Queries are the last tokens, so padding comes first; negative padding drops keys that no query attends to.
-    new_queries, new_keys = num_blocks * window - num_queries, (num_blocks + 1) * window - num_tokens
-    q_BNQH = F.pad(q_BNQH, (0, 0, new_queries, 0))
-    k_BKTH, v_BKTH = (F.pad(tensor, (0, 0, new_keys, 0)) for tensor in (k_BKTH, v_BKTH))
+    query_padding, key_padding = num_blocks * window - num_queries, (num_blocks + 1) * window - num_tokens
+    q_BNQH = F.pad(q_BNQH, (0, 0, query_padding, 0))
+    k_BKTH, v_BKTH = (F.pad(tensor, (0, 0, key_padding, 0)) for tensor in (k_BKTH, v_BKTH))
     numbers_BT = torch.ones((num_rows, num_tokens), dtype=torch.int64, device=q_BNQH.device)
-    numbers_BT = F.pad(numbers_BT if documents is None else documents.numbers_BT, (new_keys, 0))
+    numbers_BT = F.pad(numbers_BT if documents is None else documents.numbers_BT, (key_padding, 0))
     # All blocks of all rows become separate rows.
     q_RNWH = q_BNQH.unflatten(2, (num_blocks, window)).transpose(1, 2).flatten(0, 1)
     k_RKSH, v_RKSH = (x.unfold(2, 2 * window, window).permute(0, 2, 1, 4, 3).flatten(0, 1) for x in (k_BKTH, v_BKTH))
@@ -225,18 +225,18 @@ def _attend_in_window(
     band_WS = torch.ones((window, 2 * window), dtype=torch.bool, device=q_BNQH.device).triu(1).tril(window)
     mask_R1WS = (numbers_RS[:, None, window:, None] == numbers_RS[:, None, None, :]) & band_WS
     out_RNWH = _attend_masked(q_RNWH, k_RKSH, v_RKSH, mask_R1WS, options)
-    return out_RNWH.unflatten(0, (num_rows, num_blocks)).transpose(1, 2).flatten(2, 3)[:, :, new_queries:]
+    return out_RNWH.unflatten(0, (num_rows, num_blocks)).transpose(1, 2).flatten(2, 3)[:, :, query_padding:]
 
 
-def _reversed_causal_mask(q_BNQH: torch.Tensor, num_all: int) -> torch.Tensor:
+def _reversed_causal_mask(q_BNQH: torch.Tensor, num_keys: int) -> torch.Tensor:
     """Return the mask of the last Q of T tokens, in reverse order: (Q, T), 0 where attention is allowed, else -inf.
 
     Each row is the previous one shifted by one, so the mask is a strided view of only Q + T numbers.
     """
-    num_new = q_BNQH.shape[2]
-    line = q_BNQH.new_zeros(num_new + num_all - 1)
-    line[num_all:] = -torch.inf
-    return line.as_strided((num_new, num_all), (1, 1))
+    num_queries = q_BNQH.shape[2]
+    values = q_BNQH.new_zeros(num_queries + num_keys - 1)
+    values[num_keys:] = -torch.inf
+    return values.as_strided((num_queries, num_keys), (1, 1))
 
 
 def _attend_per_document(
@@ -327,7 +327,7 @@ def _attend_gathered(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Gather all keys and values; they are freed when this call ends if the backward pass gathers them again."""
+    """Gather all keys and values, then attend.  They are freed afterwards if the backward pass gathers them again."""
     if not slices.regathers_in_backward:
         return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, options)
     arguments: Any = {
@@ -348,7 +348,7 @@ def _attend_to_all(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Return attention of each piece to the preceding part of the sequence."""
+    """Return the attention of each piece of this rank's slice to all tokens up to the end of the piece."""
     widths = [k_BKtH.shape[-1], v_BKtH.shape[-1]]
     parts_CBKtX = gather_parts(torch.cat((k_BKtH, v_BKtH), -1), slices.count, slices.group)
     # Join the slices with keys and values in one tensor (B, K, T, X), so that there is one copy per direction.

@@ -1,6 +1,6 @@
 """The states of linear attention between chunks of tokens, as operators with gradients.
 
-Within a chunk, everything is a matrix product.  The state is passed from chunk to chunk in a loop.  Each loop is one
+Within a chunk, all computation is matrix products; the state is passed from chunk to chunk in a loop.  Each loop is one
 operator, so that autograd keeps only the states of its iterations, and neither `torch.compile` nor the planner unrolls
 the thousands of iterations over a long sequence.
 
@@ -186,6 +186,7 @@ def _flops(decay: torch.Size, keys: torch.Size, seen: torch.Size, *others: Any, 
 
 
 CHUNK_STATES = torch.ops.meshtrainer.chunk_states.default
+"""The operator as seen by dispatch modes."""
 for _operator in (
     CHUNK_STATES.overloadpacket,
     torch.ops.meshtrainer.last_state,

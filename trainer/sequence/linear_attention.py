@@ -1,4 +1,4 @@
-"""The gated delta rule, linear attention with a matrix-valued state, and short causal convolutions.
+"""The gated delta rule (linear attention with a matrix-valued state), and short causal convolutions.
 
 Masks separate the documents in a row, so that shapes do not depend on them.  Under context parallelism, each rank
 computes how its pieces of a sequence change the state.  This change is an affine map, so one all-gather of the maps of
@@ -23,7 +23,7 @@ from trainer.distributed.exchange import gather_parts
 from trainer.sequence.chunk_states import chunk_states, last_state
 from trainer.sequence.row_layout import Cache, Documents, current_slices
 
-_CHUNK = 64
+_CHUNK_TOKENS = 64
 """Number of tokens to process at once with matrix products; the state is computed only between chunks."""
 
 
@@ -145,7 +145,7 @@ def _prepare_chunks(
 ) -> _Chunks:
     """Compute everything that does not depend on the state.  is_first_BT: True for each document's first token."""
     num_tokens = q_BTNH.shape[1]
-    size = min(_CHUNK, num_tokens)
+    size = min(_CHUNK_TOKENS, num_tokens)
     num_missing = -num_tokens % size  # padding with zeros does not change the state
 
     def chunk(tensor: torch.Tensor) -> torch.Tensor:
@@ -181,7 +181,7 @@ def _prepare_chunks(
 
 
 def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output of each query, (B, T, N, E), and the final state, given the initial one."""
+    """Return the output of each query, (B, T, N, E), and the final state, given the initial state."""
     states_BNCHE, last_BNHE = chunk_states(chunks.decay, chunks.keys, chunks.seen, chunks.writes, state_BNHE)
     new_BNCSE = chunks.writes - chunks.seen @ states_BNCHE
     out_BNCSE = chunks.reads @ states_BNCHE + chunks.attention @ new_BNCSE
@@ -195,7 +195,7 @@ def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tenso
 def _total_map(chunks: _Chunks) -> torch.Tensor:
     """Return how all chunks together change the state, (B, N, H, H + E): S becomes A S + b, with [A, b] = result.
 
-    It is the final state if the initial one is [1, 0] and writes apply only to b.
+    The result is the final state for the initial state [1, 0], with writes that apply only to b.
     """
     num_rows, num_heads, _, _, key_size = chunks.keys.shape
     identity_HH = torch.eye(key_size, device=chunks.keys.device)
@@ -236,8 +236,8 @@ def _split_rows(slices: Slices, x_BT: torch.Tensor) -> torch.Tensor:
 
 def _gather_pieces(slices: Slices, part_BX: torch.Tensor) -> torch.Tensor:
     """Gather the tensors of all pieces, (P, B, ...), in the order of the sequence; `part_BX` has this rank's pieces."""
-    own_PBX = part_BX.unflatten(0, (len(slices.pieces), -1))
-    gathered_CPBX = gather_parts(own_PBX, slices.count, slices.group)
+    local_PBX = part_BX.unflatten(0, (len(slices.pieces), -1))
+    gathered_CPBX = gather_parts(local_PBX, slices.count, slices.group)
     if len(slices.pieces) == 1:
         return gathered_CPBX.flatten(0, 1)
     heads, tails = gathered_CPBX.unbind(1)

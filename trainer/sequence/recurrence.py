@@ -27,6 +27,6 @@ def apply_by_document(
     x_MD = x_BTD.flatten(0, 1)
     parts = []
     for group in groups:
-        x_NLD = x_MD[group.places_NL].masked_fill(group.is_padding_NL.unsqueeze(-1), 0)
+        x_NLD = x_MD[group.source_index_NL].masked_fill(group.is_padding_NL.unsqueeze(-1), 0)
         parts.append(layer(x_NLD).flatten(0, 1)[group.tokens_M])
     return torch.cat(parts)[order_M].unflatten(0, x_BTD.shape[:2])

@@ -1,4 +1,4 @@
-"""The layout of a batch's rows: slices of sequences under context parallelism, packed documents, and a cache.
+"""How the rows of a batch are laid out: slices under context parallelism, packed documents, and the generation cache.
 
 Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
 """
@@ -41,7 +41,7 @@ def slice_sequences(config: RunConfig, world: World) -> None:
 
 
 def forget_slices() -> None:
-    """Undo `slice_sequences`: models are called with full sequences again."""
+    """Undo `slice_sequences`: from now on, inputs of models are full sequences."""
     global _current_slices
     _current_slices = None
 
@@ -165,8 +165,8 @@ class Documents:
             if start < end:
                 by_size.setdefault((end - start).bit_length(), []).append((start, end - start))
         groups = [DocumentRows(spans, self.cu_seqlens.device) for spans in by_size.values()]
-        places_M = torch.cat([group.places_NL.flatten()[group.tokens_M] for group in groups])
-        return groups, places_M.argsort()
+        source_index_M = torch.cat([group.source_index_NL.flatten()[group.tokens_M] for group in groups])
+        return groups, source_index_M.argsort()
 
     @property
     def are_tiny(self) -> bool:
@@ -182,8 +182,8 @@ class DocumentRows:
         starts_N, lengths_N = torch.tensor(spans).unbind(1)
         offsets_L = torch.arange(int(lengths_N.max()))
         is_token_NL = offsets_L < lengths_N[:, None]
-        places_NL = torch.where(is_token_NL, starts_N[:, None] + offsets_L, 0)
-        self.places_NL = places_NL.to(device)
+        source_index_NL = torch.where(is_token_NL, starts_N[:, None] + offsets_L, 0)
+        self.source_index_NL = source_index_NL.to(device)
         """Index of each token of the new rows in the concatenated rows; 0 for padding, which follows the documents."""
         self.is_padding_NL = ~is_token_NL.to(device)
         self.tokens_M = is_token_NL.flatten().nonzero().squeeze(1).to(device)
@@ -232,12 +232,12 @@ class Cache(Documents):
         self._next_layer += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to those of the next layer; return views of those for all tokens so far."""
+        """Append keys and values to those of the next layer; return views of the layer's, for all tokens so far."""
         stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
         if stored is None or stop > stored[0].shape[2]:
             memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
-            for larger, full in zip(memory, stored or (), strict=False):
-                larger[:, :, : self.num_tokens] = full[:, :, : self.num_tokens]
+            for new, old in zip(memory, stored or (), strict=False):
+                new[:, :, : self.num_tokens] = old[:, :, : self.num_tokens]
             stored = memory
         keys, values = stored
         keys[:, :, self.num_tokens : stop] = k_BKTH
