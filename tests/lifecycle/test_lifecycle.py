@@ -76,7 +76,7 @@ class Run:
             path=folder,
             loss=None,
             metrics=folder / "metrics.jsonl",
-            using=lambda work: work(),
+            run_reporting_errors=lambda work: work(),
             begin=lambda: self.say("config.yaml"),
             write_status=lambda state, code, step, reason: self.say(f"status {state} {code} {reason}".strip()),
             release=lambda: self.say("release"),

@@ -205,7 +205,7 @@ def test_collectives_have_the_step_timeout_after_the_first_step(
 @pytest.fixture
 def dog() -> Watchdog:
     limits = load_config("llama_small", ["run.timeout_s=100", "checkpoint.timeout_s=300"])
-    world: Any = SimpleNamespace(rank=0, size=1, messages=None, owns_group=True, set_timeout=lambda seconds: None)
+    world: Any = SimpleNamespace(rank=0, size=1, timed_store=None, owns_group=True, set_timeout=lambda seconds: None)
     return Watchdog(world, limits)
 
 
