@@ -60,6 +60,24 @@ def test_plain_runs_end_cleanly(times: int, tmp_path: Path) -> None:
         assert processes_of(tmp_path / str(number)) == []
 
 
+WITHOUT_CLOSE = """
+import time
+from torch.distributed import HashStore
+from trainer.distributed import failure_watch
+from trainer.distributed.channel import TimedStore
+failure_watch._POLL_S = 0
+for _ in range(8):
+    failure_watch.FailureWatch(0, TimedStore(HashStore(), 30), None, [])
+time.sleep(0.2)
+"""
+
+
+def test_a_script_that_does_not_close_its_trainer_ends_cleanly() -> None:
+    """Threads that were inside torch's store when the interpreter was finalized used to abort the process."""
+    done = subprocess.run([*FRESH, "-c", WITHOUT_CLOSE], capture_output=True, text=True, timeout=240, cwd=REPOSITORY)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_one_rank_fails_and_all_end_with_its_error(tmp_path: Path) -> None:
     """The other ranks end without being killed."""
     run = start(tmp_path / "run", *MLP, OWN + "mlp_crashing", ranks=2)

@@ -152,9 +152,8 @@ def test_balance_is_the_same_on_any_mesh(
     """Losses within 1e-6, biases and loads to the bit."""
     of_model = [[*balance, *(item for item in run if item.startswith("model."))] for run in runs]
     different = [list(run) for run in dict.fromkeys(map(tuple, of_model))]
-    alone = run_ranks(1, train_each, tmp_path / "one", [*different, *([*balance, *run] for run in ON_ONE)], num_steps)[
-        0
-    ]
+    on_one = [*different, *([*balance, *run] for run in ON_ONE)]
+    alone = run_ranks(1, train_each, tmp_path / "one", on_one, num_steps, timeout_s=900)[0]
     for run, ours in zip(ON_ONE, alone[len(different) :], strict=True):
         assert_same(ours, alone[different.index(balance)], run)
     for found in run_ranks(4, train_each, tmp_path, [[*balance, *run] for run in runs], num_steps, timeout_s=900)[::3]:

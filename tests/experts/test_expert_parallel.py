@@ -63,7 +63,7 @@ def expected_of(folder: Path, runs: list[list[str]], num_steps: int) -> list[dic
     of_model = ("model.", "optim.", "lora.", "train.freeze", "train.ema", "train.weights_dtype")
     kept = [[item for item in run if item.startswith(of_model)] for run in runs]
     different = [list(run) for run in dict.fromkeys(map(tuple, kept))]
-    found = run_ranks(1, train_each, folder / "one", different, num_steps)[0]
+    found = run_ranks(1, train_each, folder / "one", different, num_steps, timeout_s=1200)[0]
     return [found[different.index(run)] for run in kept]
 
 

@@ -86,7 +86,7 @@ def test_losses_are_those_of_one_rank(names: list[str], runs: list[list[str]], n
     on_four = [(name, run) for name in names for run in runs]
     on_one = [(name, [item for item in run if item.startswith("data.")]) for name, run in on_four]
     different = [pair for number, pair in enumerate(on_one) if pair not in on_one[:number]]
-    alone = run_ranks(1, train_each, tmp_path / "one", different, num_steps)[0]
+    alone = run_ranks(1, train_each, tmp_path / "one", different, num_steps, timeout_s=2400)[0]
     found = run_ranks(4, train_each, tmp_path / "four", on_four, num_steps, timeout_s=2400)[-1]
     for (name, run), same, ours in zip(on_four, on_one, found, strict=True):
         theirs = alone[different.index(same)]

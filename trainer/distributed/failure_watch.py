@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 from typing import TYPE_CHECKING
@@ -14,6 +15,9 @@ if TYPE_CHECKING:
 
 FAILURE = "meshtrainer/failure"
 """Store key that holds the first failure."""
+
+_POLL_S = 0.5
+"""Seconds between two looks into the store."""
 
 _GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
 """Time allowed for the main thread to exit by itself, and for a save in flight to end."""
@@ -36,10 +40,13 @@ class FailureWatch(threading.Thread):
         self._rank, self._store = rank, store
         self._listeners = listeners
         self._stop_event, self._parent = threading.Event(), parent
+        # A script may end without `Trainer.close`.  If the interpreter is finalized while this thread is inside the
+        # store, Python ends the thread with pthread_exit, which torch's frames turn into an abort of the process.
+        atexit.register(self.stop)
         self.start()
 
     def run(self) -> None:
-        while not self._stop_event.wait(0.5):
+        while not self._stop_event.wait(_POLL_S):
             save_timeout_s = _SAVE_TIMEOUT_S
             try:
                 failure = self._failure()
@@ -70,3 +77,4 @@ class FailureWatch(threading.Thread):
         self._stop_event.set()
         if wait:
             self.join(timeout=2 * _GRACE_S)
+            atexit.unregister(self.stop)
