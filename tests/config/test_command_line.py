@@ -191,7 +191,7 @@ def test_passes_of_the_data_are_recorded_too(tmp_path: Path, monkeypatch: pytest
 
 def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:
     monkeypatch.setattr(sys, "argv", ["meshtrainer", *words])
-    monkeypatch.setattr(run, "leave", sys.exit)  # which would end this process
+    monkeypatch.setattr(run, "exit_process", sys.exit)  # which would end this process
     with pytest.raises(SystemExit) as left:
         run.meshtrainer()
     return left.value.code

@@ -284,7 +284,7 @@ def answer(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch) -> o
     if mistake.command == "run":
         own = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder / 'run'}"]
         return run.main([*words, *own])
-    monkeypatch.setattr(run, "leave", pytest.fail)
+    monkeypatch.setattr(run, "exit_process", pytest.fail)
     monkeypatch.setattr("sys.argv", ["meshtrainer", *words])
     try:
         if mistake.command == "meshtrainer":

@@ -120,7 +120,7 @@ def test_truncation_and_padding_of_the_tokenizer_are_ignored(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("beside", "end"),
+    ("files", "end"),
     [
         ({}, END),
         ({"tokenizer_config": {"eos_token": STOP}}, STOP),
@@ -140,7 +140,7 @@ def test_end_of_document_follows_the_tokenizer_configuration(tmp_path: Path, fil
 
 
 @pytest.mark.parametrize(
-    ("beside", "words"),
+    ("files", "words"),
     [
         ({"tokenizer_config": {"eos_token": "<|no|>"}}, r"tokenizer_config\.json has eos_token=<\|no\|>, which"),
         ({"generation_config": {"eos_token_id": [9999]}}, r"generation_config\.json has eos_token_id=9999, which"),

@@ -684,7 +684,7 @@ def test_failed_status_write_is_retried(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If storage is unavailable just as the run ends, `running` would stay there forever."""
-    monkeypatch.setattr(rundir, "_PAUSES_S", (0.0, 0.0))
+    monkeypatch.setattr(rundir, "_RETRY_PAUSES_S", (0.0, 0.0))
     folder = RunFolder(tiny_config(tmp_path / "run"), is_main=True)
     folder.acquire()
     folder.write_status("running", None, 0, "")
