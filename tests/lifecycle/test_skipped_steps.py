@@ -44,9 +44,6 @@ class Skipping(Trainer):
         if record.step == self.stops_at:
             self.stopping = True
 
-    def _stop_reason(self) -> str:
-        return "a test"
-
 
 def run(folder: Path, *overrides: str, **how: Any) -> int:
     """Train with the attributes `how` of `Skipping`; return the exit code, or raise what `fit` raises."""
