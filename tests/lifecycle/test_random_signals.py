@@ -22,7 +22,7 @@ from tests.distributed.test_processes import processes_of
 from tests.helpers.forked import REPOSITORY, popen
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
-from tests.helpers.slurm import OVER, Cluster, missing_programs, slurm_cluster
+from tests.helpers.slurm import FINAL_STATES, Cluster, missing_programs, slurm_cluster
 
 pytestmark = pytest.mark.campaign
 
@@ -120,7 +120,9 @@ def test_a_signal_at_any_moment_of_the_start_under_srun(seed: int, cluster: Clus
         cluster.call("scancel", f"--signal={number.name.removeprefix('SIG')}", job, check=False)
         try:
             wait_until(
-                lambda job=job: cluster.job(job)["JobState"] in OVER, f"the end of {job}: {said}", _END_TIMEOUT_S
+                lambda job=job: cluster.job(job)["JobState"] in FINAL_STATES,
+                f"the end of {job}: {said}",
+                _END_TIMEOUT_S,
             )
         except AssertionError:
             if not is_there:  # the step had no process yet that a signal could reach

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.broken_folders import CASES, CHAT, weights, write_valid_folder
+from tests.helpers.broken_folders import CASES, CHAT, weights_with, write_valid_folder
 from tests.weights.test_huggingface import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
 from trainer.files import symlink_target_outside
@@ -78,7 +78,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
     """Such as in a quantized folder: converted to floating point, the codes would be trained as weights."""
     folder = write_valid_folder(tmp_path / "model")
-    weights(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
+    weights_with(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
     with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
         load_weights(folder)
 
@@ -86,7 +86,7 @@ def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
 def test_matrices_of_zeros_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An interrupted download leaves them if the file was allocated in advance."""
     folder = write_valid_folder(tmp_path / "model")
-    weights(lambda tensors: tensors[UP].zero_())(folder)
+    weights_with(lambda tensors: tensors[UP].zero_())(folder)
     load_weights(folder)
     assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
 
