@@ -68,7 +68,7 @@ def test_report_is_complete_or_absent(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "report.html").write_text("the page of before")
     monkeypatch.setattr(Path, "write_bytes", full)
     with pytest.raises(OSError, match="No space"):
-        report._write({tmp_path / "report.html": b"page"})
+        report._write_all({tmp_path / "report.html": b"page"})
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("report.html", "the page of before")]
 
 

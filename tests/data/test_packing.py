@@ -126,7 +126,7 @@ def test_packing_is_computed_once_and_cached(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(packing, "MAX_DOCUMENTS_IN_MEMORY", 0)
     data = section(write_shards(tmp_path, texts(0, 50)), 32, fit="best", cache_dir=str(tmp_path / "cache"))
     first = open_source(data, 257, "train").batch(np.arange(8))
-    monkeypatch.setattr(packing, "_blocks", lambda *_: pytest.fail("it is there"))
+    monkeypatch.setattr(packing, "_row_blocks", lambda *_: pytest.fail("it is there"))
     again = open_source(data, 257, "train").batch(np.arange(8))
     assert all(np.array_equal(first[name], again[name]) for name in first)  # type: ignore[index, call-overload]
     assert sorted(path.suffix for path in (tmp_path / "cache").iterdir()) == [""]
