@@ -290,7 +290,7 @@ def manifest_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cac
     found = shards_of_the_user(tmp_path, monkeypatch)
     listed = [Shard(path) for path in sorted(found.folder.glob("*.bin"))]
     checksums = [shard.info.checksum for shard in listed]
-    kind, rows_of_it = listed[0].info.kind, rows_of(listed, found.folder)
+    kind, rows_of_it = listed[0].info.shared_properties, rows_of(listed, found.folder)
     ShardManifest(*kind, train=rows_of_it, held_out=[], checksums=checksums).write(found.folder / "manifest.json")
     data = DataSection(source="tokens", path=str(found.folder / "manifest.json"), seq_len=8)
     return Cache(lambda: samples_of(data), found.folder, may_refuse=True)

@@ -113,7 +113,10 @@ def folder(tmp_path: Path) -> Path:
     write_shards(inside, *([rng.bytes(size // 3), rng.bytes(size - size // 3)] for size in SIZES))
     shards = [Shard(path) for path in sorted(inside.glob("*.bin"))]
     ShardManifest(
-        *shards[0].info.kind, train=rows_of(shards, inside), held_out=[], train_content=sample_content(shards)
+        *shards[0].info.shared_properties,
+        train=rows_of(shards, inside),
+        held_out=[],
+        train_content=sample_content(shards),
     ).write(inside / "manifest.json")
     return inside
 

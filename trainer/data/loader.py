@@ -301,8 +301,8 @@ def _check_samples(source: Source, config: RunConfig) -> None:
         )
         raise setting_error("objective.num_labels", outputs, rule, source.num_labels)
     if source.num_labels > config.objective.num_classes > 0:
-        known, largest = config.objective.num_classes - 1, source.num_labels - 1
-        rule = f"knows labels up to {known}, but the data has some up to {largest}"
+        max_supported, max_label = config.objective.num_classes - 1, source.num_labels - 1
+        rule = f"knows labels up to {max_supported}, but the data has some up to {max_label}"
         raise setting_error(key, objective, rule, fix="label a good answer 1 or true, and a bad one 0 or false")
     if source.rows_per_sample == config.rows_per_sample:
         return

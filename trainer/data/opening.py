@@ -525,7 +525,7 @@ def _check_size(
 def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
     """Raise ShardError unless all shards were tokenized with the same tokenizer."""
     for shard in shards:
-        if shard.info.kind != shards[0].info.kind:
+        if shard.info.shared_properties != shards[0].info.shared_properties:
             raise ShardError(
                 f"shards used together must be made in the same way: {shards[0].name} by tokenizer "
                 f"{shards[0].info.tokenizer} ({shards[0].info.vocab_size} ids, {shards[0].info.dtype}), "

@@ -85,7 +85,7 @@ class ShardInfo:
     """CRC-32 of the tokens and of the index, in hexadecimal; empty in shards written by early versions."""
 
     @property
-    def kind(self) -> tuple[str, int, str, int]:
+    def shared_properties(self) -> tuple[str, int, str, int]:
         """The properties that must agree in all shards of a dataset."""
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 

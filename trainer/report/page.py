@@ -242,17 +242,17 @@ def _files_section(run: RecordedRun, page_folder: Path | None, is_served: bool) 
 
 def _legend(run: RecordedRun) -> str:
     """Return a legend for the marks in the charts."""
-    marks = []
+    entries = []
     if run.checkpoint_steps.size:
-        marks.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
+        entries.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
     if run.restarts:
-        marks.append('<i style="height: 14px; border-left: 2px dashed var(--muted)"></i>restart')
+        entries.append('<i style="height: 14px; border-left: 2px dashed var(--muted)"></i>restart')
     if run.goodput.lost_steps:
         style = "width: 14px; height: 14px; background: var(--red); opacity: .25"
-        marks.append(f'<i style="{style}"></i>steps lost in a crash and repeated')
+        entries.append(f'<i style="{style}"></i>steps lost in a crash and repeated')
     if run.train["step"].size > 2 * NUM_POINTS:
-        marks.append("line: mean of a point's steps; band: minimum to maximum")
-    return f'<div class="key">{"".join(f"<span>{mark}</span>" for mark in marks)}</div>' if marks else ""
+        entries.append("line: mean of a point's steps; band: minimum to maximum")
+    return f'<div class="key">{"".join(f"<span>{entry}</span>" for entry in entries)}</div>' if entries else ""
 
 
 def _sources_section(run: RecordedRun) -> str:

@@ -105,9 +105,9 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
     tokenizer = encoder.tokenizer
     doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
     train, held_out = (_SplitWriter(folder / f"{split}.bin", doubled) for split in ("train", "eval"))
-    report, parts = ChatReport(), PartialResults(folder.parent, name)
-    parts.remove_old()
-    reader = _ChatReader(spec, encoder, report, parts)
+    report, partial_results = ChatReport(), PartialResults(folder.parent, name)
+    partial_results.remove_old()
+    reader = _ChatReader(spec, encoder, report, partial_results)
     try:
         with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
             _write(reader.conversations(), spec.holdout, train, held_out, report)
@@ -122,7 +122,7 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
         held_out.discard()
     splits = [split for split, shard in (("train", train), ("eval", held_out)) if not shard.is_empty]
     write_value(folder / "report.json", {"splits": splits, "report": dataclasses.asdict(report)})
-    parts.remove()
+    partial_results.remove()
 
 
 def _write(
@@ -166,8 +166,8 @@ class _ChatReader:
     Writes partial results every few seconds and when this process is asked to stop; the next run resumes from them.
     """
 
-    def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, parts: PartialResults) -> None:
-        self._spec, self._encoder, self._report, self._parts = spec, encoder, report, parts
+    def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, partial_results: PartialResults) -> None:
+        self._spec, self._encoder, self._report, self._partial_results = spec, encoder, report, partial_results
         self._format: Format | None = None
 
     def conversations(self) -> Iterator[Sequence[Encoded]]:
@@ -175,11 +175,11 @@ class _ChatReader:
 
         Raises UserError for an invalid record.
         """
-        for stored, statistics in self._parts.read():  # from an earlier run
+        for stored, statistics in self._partial_results.read():  # from an earlier run
             for name, value in statistics.items():
                 setattr(self._report, name, value)
             yield from stored
-        num_restored = self._parts.num_records
+        num_restored = self._partial_results.num_records
         records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
         try:
             for number, (location, record) in enumerate(records):
@@ -191,9 +191,9 @@ class _ChatReader:
                 documents = self._encode(location, record)
                 if documents:
                     yield documents
-                self._parts.add(documents, self._report)
+                self._partial_results.add(documents, self._report)
         except StopRequested as request:
-            self._parts.flush(self._report)
+            self._partial_results.flush(self._report)
             progress = f"{self._report.chats:,} {self._report.kind} are tokenized; the next run continues from there"
             raise StopRequested(request.name, progress if self._report.chats else "") from request
 
