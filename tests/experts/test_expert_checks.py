@@ -63,7 +63,7 @@ def unscaled(x: torch.Tensor, factor: float) -> torch.Tensor:
 @contextmanager
 def unscaled_in_layer(layer: int) -> Iterator[None]:
     """Leave the division of gradients out in one layer alone."""
-    compute, layers = dispatch._compute, list[Any]()
+    compute, layers = dispatch._run_experts, list[Any]()
 
     def computed(group: ExpertGroup, experts: Any, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         layers.extend([experts] if experts not in layers else [])
@@ -72,7 +72,7 @@ def unscaled_in_layer(layer: int) -> Iterator[None]:
         with patched(dispatch, "scale_gradient", unscaled):
             return compute(group, experts, rows, ends)
 
-    with patched(dispatch, "_compute", computed):
+    with patched(dispatch, "_run_experts", computed):
         yield
 
 
@@ -114,8 +114,8 @@ def outcomes(folder: Path, names: list[str]) -> dict[str, str]:
         "scale": (Trainer, [EXCHANGE], patched(dispatch, "scale_gradient", unscaled)),
         "scale, gather": (Trainer, [GATHER], patched(dispatch, "scale_gradient", unscaled)),
         "torch": (DividedByTorch, [EXCHANGE], patched(dispatch, "scale_gradient", unscaled)),
-        "rotated": (Trainer, [EXCHANGE], patched(dispatch, "_exchanged", rotated(dispatch._exchanged))),
-        "rotated, gather": (Trainer, [GATHER], patched(dispatch, "_gathered", rotated(dispatch._gathered))),
+        "rotated": (Trainer, [EXCHANGE], patched(dispatch, "_run_by_exchange", rotated(dispatch._run_by_exchange))),
+        "rotated, gather": (Trainer, [GATHER], patched(dispatch, "_run_by_gather", rotated(dispatch._run_by_gather))),
         "order": (Trainer, [GATHER], patched(trainer.model.shard, "shard_experts", other_order)),
         "bfloat16": (Trainer, [GATHER, "fsdp.param_dtype=bfloat16"], patched(time, "altzone", 0)),
         "bfloat16 weights": (Trainer, [EXCHANGE, "train.weights_dtype=bfloat16"], patched(time, "altzone", 0)),

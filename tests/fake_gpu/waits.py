@@ -30,7 +30,7 @@ def even_splits(
     group: ExpertGroup, sent_NL: torch.Tensor, received_NL: torch.Tensor, num_sent: int
 ) -> tuple[list[int], list[int]]:
     read_splits(group, sent_NL, received_NL, num_sent)
-    return dispatch._even(num_sent, group.size), dispatch._even(num_sent, group.size)
+    return dispatch._split_evenly(num_sent, group.size), dispatch._split_evenly(num_sent, group.size)
 
 
 class Counting(Trainer):

@@ -145,4 +145,4 @@ def test_only_values_outside_the_planned_range_are_reported(
     found = forecast_of(monkeypatch, [0.5, peak])
     for _ in range(3):
         found.count(0.1, is_profiled=False)
-    assert [text.startswith("peak memory was ") for text in found.misses()] == [True] * is_missed
+    assert [text.startswith("peak memory was ") for text in found.mismatches()] == [True] * is_missed
