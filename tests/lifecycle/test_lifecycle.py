@@ -97,7 +97,7 @@ class Run:
             wait_for_deletion=list,
             quarantine_since=lambda step: None,
         )
-        forecast = SimpleNamespace(result=dict, misses=list, explain=lambda error: None)
+        forecast = SimpleNamespace(result=dict, mismatches=list, explain=lambda error: None)
         relocation = SimpleNamespace(has_moved=False, check=lambda: False)
         parts: Any = SimpleNamespace(
             config=config,

@@ -527,7 +527,7 @@ def test_calibration_is_stored_and_used(
     done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=REPOSITORY)
     assert done.returncode == 0, done.stderr
     assert find_machine("cpu").rates.link not in (machine.rates.link, 0.0)
-    assert done.stdout.count("kept in") == 1
+    assert done.stdout.count("saved to") == 1
     (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
     path.write_text("{}")
     assert "is not a calibration" in run_plan(capsys, "recipe=llama_small", "device=cpu", exit_code=2)[1]

@@ -124,17 +124,17 @@ def forecast_of(monkeypatch: pytest.MonkeyPatch, peaks: list[float], device: str
 
 
 def test_start_block_shows_memory_besides_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = forecast_of(monkeypatch, [0.5]).sentence().splitlines()
+    lines = forecast_of(monkeypatch, [0.5]).summary().splitlines()
     assert lines[0] == "2.00 GiB of tensors per rank at the peak, in the backward of root"
     assert lines[1] == "on top: 512.00 MiB for the process and its libraries,"
     assert lines[-1] == "in all about 3.25 GiB per rank, between 2.50 GiB and 3.70 GiB"
-    saving = forecast_of(monkeypatch, [0.5], every=5).sentence()
+    saving = forecast_of(monkeypatch, [0.5], every=5).summary()
     assert "1.00 GiB for a copy that is saved in the background" in saving
     assert "between 3.50 GiB" in saving
     for unlike in ({"every": 10}, {"every": 5, "mode": "sync"}):
-        assert "copy" not in forecast_of(monkeypatch, [0.5], **unlike).sentence()
+        assert "copy" not in forecast_of(monkeypatch, [0.5], **unlike).summary()
     on_gpu = forecast_of(monkeypatch, [0.5], "cuda", every=5)
-    assert on_gpu.sentence() == lines[0]
+    assert on_gpu.summary() == lines[0]
     assert on_gpu.peak_gib == 2.0
 
 
@@ -144,5 +144,5 @@ def test_only_values_outside_the_planned_range_are_reported(
 ) -> None:
     found = forecast_of(monkeypatch, [0.5, peak])
     for _ in range(3):
-        found.count(0.1, is_profiled=False)
-    assert [text.startswith("peak memory was ") for text in found.misses()] == [True] * is_missed
+        found.record_step(0.1, is_profiled=False)
+    assert [text.startswith("peak memory was ") for text in found.mismatches()] == [True] * is_missed
