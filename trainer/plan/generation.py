@@ -131,8 +131,9 @@ def memory_of_texts(model: nn.Module, dtype: torch.dtype, device_type: str, text
         called, freed = meter.segments()
         cache_bytes = called.net + freed.net
         del cache
-    choice = SAMPLING_BYTES * texts.number * vocab_size  # the call's logits are still in memory
-    return round(cache_bytes * share), called.peak - cache_bytes + choice
+    logits = -freed.net
+    choice = SAMPLING_BYTES * texts.number * vocab_size
+    return round(cache_bytes * share), max(called.peak - cache_bytes, logits + choice)
 
 
 def _capacity(texts: Texts, num_fed: int) -> int:
