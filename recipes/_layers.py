@@ -65,6 +65,8 @@ class Head(nn.Module):
         self.output = Output(dim, vocab_size, std=std)
 
     def forward(self, x_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
+        if targets_BT is None:
+            x_BTD = sequence.needed_for_logits(x_BTD)
         return self.output(self.norm(x_BTD), targets_BT)
 
 

@@ -12,6 +12,7 @@ Uses one process.  A folder is written tensor by tensor, so the model may be lar
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -38,6 +39,7 @@ from trainer.weights.adapters import BASE, export_adapter
 from trainer.weights.exporting import (
     TOKENIZER,
     as_temporary_folder,
+    cast_weight,
     export,
     is_tokenizer_file,
     tokenizer_settings,
@@ -160,7 +162,7 @@ def _export_file(
     model = build_meta_model(config.recipe, config.model)
     model = load_unsharded(model, config.recipe, source, torch.device("cpu"))
     for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtype or source.dtypes.get(name, parameter.dtype))
+        parameter.data = cast_weight(parameter.data, dtype or source.dtypes.get(name, parameter.dtype), name)
     _write_state_dict(model if dtype is None else model.to(dtype), path)
     return path
 
@@ -220,8 +222,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> int:
-    if options.max_shard_gb <= 0:
-        raise UserError(f"--max-shard-gb={options.max_shard_gb}: must be above 0\n  for example: --max-shard-gb=5")
+    if not 0 < options.max_shard_gb < math.inf:
+        raise UserError(
+            f"--max-shard-gb={options.max_shard_gb}: must be above 0 and finite\n  for example: --max-shard-gb=5"
+        )
     if options.target is None and options.push is None:
         raise UserError("TARGET is missing\n  to fix: give a folder, or --push ORG/NAME")
     if options.push is not None and Path(options.target or "").suffix in (".pt", ".safetensors"):

@@ -12,12 +12,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import secrets
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +46,13 @@ from trainer.errors import (
     CommandParser,
     TrainingFailed,
     UserError,
+    print_stderr,
     printable,
     run_command,
     setting_error,
 )
-from trainer.files import crc32
+from trainer.files import crc32, readable_size
+from trainer.model.network import build_network
 from trainer.model.sample import (
     GREEDY,
     NO_TOKEN,
@@ -59,9 +63,10 @@ from trainer.model.sample import (
     generate_tokens,
     max_seq_len,
 )
+from trainer.plan.generation import Texts, memory_of_texts
 from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
-from trainer.weights.loading import model_files_of, model_of_checkpoint, model_of_folder
+from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
 _MAX_PROMPT_CHARS = 60
 """Longest prompt, in characters, that error messages show in full."""
@@ -77,6 +82,8 @@ _DEFAULT_BATCH_SIZE = 8
 class TextGenerator:
     """A model with everything needed to generate text.
 
+    build: returns the model on the meta device.
+    load: returns the model with its weights, on `device`.
     tokenizer: a value of `data.tokenizer`: `bytes` or a folder.
     template: a value of `data.chat_template`: `model` or a file.
     settings: the entries of generation_config.json, and `eos_token_id` of config.json.
@@ -84,13 +91,19 @@ class TextGenerator:
     turn_ends: tokens with which the model was trained to end its chat turns.
     """
 
-    model: nn.Module
+    build: Callable[[], nn.Module]
+    load: Callable[[], nn.Module]
     device: torch.device
     tokenizer: str
     template: str
     settings: Mapping[str, Any]
     bos: bool | None = None
     turn_ends: frozenset[int] = frozenset()
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """The model, loaded on first use."""
+        return self.load()
 
     def end_ids(self, tokenizer: Tokenizer) -> set[int]:
         """Return the tokens that end a text: those in `settings`, or else the tokenizer's; plus `turn_ends`."""
@@ -99,20 +112,34 @@ class TextGenerator:
             return {tokenizer.end_id, *self.turn_ends}
         return {*(end_ids if isinstance(end_ids, list) else [end_ids]), *self.turn_ends}
 
-    def sampling(self) -> Sampling:
-        """Return the sampling parameters from `settings`, or their defaults."""
-        names = ("temperature", "top_k", "top_p")
-        given_values = {name: self.settings[name] for name in names if self.settings.get(name) is not None}
-        return Sampling(**given_values)
+    def sampling(self, overrides: Mapping[str, float]) -> Sampling:
+        """Return the sampling parameters: `overrides`, else those in `settings`, else the defaults.
+
+        Raises UserError for unusable settings.
+        """
+        names = [name for name in _SAMPLING if self.settings.get(name) is not None]
+        given: dict[str, Any] = {**{name: self.settings[name] for name in names}, **overrides}
+        if given.get("top_k") == -1:  # as other software writes it
+            given["top_k"] = 0
+        try:
+            return Sampling(**given)
+        except (UserError, TypeError) as error:
+            rule = f"{GENERATION}: {error}" if isinstance(error, UserError) else f"{GENERATION}: has {given}"
+            raise UserError(f"{rule}\n  to fix: correct it in the model's folder") from error
+
+
+_SAMPLING = ("temperature", "top_k", "top_p")
+"""Entries of generation_config.json that `Sampling` has too."""
 
 
 def open_generator(
     path: str, device: torch.device, stack: ExitStack, allow_import: Collection[str] = (), ema: bool = False
 ) -> TextGenerator:
-    """Return the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
+    """Open the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
 
-    A folder without a matching recipe is loaded with transformers.  Files stored in a checkpoint are extracted to a
-    temporary folder, which is removed when `stack` closes.  Raises UserError if the model cannot be read.
+    Its weights are read when `model` is first used.  A folder without a matching recipe is loaded with transformers.
+    Files stored in a checkpoint are extracted to a temporary folder, which is removed when `stack` closes.  Raises
+    UserError if the model cannot be read.
 
     ema: whether to use the averaged weights of a run with `train.ema`.
     """
@@ -123,8 +150,8 @@ def open_generator(
         if has_config_only(folder):
             check_weights(folder, "path")
         check_tokenizer_of_folder(folder)
-        model, (tokenizer, template) = _load_folder(location, device), settings_for_folder(folder)
-        return TextGenerator(model, device, tokenizer, template, _generation_settings(read_model_files(folder)))
+        (build, load), (tokenizer, template) = _model_of_folder(location, device), settings_for_folder(folder)
+        return TextGenerator(build, load, device, tokenizer, template, _generation_settings(read_model_files(folder)))
     source = open_checkpoint(location.path, ema)
     config = config_from_yaml(source.config_yaml, allow_import=allow_import)
     if config.objective.outputs:
@@ -133,23 +160,44 @@ def open_generator(
     model_files = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(model_files, config.data.tokenizer))
     turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())
-    model = model_of_checkpoint(source, device, allow_import)
     return TextGenerator(
-        model, device, tokenizer, template, _generation_settings(model_files.files), config.data.bos, turn_ends
+        lambda: build_network(config),
+        lambda: model_of_checkpoint(source, device, allow_import),
+        device,
+        tokenizer,
+        template,
+        _generation_settings(model_files.files),
+        config.data.bos,
+        turn_ends,
     )
 
 
-def _load_folder(location: Location, device: torch.device) -> nn.Module:
+def _model_of_folder(
+    location: Location, device: torch.device
+) -> tuple[Callable[[], nn.Module], Callable[[], nn.Module]]:
+    """Return functions that build the model in a Hugging Face folder on the meta device, and that load it."""
     try:
-        model_config_of(location.path, all_recipes())
+        recipe, model_config = model_config_of(location.path, all_recipes())
     except UserError as unsupported:
         try:
             import transformers
         except ImportError:
             raise UserError(f"{unsupported}\n  transformers may support it: pip install transformers") from unsupported
-        model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(location.path, local_files_only=True)
-        return model.to(device).eval()
-    return model_of_folder(location, device)
+        options = {"pretrained_model_name_or_path": location.path, "local_files_only": True}
+        config = transformers.AutoConfig.from_pretrained(**options)
+        dtype = config.dtype or torch.float32
+
+        def build() -> nn.Module:
+            with torch.device("meta"):
+                model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+            return model
+
+        def load() -> nn.Module:
+            model: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**options, dtype=dtype)
+            return model.to(device).eval()
+
+        return build, load
+    return lambda: build_meta_model(recipe, model_config), lambda: model_of_folder(location, device)
 
 
 def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
@@ -195,7 +243,7 @@ def _parser() -> CommandParser:
     text.add_argument(
         "--prompts",
         metavar="FILE",
-        help="a text file with one prompt per line, or a .jsonl file of objects with `prompt` or `messages`; writes "
+        help="a text file with one prompt per line, or a file of records (.jsonl) with `prompt` or `messages`; writes "
         "JSON lines in the same order: the prompt's object with `completion` and `finish` (end or length)",
     )
     parser.add_argument("--batch", type=int, metavar="N", help="prompts to continue at once (default: 8)")
@@ -232,7 +280,7 @@ def _generate(options: argparse.Namespace) -> int:
         tokenizer = find_tokenizer(text_generator.tokenizer, bos=text_generator.bos)
         options_given = {name: getattr(options, name) for name in ("temperature", "top_p")}
         overrides = {name: value for name, value in options_given.items() if value is not None}
-        sampling = GREEDY if options.greedy else replace(text_generator.sampling(), **overrides)
+        sampling = GREEDY if options.greedy else text_generator.sampling(overrides)
         if options.prompts is None:
             _stream(options, text_generator, tokenizer, sampling)
         else:
@@ -248,8 +296,7 @@ def _stream(
         prompt = prompt_tokens(options.prompt, tokenizer)
     else:
         prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", text_generator.template)
-    model, device = text_generator.model, text_generator.device
-    max_len = max_seq_len(model) or sys.maxsize
+    max_len = max_seq_len(text_generator.build()) or sys.maxsize
     if len(prompt) >= max_len:
         key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
         excerpt = text if len(text) <= _MAX_PROMPT_CHARS else f"{text[:_MAX_PROMPT_CHARS]}..."
@@ -258,6 +305,8 @@ def _stream(
     num_tokens = min(options.max_tokens, max_len - len(prompt))
     seed = secrets.randbits(63) if options.seed is None else options.seed
     end_ids = text_generator.end_ids(tokenizer)
+    _check_memory(text_generator, Texts(1, len(prompt), num_tokens), options)
+    model, device = text_generator.model, text_generator.device
     decoder = find_decoder(model, device, len(prompt) + num_tokens)
     generated = generate_tokens(decoder, [prompt], [num_tokens], sampling, seed, ends=end_ids)
     tokens = (token for token in map(_require_token, generated) if token not in end_ids)
@@ -269,6 +318,38 @@ def _stream(
         print(flush=True)
         raise
     print(flush=True)
+
+
+def _check_memory(text_generator: TextGenerator, texts: Texts, options: argparse.Namespace) -> None:
+    """Print the memory that generating `texts` needs.  Raises UserError if it exceeds the free memory of the GPU."""
+    model = text_generator.build()
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    try:
+        cache, temporaries = memory_of_texts(model, dtype, text_generator.device.type, texts)
+    except Exception:  # from a model's own code, or without a cache
+        cache, temporaries = 0, 0
+    needed = weights + cache + temporaries
+    parts = f"weights {readable_size(weights)}"
+    if cache:
+        texts_at_once = f"{texts.number} x {texts.prompt + texts.answer} tokens"
+        parts += f", cache {readable_size(cache)} for {texts_at_once}, temporaries {readable_size(temporaries)}"
+    print_stderr(f"memory: {readable_size(needed)} ({parts})")
+    free = _free_bytes(text_generator.device)
+    if free is None or needed <= free:
+        return
+    rule = f"needs {readable_size(needed)} of memory ({parts}), but the GPU has {readable_size(free)} free"
+    if weights > free:
+        raise setting_error("path", options.path, rule, fix="free memory on the GPU, or use --device cpu")
+    if texts.number > 1:
+        number = max(1, int(texts.number * (free - weights) / (needed - weights)))
+        raise setting_error("--batch", texts.number, rule, number)
+    raise setting_error("--max-tokens", options.max_tokens, rule, fix="generate fewer tokens, or use --device cpu")
+
+
+def _free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a GPU; None for a CPU, whose memory may be swapped."""
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
 
 
 _NOT_FINITE = "the model's logits are not finite: its weights are damaged, or training has diverged"
@@ -288,14 +369,17 @@ def _answer_prompts(
 
     Skips prompts that already have an answer in `--out`.
     """
-    records, prompts = _read_prompts(options, text_generator, tokenizer)
+    max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
+    records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
+    longest = max(map(len, prompts))
+    texts_at_once = Texts(min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest))
+    _check_memory(text_generator, texts_at_once, options)
     model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
     out = None if options.out is None else AnswerFile(Path(options.out), "--out", options.prompts, records)
     if out is not None:
         settings = {**dataclasses.asdict(sampling), "seed": seed, "max_tokens": options.max_tokens}
         out.begin(options.path, {"weights": _checksum_of_model(model), **settings, "end_ids": sorted(end_ids)})
     num_done = num_done_before = 0 if out is None else out.num_done
-    max_len, batch_size = max_seq_len(model) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     num_tokens, start_time = 0, time.monotonic()
 
     def progress() -> str:
@@ -348,13 +432,12 @@ _NUM_CHECKSUM_VALUES = 2**12
 
 
 def _read_prompts(
-    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer
+    options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, max_len: int
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Return the records in the file `--prompts`, and their tokens.  Raises UserError for an unusable record."""
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None
-    max_len = max_seq_len(text_generator.model) or sys.maxsize
     for location, record in read_prompts(path, "--prompts"):
         if "messages" in record:
             chats = chats or ChatPrompts(text_generator.tokenizer, "--prompts", path, text_generator.template)
@@ -374,13 +457,16 @@ def _read_prompts(
     return records, prompts
 
 
+_TEMPERATURE = "must be at least 0 and finite"
+
+
 def _check_options(options: argparse.Namespace) -> None:
     if options.device == "cuda" and not torch.cuda.is_available():
         raise setting_error("--device", options.device, "torch finds no usable GPU", "cpu")
     for key, value, is_legal, rule, legal in (
         ("--max-tokens", options.max_tokens, options.max_tokens >= 1, "must be at least 1", 1),
         ("--batch", options.batch, options.batch is None or options.batch >= 1, "must be at least 1", 1),
-        ("--temperature", options.temperature, (options.temperature or 0) >= 0, "must be at least 0", 0),
+        ("--temperature", options.temperature, 0 <= (options.temperature or 0) < math.inf, _TEMPERATURE, 0),
         ("--top-p", options.top_p, options.top_p is None or 0 < options.top_p <= 1, "must be above 0 and at most 1", 1),
     ):
         if not is_legal:

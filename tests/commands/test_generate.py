@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import os
+import re
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -18,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tests.model.test_native_models import KINDS, write_theirs
 from tests.weights.test_huggingface import MODELS, build, load_with_transformers
 from tests.weights.test_pretrained import chat_folder, config_of, tokenizer_json
-from trainer import Trainer, generate, load_weights
+from trainer import Trainer, UserError, generate, load_weights
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.errors import TrainingFailed
 from trainer.export import command_line as export
@@ -145,6 +147,18 @@ def test_cache_copies_nothing_but_to_grow() -> None:
     assert cache.num_tokens == 200
 
 
+def test_only_the_last_logits_of_a_prompt_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("llama", "gpt2", "qwen3_moe"):
+        model = build(*MODELS[name])
+        shapes = list[torch.Size]()
+        model.head.output.register_forward_hook(
+            lambda module, inputs, output, shapes=shapes: shapes.append(output.shape)
+        )
+        generate_batch(model, PROMPTS, 2)
+        assert [shape[1] for shape in shapes] == [1, 1]
+        assert model(torch.tensor([PROMPT])).shape[1] == len(PROMPT), "other calls compute all"
+
+
 def test_texts_up_to_the_last_position_of_the_model() -> None:
     """One text has ended there, while another still has far to go."""
     model, prompts, limits = build(*MODELS["gpt2"]), [[9] * 60, [5, 3], [7]], [4, 62, 63]
@@ -186,6 +200,22 @@ def test_sampling_of_tokens() -> None:
     assert drawn(Sampling(1.0, top_p=0.01)) == {0}
     assert drawn(Sampling(1.0, top_k=3)) == {0, 1, 2}
     assert drawn(Sampling(0.01)) == {0}
+
+
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=50), Sampling(3.0, top_p=0.9), Sampling(1.0, 40, 0.5)])
+def test_sampled_tokens_are_those_that_sorting_the_vocabulary_leaves(sampling: Sampling) -> None:
+    """For distributions of which 1 to 5,000 tokens are kept."""
+    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 1, 6)[:, None]
+    logprobs, noise = logits.log_softmax(1), gumbel_noise(0, range(6), [0] * 6, 5000, CPU)
+    scores = logprobs / sampling.temperature
+    probs, order = scores.softmax(1).sort(dim=1, descending=True)
+    is_dropped = probs.cumsum(1) - probs >= sampling.top_p
+    is_dropped[:, 0] = False
+    is_dropped[:, sampling.top_k or 5000 :] = True
+    expected = scores.masked_fill(is_dropped.scatter(1, order, is_dropped), -math.inf)
+    assert sampling.choose(logprobs, noise).equal((expected + noise).argmax(1))
+    lowest = sampling._lowest_score(scores)
+    assert (scores >= lowest).sum(1).tolist() == (~is_dropped).sum(1).tolist()
 
 
 class Fixed(Decoder):
@@ -415,10 +445,76 @@ def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytes
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("bom.txt", b"\xef\xbb\xbfw1\nw2 w3\n"),
+        ("array.json", b'[{"prompt": "w1"},\n {"prompt": "w2 w3"}]'),
+        ("table.csv", b"prompt\nw1\nw2 w3\n"),
+        ("lines.jsonl.gz", gzip.compress(b'{"prompt": "w1"}\n{"prompt": "w2 w3"}\n')),
+    ],
+)
+def test_files_of_prompts(name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the forms that chats have too, with the byte order mark that editors write."""
+    pytest.importorskip("tokenizers")
+    (tmp_path / name).write_bytes(content)
+    lines = said(capsys, speaking(tmp_path / "folder"), "--prompts", tmp_path / name, "--max-tokens", 2).splitlines()
+    assert [json.loads(line)["prompt"] for line in lines] == ["w1", "w2 w3"]
+
+
+def test_sampling_parameters_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    for number, settings in enumerate([{"top_k": "50"}, {"temperature": -1.0}, {"top_p": 2}, {"top_k": -2}]):
+        folder = speaking(tmp_path / str(number), **settings)
+        assert generate.command_line([str(folder), "--prompt", "w1"]) == 2
+        (key,) = settings
+        shown = capsys.readouterr().err
+        assert "generation_config.json: " in shown
+        assert key in shown
+    said(capsys, tmp_path / "1", "--prompt", "w1", "--temperature", 1, "--max-tokens", 2)
+    said(capsys, speaking(tmp_path / "all", top_k=-1), "--prompt", "w1", "--max-tokens", 2)
+    with pytest.raises(UserError, match=r"temperature=-1\.0: must be at least 0"):
+        Sampling(-1.0)
+
+
+def test_memory_is_said_and_too_much_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the weights are read."""
+    pytest.importorskip("tokenizers")
+    folder, prompts = speaking(tmp_path / "folder"), tmp_path / "prompts.txt"
+    prompts.write_text("w1 w2\nw1\n" * 40)
+    own = [str(folder), "--prompts", str(prompts), "--max-tokens", "20", "--batch"]
+    model = load_weights(folder)
+    weights = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    config = model.config
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 * 64 * 22 / 2**20
+    assert generate.command_line([*own, "64"]) == 0
+    expected = f"(weights {weights:.1f} MiB, cache {cache:.1f} MiB for 64 x 22 tokens, temporaries "
+    assert expected in capsys.readouterr().err
+    monkeypatch.setattr(generate, "_free_bytes", lambda device: int((weights + 1) * 2**20))
+    monkeypatch.setattr(generate, "model_of_folder", lambda *arguments: pytest.fail("the weights were read"))
+    assert generate.command_line([*own, "64"]) == 2
+    shown = capsys.readouterr().err
+    assert "--batch=64: needs " in shown
+    assert f"but the GPU has {weights + 1:.1f} MiB free" in shown
+    number = re.search(r"nearest legal value: --batch=(\d+)", shown)
+    assert number is not None, shown
+    monkeypatch.undo()
+    monkeypatch.setattr(generate, "_free_bytes", lambda device: int((weights + 1) * 2**20))
+    assert generate.command_line([*own, number[1]]) == 0
+    assert generate.command_line([str(folder), "--prompt", "w1", "--max-tokens", "60000"]) == 2
+    assert "--max-tokens=60000: needs " in capsys.readouterr().err
+    monkeypatch.setattr(generate, "_free_bytes", lambda device: 1000)
+    assert generate.command_line([*own, "1"]) == 2
+    assert f"path={folder}: needs " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--prompt", "a", "--max-tokens", "0"], "--max-tokens=0: must be at least 1"),
         (["--prompt", "a", "--batch", "4"], "--batch=4: needs --prompts FILE"),
+        (["--prompt", "a", "--temperature", "inf"], "--temperature=inf: must be at least 0 and finite"),
         (["--prompts", "none.txt"], "--prompts=none.txt: cannot be read (No such file or directory)"),
         (["--prompt", "a", "--top-p", "0"], "--top-p=0.0: must be above 0"),
         (["--prompt", "a", "--temperature", "-1"], "--temperature=-1.0: must be at least 0"),
@@ -454,4 +550,4 @@ def test_ctrl_c_and_a_closed_pipe_end_it_quietly(
     with open(sending, "w") as nobody, monkeypatch.context() as patched:
         patched.setattr(sys, "stdout", nobody)
         assert generate.command_line([str(folder), "--prompt", "w1", "--greedy"]) == 0
-    assert capsys.readouterr().err == ""
+    assert re.fullmatch(r"memory: .*\n", capsys.readouterr().err)

@@ -15,20 +15,20 @@ from transformers import AutoModelForSequenceClassification
 from tests.helpers.hf_models import folder_of
 from tests.weights.test_huggingface import Memory
 from trainer import UserError, load_config
+from trainer.config.location import locate
 from trainer.model.network import build_network
 from trainer.weights.exporting import ModelFiles, export, read_model_files
-from trainer.weights.loading import load_unsharded
+from trainer.weights.loading import load_unsharded, open_weights
 from trainer.weights.sources import fill
 
 OWN = ["model.name=hf", "data.path=x.jsonl", "objective.num_labels=3", "train.micro_batch_size=1"]
 
 
-def classifier_of(folder: Path) -> tuple[Any, Any]:
+def classifier_of(folder: Path, name: str = "hf") -> tuple[Any, Any]:
     """Return the configuration and the model of a folder's weights with a head for three classes."""
-    config = load_config("classify", [f"model.path={folder}", *OWN])
+    config = load_config("classify", [f"model.path={folder}", *OWN, f"model.name={name}"])
     model = build_network(config)
-    source = config.recipe.initial_weights(config.model)
-    assert source is not None
+    source = open_weights(locate(str(folder)), config.recipe, config.model, "path")
     load_unsharded(model, config.recipe, source, torch.device("cpu"))
     head = next(p for name, p in model.named_parameters() if name.endswith(".score"))
     head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
@@ -48,7 +48,16 @@ def classifier_of(folder: Path) -> tuple[Any, Any]:
 )
 def test_scores_are_those_of_the_export(kind: str, tmp_path: Path) -> None:
     """Also of models whose classifier lacks what follows the projection, such as Gemma's cap on logits."""
-    config, model = classifier_of(folder_of(tmp_path / "base", kind))
+    check_export(kind, "hf", tmp_path)
+
+
+def test_scores_of_a_native_model_whose_values_are_narrower_than_its_keys(tmp_path: Path) -> None:
+    assert check_export("deepseek_v3", "auto", tmp_path) == "deepseek_v3"
+
+
+def check_export(kind: str, name: str, tmp_path: Path) -> str:
+    """Return the name of the recipe."""
+    config, model = classifier_of(folder_of(tmp_path / "base", kind), name)
     tokens = torch.arange(2, 26).view(2, 12)
     with torch.no_grad():
         ours = model(tokens)
@@ -63,6 +72,7 @@ def test_scores_are_those_of_the_export(kind: str, tmp_path: Path) -> None:
         for last in (3, 12):
             found = torch.cat([theirs.eval()(tokens[row : row + 1, :last]).logits for row in range(2)])
             torch.testing.assert_close(found, ours[:, last - 1], rtol=1e-5, atol=1e-5 * float(ours.abs().max()))
+    return str(config.recipe.name)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from trainer.experts import add_adapter, expert_matmuls
 from trainer.export import command_line as export_command
 from trainer.model.packed import BLOCK, Packing, find_packings, pack_experts
 from trainer.model.parameters import local, local_box
+from trainer.weights.adapters import BaseWeights
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16},
@@ -128,6 +129,30 @@ def test_experts_are_packed_whether_adapted_or_not(tmp_path: Path) -> None:
         stored = load_file(base / "model.safetensors")["model.layers.0.mlp.experts.down_proj"]
         assert torch.equal(local(weight), Packing("nf4", 64).pack(stored.transpose(1, 2)))
         trainer.close()
+
+
+def test_a_run_from_before_experts_were_packed_says_so_when_resumed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = wide_folder(tmp_path / "base", "qwen3_moe")
+    own = ["checkpoint.every=1", "train.steps={}", "lora.targets=[o_proj]"]
+
+    def said(num_steps: int) -> str:
+        capsys.readouterr()
+        settings = [item.format(num_steps) for item in own]
+        trainer = Trainer(config_of(base, tmp_path / "run", "qwen3_moe", *settings))
+        assert trainer.fit() == 0
+        trainer.close()
+        shown = capsys.readouterr()
+        return " ".join((shown.out + shown.err).split())
+
+    with monkeypatch.context() as patched:
+        state_dict = BaseWeights.state_dict
+        patched.setattr(BaseWeights, "state_dict", lambda self: {**state_dict(self), "packed_experts": 0})
+        said(1)
+    message = "lora.base_dtype packs stacked experts, which the version that began this run did not"
+    assert said(2).count(message) == 1
+    assert message not in said(3)
 
 
 def test_experts_whose_rows_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:

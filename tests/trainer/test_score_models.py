@@ -25,6 +25,7 @@ from trainer.data.opening import open_source
 from trainer.errors import UserError
 from trainer.export import command_line as export
 from trainer.model.network import replace_head
+from trainer.objective_trainer import ObjectiveTrainer
 from trainer.recipe import find_recipe
 
 ASSISTANT = {"role": "assistant"}
@@ -103,6 +104,30 @@ def test_reward_model_is_exported_for_transformers(lora: list[str], model: Path,
     assert record["margin"] == pytest.approx(float((scores[0::2] - scores[1::2]).mean()), rel=1e-5)
     ours = load_weights(tmp_path / "run")(torch.from_numpy(batch["tokens"]))[range(len(lengths)), lengths - 1]
     torch.testing.assert_close(scores, ours, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["hf", pytest.param("auto", marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("recipe", ["classify", pytest.param("reward", marks=pytest.mark.campaign)])
+def test_peft_gives_the_scores_of_an_adapter_and_its_head(name: str, recipe: str, model: Path, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
+    data = labelled(tmp_path) if recipe == "classify" else pairs(tmp_path)
+    own = [f"model.name={name}", "lora.rank=4", "optim.lr=1e-2", "data.seq_len=64", "train.steps=3"]
+    settings = settings_of(model, data, *own, "train.global_batch_size=4", f"run.dir={tmp_path / 'run'}")
+    trainer = ObjectiveTrainer(load_config(recipe, settings[1:]))
+    assert trainer.fit() == 0
+    trainer.close()
+    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    tokens = torch.arange(2, 26).view(2, 12)
+    ours = load_weights(tmp_path / "run")(tokens)[:, -1]
+    base = AutoModelForSequenceClassification.from_pretrained(model, num_labels=ours.shape[1], dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "out").eval()
+    with torch.no_grad():
+        scores = torch.cat([theirs(input_ids=tokens[row : row + 1]).logits for row in range(2)])
+        theirs.base_model.disable_adapter_layers()
+        without = torch.cat([theirs(input_ids=tokens[row : row + 1]).logits for row in range(2)])
+    torch.testing.assert_close(scores, ours, rtol=1e-5, atol=1e-5)
+    assert (without - scores).abs().max() > 1e-3
 
 
 @pytest.mark.slow

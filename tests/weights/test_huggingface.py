@@ -246,6 +246,16 @@ def test_export_in_a_different_dtype(tmp_path: Path) -> None:
     assert load_with_transformers(tmp_path, dtype="auto").dtype == torch.bfloat16
 
 
+def test_weights_that_float16_cannot_hold_are_not_exported_as_infinity(tmp_path: Path) -> None:
+    model = build(LLAMA, TINY)
+    export_model(model, LLAMA, TINY, tmp_path / "fits", dtype=torch.float16)
+    with torch.no_grad():
+        model.get_parameter("layers.1.feed_forward.w2.weight")[3, 5] = -1e5
+    with pytest.raises(UserError, match=r"float16: model\.layers\.1\.mlp\.down_proj\.weight has a value of 1e\+05"):
+        export_model(model, LLAMA, TINY, tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("beside", [False, True])
 def test_export_includes_the_tokenizer(beside: bool, tmp_path: Path) -> None:
     transformers, tokenizers = pytest.importorskip("transformers"), pytest.importorskip("tokenizers")

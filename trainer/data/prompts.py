@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -88,16 +89,17 @@ class ChatPrompts:
 def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, record) for each prompt in a file; locations are for error messages.
 
-    Each line of a `.jsonl` file is an object with either `prompt` (text) or `messages` (as in `data.format=messages`);
-    other keys are kept.  In any other file, every nonblank line is a prompt.
+    Each record of a file of records (`.jsonl`, `.parquet`, or another form of `data.source=chat`) has either `prompt`
+    (text) or `messages` (as in `data.format=messages`); other keys are kept.  In any other file, every nonblank line is
+    a prompt.
 
     Raises UserError, naming `key`, if the file or a line cannot be read.
     """
-    from trainer.data.chat.formats import BadChat, Format, read_records
+    from trainer.data.chat.formats import BadChat, Format, holds_records, read_records
 
-    if path.suffix != ".jsonl":
+    if not holds_records(path):
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(path, encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
@@ -108,6 +110,11 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
             raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
         return
     for location, record in read_records(path, key):
+        try:
+            json.dumps(record)
+        except TypeError as error:  # dates and bytes in parquet files
+            rule = f"{location}: cannot be repeated in the answer, which is JSON ({error})"
+            raise setting_error(key, path, rule, fix="leave the column out, or store it as text") from error
         if isinstance(record.get("prompt"), str) and "messages" not in record:
             yield location, dict(record)
             continue

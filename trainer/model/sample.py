@@ -19,14 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.errors import setting_error
 from trainer.model.gradients import evaluation_mode, forward_is_collective
-from trainer.sequence import Cache, full_sequences
+from trainer.sequence import Cache, full_sequences, last_logits_only
 
 NO_TOKEN = -1
 """Generated instead of a token if the logits are not finite: the text ends there, and training continues."""
 
 PREFILL_TOKENS = 512
-"""Number of prompt tokens to process in one call, over all texts, which bounds the memory for their logits."""
+"""Number of prompt tokens to process in one call, over all texts, which bounds the memory for their activations."""
+
+_NUM_SORTED = 256
+"""Number of likeliest tokens to sort first for top-p; more if their probabilities do not reach it."""
 
 _DEFAULT_CONTEXT = 1024
 """Window length for a model that has no cache and declares no maximum length."""
@@ -37,12 +41,24 @@ class Sampling:
     """How to sample tokens.
 
     temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens; 0
-    for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.
+    for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.  Tokens as
+    likely as the least likely of these are not dropped either.
+
+    Raises UserError for other values.
     """
 
     temperature: float = 0.8
     top_k: int = 0
     top_p: float = 1.0
+
+    def __post_init__(self) -> None:
+        for key, is_legal, rule in (
+            ("temperature", 0.0 <= self.temperature < math.inf, "must be at least 0 and finite"),
+            ("top_k", self.top_k >= 0, "must be at least 0"),
+            ("top_p", 0.0 < self.top_p <= 1.0, "must be above 0 and at most 1"),
+        ):
+            if not is_legal:
+                raise setting_error(key, getattr(self, key), rule, example=getattr(Sampling, key))
 
     def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
         """Return one token per text, (B,), given the log-probabilities; `noise_BV` is only used for sampling.
@@ -54,13 +70,23 @@ class Sampling:
             return logprobs_BV.argmax(1)
         scores_BV = logprobs_BV / self.temperature
         if self.top_k or self.top_p < 1.0:
-            sorted_BV, order_BV = scores_BV.softmax(1).sort(dim=1, descending=True, stable=True)
-            is_dropped_BV = sorted_BV.cumsum(1) - sorted_BV >= self.top_p
-            is_dropped_BV[:, 0] = False
-            if self.top_k:
-                is_dropped_BV[:, self.top_k :] = True
-            scores_BV = scores_BV.masked_fill(is_dropped_BV.scatter(1, order_BV, is_dropped_BV), -math.inf)
+            scores_BV = scores_BV.masked_fill(scores_BV < self._lowest_score(scores_BV), -math.inf)
         return (scores_BV + noise_BV).argmax(1)
+
+    def _lowest_score(self, scores_BV: torch.Tensor) -> torch.Tensor:
+        """Return the score of the least likely token that may be sampled, (B, 1).
+
+        Sorts only the likeliest tokens: sorting a vocabulary of 50,000 takes as long as a call of a small model.
+        """
+        vocab_size, total_B1 = scores_BV.shape[1], scores_BV.logsumexp(1, keepdim=True)
+        num_sorted = min(self.top_k or _NUM_SORTED, vocab_size)
+        while True:
+            sorted_BS = scores_BV.topk(num_sorted).values
+            probs_BS = (sorted_BS - total_B1).exp()
+            num_kept_B = (probs_BS.cumsum(1) - probs_BS < self.top_p).sum(1).clamp(min=1)
+            if self.top_k or num_sorted == vocab_size or bool((num_kept_B < num_sorted).all()):
+                return sorted_BS.gather(1, num_kept_B.unsqueeze(1) - 1)
+            num_sorted = min(8 * num_sorted, vocab_size)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -121,22 +147,23 @@ class CachedDecoder(Decoder):
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _padded_left(prompts, length)
         self._cache = Cache(padding, max_tokens)
-        logits_BTV = torch.empty(0)
-        for chunk_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(prompts)), 1):
-            logits_BTV = self._call(chunk_BT)
-        return logits_BTV[:, -1]
+        logits_BV = torch.empty(0)
+        for part_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(prompts)), 1):
+            logits_BV = self._call(part_BT)
+        return logits_BV
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self._call(torch.tensor(tokens).unsqueeze(1))[:, -1]
+        return self._call(torch.tensor(tokens).unsqueeze(1))
 
     def keep(self, rows: Sequence[int]) -> bool:
         self._cache.keep_rows(rows)
         return True
 
     def _call(self, tokens_BT: torch.Tensor) -> torch.Tensor:
-        logits_BTV: torch.Tensor = self._model(tokens_BT.to(self._device), documents=self._cache)
+        with last_logits_only():
+            logits_BTV: torch.Tensor = self._model(tokens_BT.to(self._device), documents=self._cache)
         self._cache.advance(tokens_BT.shape[1])
-        return logits_BTV
+        return logits_BTV[:, -1]
 
 
 class WindowDecoder(Decoder):
@@ -171,6 +198,7 @@ class TransformersDecoder(Decoder):
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+        self._options = last_logits_option(model)
         self._cache: Any = None
         self._max_tokens = 0
         self._mask_BS: torch.Tensor | None = None
@@ -204,7 +232,7 @@ class TransformersDecoder(Decoder):
             if self._takes_positions:
                 positions_BS = (self._mask_BS.long().cumsum(1) - 1).clamp(min=0, max=self._max_tokens - 1)
                 inputs["position_ids"] = positions_BS[:, -tokens_BT.shape[1] :]
-        output = self._model(**inputs, past_key_values=self._cache, use_cache=True)
+        output = self._model(**inputs, **self._options, past_key_values=self._cache, use_cache=True)
         self._cache = output.past_key_values
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV
@@ -246,6 +274,12 @@ def supports_kv_cache(model: nn.Module) -> bool:
 def is_transformers_model(model: nn.Module) -> bool:
     """Return whether the model's class, or one of its base classes, is from transformers."""
     return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+
+
+def last_logits_option(model: nn.Module) -> dict[str, int]:
+    """Return the argument with which a transformers model computes only the last token's logits, if it has one."""
+    name = "logits_to_keep"
+    return {name: 1} if name in inspect.signature(model.forward).parameters else {}
 
 
 def max_seq_len(model: nn.Module) -> int | None:

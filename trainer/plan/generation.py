@@ -1,6 +1,6 @@
-"""Plans the memory for generating texts inside a training step, as in reinforcement learning.
+"""Plans the memory for generating texts, by `trainer.generate` or inside a training step, as in reinforcement learning.
 
-During generation, the training state and the gathered weights (`trainer.gathered`) stay in memory.  In addition, the
+In a step, the training state stays in memory, and so do the gathered weights (`trainer.gathered`).  In addition, the
 texts need a cache, and calls of the model and the sampling of tokens allocate temporaries.
 """
 
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from trainer.config import RunConfig
 from trainer.errors import setting_error
 from trainer.experts import fake_tensors
 from trainer.model.network import build_network
-from trainer.model.sample import PREFILL_TOKENS, supports_kv_cache
+from trainer.model.sample import PREFILL_TOKENS, last_logits_option, supports_kv_cache
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.plan import Generation, Plan
 from trainer.plan.probe import make_fake
 from trainer.plan.step import Layout
 from trainer.plan.trace import MemoryMeter, UnitInfo
-from trainer.sequence import Cache, full_sequences
+from trainer.sequence import Cache, full_sequences, last_logits_only
 
 SAMPLING_BYTES = 36
 """Bytes per text and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
@@ -53,12 +53,12 @@ def with_generation(plan: Plan, texts: Texts) -> Plan:
     """
     config = plan.config
     try:
-        cache, temporaries = _trace_generation(config, plan.machine.device_type, texts)
+        dtype = getattr(torch, config.fsdp.param_dtype)
+        cache, temporaries = memory_of_texts(build_network(config), dtype, plan.machine.device_type, texts)
     except Exception as error:  # from the model's own code
         text = str(error).splitlines()[0] if str(error) else ""
         rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
         raise setting_error("model.name", config.model.name, rule) from error
-    temporaries += SAMPLING_BYTES * texts.number * (config.vocab_size or 0)  # the call's logits are still in memory
     weights = _gathered_bytes(plan.layout, plan.trace.units)
     description = f"{texts.number} texts of {texts.prompt} + {texts.answer} tokens"
     return replace(plan, generation=Generation(description, weights, cache, temporaries))
@@ -96,12 +96,14 @@ def _gathered_bytes(layout: Layout, units: Sequence[UnitInfo]) -> int:
     return total
 
 
-def _trace_generation(config: RunConfig, device_type: str, texts: Texts) -> tuple[int, int]:
-    """Return the bytes of the cache at the texts' full length, and of what a call of the model allocates in addition.
+def memory_of_texts(model: nn.Module, dtype: torch.dtype, device_type: str, texts: Texts) -> tuple[int, int]:
+    """Return the bytes of the cache at the texts' full length, and of what is allocated in addition: by a call of the
+    model with the maximum number of tokens that a decoder feeds at once, or by sampling tokens after it.
 
-    The call gets the maximum number of tokens that a decoder feeds at once, and runs on fake tensors.
+    model: on the meta device; unusable afterwards, since the call runs on fake tensors.  dtype: of the computation.
+    Raises any error of the model's code if it cannot run on tensors without values.
     """
-    model = build_network(config).eval()
+    model.eval()
     if device_type == "cuda":
         use_gpu_kernels(model)
     length, padding = texts.prompt + texts.answer, [texts.prompt - 1, *[0] * (texts.number - 1)]
@@ -109,18 +111,18 @@ def _trace_generation(config: RunConfig, device_type: str, texts: Texts) -> tupl
     if supports_kv_cache(model):
         num_fed = min(texts.prompt, max(1, PREFILL_TOKENS // texts.number))
         capacity = _capacity(texts, num_fed)
-    with fake_tensors(), torch.no_grad(), full_sequences():
-        make_fake(model, getattr(torch, config.fsdp.param_dtype), set())
+    with fake_tensors(), torch.no_grad(), full_sequences(), last_logits_only():
+        make_fake(model, dtype, set())
         tokens = torch.zeros(texts.number, num_fed, dtype=torch.int64)
         with MemoryMeter(model, [tokens]) as meter:
             if supports_kv_cache(model):
                 cache = Cache(padding, capacity - max(padding))
                 cache.advance(length - num_fed)
                 output = model(tokens, documents=cache)
-                share = 1.0
+                share, vocab_size = 1.0, output.shape[-1]
             else:
-                output = model(input_ids=tokens, use_cache=True)
-                cache, share = output.past_key_values, length / texts.prompt
+                output = model(input_ids=tokens, use_cache=True, **last_logits_option(model))
+                cache, share, vocab_size = output.past_key_values, length / texts.prompt, output.logits.shape[-1]
             meter.cut()
             del output
             if isinstance(cache, Cache):
@@ -129,7 +131,9 @@ def _trace_generation(config: RunConfig, device_type: str, texts: Texts) -> tupl
         called, freed = meter.segments()
         cache_bytes = called.net + freed.net
         del cache
-    return round(cache_bytes * share), called.peak - cache_bytes
+    logits = -freed.net
+    choice = SAMPLING_BYTES * texts.number * vocab_size
+    return round(cache_bytes * share), max(called.peak - cache_bytes, logits + choice)
 
 
 def _capacity(texts: Texts, num_fed: int) -> int:

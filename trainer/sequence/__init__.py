@@ -24,6 +24,8 @@ from trainer.sequence.row_layout import (
     current_slices,
     forget_slices,
     full_sequences,
+    last_logits_only,
+    needed_for_logits,
     slice_sequences,
     use_slices,
 )
@@ -40,6 +42,8 @@ __all__ = [
     "forget_slices",
     "full_sequences",
     "gated_delta_rule",
+    "last_logits_only",
+    "needed_for_logits",
     "positions",
     "slice_sequences",
     "sliced",

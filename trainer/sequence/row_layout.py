@@ -63,6 +63,31 @@ def full_sequences() -> AbstractContextManager[None]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# Logits
+
+_needs_last_logits_only = False
+
+
+@contextmanager
+def last_logits_only() -> Iterator[None]:
+    """Say that inside the block only the logits of each row's last token are needed, as of a prompt.
+
+    A model may return all others as well; its head saves computing them with `needed_for_logits`.
+    """
+    global _needs_last_logits_only
+    previous, _needs_last_logits_only = _needs_last_logits_only, True
+    try:
+        yield
+    finally:
+        _needs_last_logits_only = previous
+
+
+def needed_for_logits(x_BTD: torch.Tensor) -> torch.Tensor:
+    """Return the hidden states of the tokens whose logits are needed: all, or (B, 1, D) in `last_logits_only`."""
+    return x_BTD[:, -1:] if _needs_last_logits_only else x_BTD
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Documents
 
 _MIN_MEAN_LENGTH = 8

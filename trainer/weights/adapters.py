@@ -55,24 +55,41 @@ class BaseWeights(StatePart):
         checksum: of their values (see `combine_checksums`).
         names: the names of these weights in the model's state, which checkpoints leave out.
         setting: the setting that names them.
+        packed_experts: number of parameters of stacked experts that are packed (`lora.base_dtype`).
     """
 
     def __init__(
-        self, path: str = "", checksum: str = "", names: Collection[str] = (), setting: str = "train.init_from"
+        self,
+        path: str = "",
+        checksum: str = "",
+        names: Collection[str] = (),
+        setting: str = "train.init_from",
+        packed_experts: int = 0,
     ) -> None:
         self.path, self.checksum, self.names, self.setting = path, checksum, frozenset(names), setting
+        self.packed_experts = packed_experts
 
     def state_dict(self) -> dict[str, Any]:
-        return {"path": self.path, "checksum": self.checksum}
+        packed = {"packed_experts": self.packed_experts} if self.packed_experts else {}
+        return {"path": self.path, "checksum": self.checksum, **packed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the weights are read from their path, and `changes_from` has verified them."""
 
     def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return an error line if the stored run had other weights; a different path is not an error."""
+        """Return an error line if the stored run had other weights; a different path is not an error.
+
+        A remark says that experts are packed now and were not: the base then computes slightly different values.
+        """
         if stored["checksum"] == self.checksum:
-            return [], []
+            was_packed = stored.get("packed_experts", 0) == self.packed_experts
+            return [], [] if was_packed else [_EXPERTS_PACKED]
         return [wrong_base_message(self.path, self.checksum, stored, self.setting)], []
+
+
+_EXPERTS_PACKED = (
+    "lora.base_dtype packs stacked experts, which the version that began this run did not: the loss may change slightly"
+)
 
 
 def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:

@@ -551,17 +551,39 @@ def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source:
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
         if tensor.transposed and len(tensor.shape) > 2:
-            file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype).mT))
+            file.write(_bytes(_read_block(source, tensor, start, stop).mT))
         elif tensor.transposed:
             # A block of source rows covers some columns of every stored row.
-            columns = source.read(tensor.name, start, stop).to(tensor.dtype).t().contiguous()
+            columns = _read_block(source, tensor, start, stop).t().contiguous()
             for row in range(len(columns)):
                 file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
                 file.write(_bytes(columns[row]))
             del columns  # before the next block is read, to save memory
         else:
-            file.write(_bytes(source.read(tensor.name, start, stop).to(tensor.dtype)))
+            file.write(_bytes(_read_block(source, tensor, start, stop)))
     file.seek(position + tensor.num_bytes)
+
+
+def _read_block(source: WeightSource, tensor: ExportedTensor, start: int, stop: int) -> torch.Tensor:
+    """Return rows [start, stop) of a tensor in the dtype of the file."""
+    return cast_weight(source.read(tensor.name, start, stop), tensor.dtype, tensor.exported_name)
+
+
+def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """Return `weight` as `dtype`.  Raises UserError if a finite value becomes infinite in float16.
+
+    name: the weight's name, for the message.
+    """
+    cast = weight.to(dtype)
+    if (
+        dtype is torch.float16
+        and weight.dtype is not dtype
+        and bool((is_lost := cast.isinf() & weight.isfinite()).any())
+    ):
+        largest = float(weight[is_lost].abs().max())
+        rule = f"{name} has a value of {largest:.4g}, and the largest of float16 is 65504"
+        raise UserError(f"dtype=float16: {rule}\n  to fix: --dtype bfloat16")
+    return cast
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:

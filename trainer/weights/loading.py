@@ -36,7 +36,7 @@ from trainer.model.lora import is_base_weight, name_without_adapters, transposed
 from trainer.model.materialize import materialize
 from trainer.model.mup import scale_initial_weights
 from trainer.model.network import build_network, replace_head
-from trainer.model.packed import CODE_BITS, Packing
+from trainer.model.packed import CODE_BITS, Packing, find_packings
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe, all_recipes
 from trainer.weights.adapters import (
@@ -129,7 +129,9 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
     path = initial.path if "://" in initial.path else name_of_source(str(Path(initial.path).absolute()))
-    return BaseWeights(path, combine_checksums(channel.gather(share)), filled, setting or "train.init_from")
+    packed_experts = sum(model.get_parameter(name).ndim == 3 for name in find_packings(model))
+    checksum = combine_checksums(channel.gather(share))
+    return BaseWeights(path, checksum, filled, setting or "train.init_from", packed_experts)
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:

@@ -109,7 +109,7 @@ def find_files(key: str, setting: str) -> list[Path]:
     if local_path(setting) is None:
         raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
-    paths = [path for path in paths if path.name.endswith(_LINE_SUFFIXES) or is_record_file(path)]
+    paths = [path for path in paths if holds_records(path)]
     if paths:
         return paths
     if names:
@@ -119,6 +119,11 @@ def find_files(key: str, setting: str) -> list[Path]:
     raise setting_error(
         key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, neighbors)
     )
+
+
+def holds_records(path: Path) -> bool:
+    """Return whether `read_records` reads such a file, by its name and, for .json, its first bytes."""
+    return path.name.endswith(_LINE_SUFFIXES) or is_record_file(path)
 
 
 def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
