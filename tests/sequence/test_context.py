@@ -15,6 +15,7 @@ from trainer.recipes.llama.config import LlamaConfig
 
 from tests.helpers.ranks import run_command, run_ranks, run_tiny, tiny_overrides
 from tests.helpers.runs import STEPS, SharedRun
+from tests.plan.test_plan import measure
 from tests.sequence.test_document_isolation import LENGTHS, TINY, alone, inputs, numbers
 from tests.trainer.test_exactness import relative
 from trainer import Trainer, UserError, load_config
@@ -29,6 +30,7 @@ from trainer.sequence import Documents, attend, attention, positions, use_slices
 
 CAMPAIGN = pytest.mark.campaign
 GATHER, HEADS = "mesh.context_method=gather", "mesh.context_method=heads"
+MASKED = ["data.documents=masked"]
 
 
 def slices_of(count: int, method: str, seq_len: int = 32) -> list[Slices]:
@@ -237,7 +239,22 @@ def train(runs: list[list[str]], num_steps: int, *shared: str) -> list[dict[str,
     return found
 
 
-MASKED = ["data.documents=masked"]
+@pytest.mark.campaign
+@pytest.mark.parametrize("method", [GATHER, HEADS])
+def test_rank_of_a_hybrid_needs_the_memory_of_a_sequence_of_its_length(method: str) -> None:
+    """Within 5 %: keys and values of one block, and the maps of linear attention, which do not grow with the sequence.
+
+    Each of four ranks has 256 tokens of packed documents: a quarter of one sequence, or a sequence of its own.
+    """
+    shared = ["model.name=qwen3_next", "data.source=synthetic", *MASKED, "mesh.shard=4", "train.micro_batch_size=1"]
+    shared += ["run.threads=1", "run.device=cpu", "log.sample_tokens=0"]
+    own = ["data.seq_len=256", "train.global_batch_size=4"]
+    quarter = ["data.seq_len=1024", "train.global_batch_size=1", "mesh.context=4", method]
+    expected, found = (run_ranks(4, measure, [*shared, *more]) for more in (own, quarter))
+    for (peak, _), (peak_of_own, _) in zip(found, expected, strict=True):
+        assert peak <= 1.05 * peak_of_own
+
+
 ON_TWO = [["mesh.context=2", GATHER], ["mesh.context=2", HEADS], ["mesh.context=2", GATHER]]
 ON_FOUR = [
     ["mesh.context=4", GATHER, "train.micro_batch_size=1", "train.activation_checkpoint=full"],
