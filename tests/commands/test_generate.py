@@ -457,7 +457,9 @@ def test_files_of_prompts(name: str, content: bytes, tmp_path: Path, capsys: pyt
     """In the forms that chats have too, with the byte order mark that editors write."""
     pytest.importorskip("tokenizers")
     (tmp_path / name).write_bytes(content)
-    lines = said(capsys, speaking(tmp_path / "folder"), "--prompts", tmp_path / name, "--max-tokens", 2).splitlines()
+    lines = generated_text(
+        capsys, speaking(tmp_path / "folder"), "--prompts", tmp_path / name, "--max-tokens", 2
+    ).splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["w1", "w2 w3"]
 
 
@@ -470,8 +472,8 @@ def test_sampling_parameters_of_the_model(tmp_path: Path, capsys: pytest.Capture
         shown = capsys.readouterr().err
         assert "generation_config.json: " in shown
         assert key in shown
-    said(capsys, tmp_path / "1", "--prompt", "w1", "--temperature", 1, "--max-tokens", 2)
-    said(capsys, speaking(tmp_path / "all", top_k=-1), "--prompt", "w1", "--max-tokens", 2)
+    generated_text(capsys, tmp_path / "1", "--prompt", "w1", "--temperature", 1, "--max-tokens", 2)
+    generated_text(capsys, speaking(tmp_path / "all", top_k=-1), "--prompt", "w1", "--max-tokens", 2)
     with pytest.raises(UserError, match=r"temperature=-1\.0: must be at least 0"):
         Sampling(-1.0)
 
