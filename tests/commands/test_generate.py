@@ -452,6 +452,7 @@ def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytes
         ("table.csv", b"prompt\nw1\nw2 w3\n"),
         ("lines.jsonl.gz", gzip.compress(b'{"prompt": "w1"}\n{"prompt": "w2 w3"}\n')),
     ],
+    ids=["byte order mark", "array", "table", "compressed"],
 )
 def test_files_of_prompts(name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the forms that chats have too, with the byte order mark that editors write."""
