@@ -24,7 +24,7 @@ from trainer.plan.step import Layout
 from trainer.plan.trace import MemoryMeter, UnitInfo
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
-SAMPLING_BYTES = 36
+SAMPLING_BYTES = 30
 """Bytes per text and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
 
 
