@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="the extra `transformers` is not inst
 
 from tests.helpers.hf_models import HYBRIDS, folder_of, model_of
 from tests.model.test_hf import kinds, overrides
-from trainer import Source, Trainer, TrainLoader, load_config
+from trainer import Source, Trainer, TrainLoader, UserError, load_config
 from trainer.lifecycle.document_check import find_leak
 from trainer.loss import IGNORE
 from trainer.recipe import find_recipe
@@ -190,3 +190,9 @@ def test_native_runs_on_packed_documents_equal_runs_on_documents_apart(more: lis
     expected = losses_of(folder, tmp_path / "apart", *apart, packed=False, name="auto")
     found = losses_of(folder, tmp_path / "packed", "train.activation_checkpoint=full", *more, name="auto")
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_compiled_blocks_reject_packed_documents(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path / "source", "lfm2")
+    with pytest.raises(UserError, match=r"train\.compile=true: compiled blocks cannot separate documents(?s:.*)=false"):
+        losses_of(folder, tmp_path / "run", "train.compile=true")

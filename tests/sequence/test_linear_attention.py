@@ -145,6 +145,33 @@ def test_slices_equal_the_whole_sequence(
     compare(torch.cat(found, 1), expected, given)
 
 
+@pytest.mark.parametrize(("count", "method"), [(2, "gather"), (4, "heads"), (8, "heads")])
+def test_convolution_spans_pieces_shorter_than_its_taps(
+    count: int, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pieces of 1 and 2 tokens, 4 taps."""
+    x, weight = of_convolution()
+    x, every, sent = x[:, :8], slices_of(count, method, 8), []
+    documents = Documents.of(numbers([[5, 2, 1], [8], [1, 1, 6]]))
+
+    def run(slices: Any) -> torch.Tensor:
+        with use_slices(slices):
+            return causal_convolution(part_of(slices, x, 1), weight, documents)
+
+    def record(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor:
+        sent.append(part)
+        return torch.stack([part] * num_parts)
+
+    monkeypatch.setattr(linear_attention, "gather_parts", record)
+    for each in every:
+        run(each)
+    gathered = torch.stack(sent)
+    monkeypatch.setattr(linear_attention, "gather_parts", lambda *_: gathered)
+    whole = causal_convolution(x, weight, documents)
+    for each in every:
+        torch.testing.assert_close(run(each), part_of(each, whole, 1))
+
+
 @pytest.mark.parametrize("method", ["gather", "heads"])
 def test_slice_keeps_as_much_as_a_row_of_its_length(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what the backward pass needs, only the gathered maps are more, and they do not grow with the sequence."""

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.config import RunConfig
+from trainer.config.rules import compiles_blocks
 from trainer.data.loader import Batch, TrainLoader
 from trainer.data.source import as_mapping
 from trainer.distributed.world import World
@@ -57,11 +58,15 @@ identical outputs, and kernels that sum in a different order round few elements 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
 
-    The message names the module.  A no-op if documents do not share rows, or with a custom loader.  Collectives: a
+    The message names the module.  Also raises UserError if compiled blocks would have to separate documents in
+    recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom loader.  Collectives: a
     forward and backward pass over two rows of at most 320 tokens, a forward pass over two rows, and a gather.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
+    if getattr(model, "has_recurrent_layers", False) and compiles_blocks(config.train.compile, world.device.type):
+        rule = "compiled blocks cannot separate documents in recurrent layers of transformers: sizes depend on them"
+        raise setting_error("train.compile", config.train.compile, rule, False)
     leak: str | None = "its forward pass takes no documents"
     if "documents" in inspect.signature(model.forward).parameters:
         leak = find_leak(model, loader.source.vocab_size, config.data.seq_len, world.device)

@@ -52,7 +52,10 @@ def causal_convolution(
         return _convolve(x_BTD, weight_DW, None if documents is None else documents.positions_BT)
     pieces_BTD = _split_pieces(slices, x_BTD)
     ends_PBWD = _gather_pieces(slices, pieces_BTD[:, -num_before:])
-    before_BWD = torch.cat([F.pad(ends_PBWD, (0, 0, 0, 0, 0, 0, 1, 0))[index] for index in _piece_indices(slices)])
+    # Concatenated, since W - 1 tokens span several pieces if these are shorter.
+    ends_BTD = F.pad(ends_PBWD.transpose(0, 1).flatten(1, 2), (0, 0, num_before, 0))
+    starts = [index * ends_PBWD.shape[2] for index in _piece_indices(slices)]
+    before_BWD = torch.cat([ends_BTD[:, start : start + num_before] for start in starts])
     positions_BT = None if documents is None else _split_rows(slices, documents.positions_BT)
     return _join_pieces(slices, _convolve(torch.cat((before_BWD, pieces_BTD), 1), weight_DW, positions_BT))
 
