@@ -250,6 +250,7 @@ MORE_PLANNED = [
     [TWO, EXCHANGE, "mesh.context=2", "mesh.context_method=gather"],
     [*ODD, "mesh.shard=4", "optim.name=muon"],
     [*FEW, "mesh.shard=4", "fsdp.param_dtype=bfloat16", "train.micro_batch_size=2"],
+    [*ODD, "mesh.shard=4", "fsdp.param_dtype=bfloat16"],
     *([TWO, EXCHANGE, *LORA], [FOUR, GATHER, "train.activation_checkpoint=full", *LORA]),
 ]
 

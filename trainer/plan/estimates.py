@@ -169,7 +169,7 @@ class _CollectiveCounter(Watcher):
     def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None:
         self.counts[Collective("all_gather", axis, num_ranks, num_bytes)] += self._repeats
 
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int, rearranged: int) -> None:
         if num_ranks > 1:
             self.counts[Collective("reduce_scatter", axis, num_ranks, scattered)] += self._repeats
         if self._layout.replicate > 1 and reduced:
@@ -341,17 +341,17 @@ class _Clock(Watcher):
         self._wait_until(self._gathered_at.pop(group, 0.0))
         if is_forward and self._last_copy_end is not None:
             self._gathers_may_start = max(self._gathers_may_start, self._last_copy_end)
-        self.copy(num_bytes)
+        self._copy(num_bytes)
         if is_forward:
             self._last_copy_end = self._now
         else:
             self._gathers_may_start = max(self._gathers_may_start, self._now)
 
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None:
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int, rearranged: int) -> None:
         layout, rates = self._layout, self._rates
         if self._last_scatter_end is not None:  # wait until its buffer is released
             self._wait_until(self._last_scatter_end)
-        self.copy(scattered)
+        self._copy(scattered + rearranged)
         self._scatters_end = max(self._scatters_end, self._now)
         if num_ranks > 1:
             seconds = rates.collective("reduce_scatter", layout, axis, num_ranks, scattered)
@@ -392,7 +392,7 @@ class _Clock(Watcher):
         self.exposed_s += self._repeats * max(0.0, moment - self._now)
         self._now = max(self._now, moment)
 
-    def copy(self, num_bytes: int) -> None:
+    def _copy(self, num_bytes: int) -> None:
         seconds = 2 * num_bytes / self._rates.memory
         self._now += seconds
         self.copy_s += self._repeats * seconds

@@ -108,9 +108,10 @@ class Watcher:
     """Receives every event of a step, in the order in which the host issues them; does nothing by default.
 
     `begin` starts a micro-batch that represents `repeats` of them, and `finish` ends it.  `gather` issues an
-    all-gather, and `wait_for_gather` waits for it.  `reduce` reduce-scatters `scattered` bytes, then all-reduces
-    `reduced` bytes over the replicas (0: no all-reduce).  `offload` waits for the copies of the previous block, then
-    starts its own.
+    all-gather, and `wait_for_gather` waits for it, then copies `num_bytes` out of its buffer.  `reduce` waits for the
+    previous one, copies gradients into its buffer (`rearranged` bytes of them twice), reduce-scatters `scattered`
+    bytes, then all-reduces `reduced` bytes over the replicas (0: no all-reduce).  `offload` waits for the copies of
+    the previous block, then starts its own.
     """
 
     def begin(self, repeats: int) -> None: ...
@@ -119,8 +120,7 @@ class Watcher:
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None: ...
     def gather(self, group: int, axis: Axis, num_ranks: int, num_bytes: int) -> None: ...
     def wait_for_gather(self, group: int, num_bytes: int, is_forward: bool) -> None: ...
-    def copy(self, num_bytes: int) -> None: ...
-    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int) -> None: ...
+    def reduce(self, axis: Axis, num_ranks: int, scattered: int, reduced: int, rearranged: int) -> None: ...
     def offload(self, num_bytes: int) -> None: ...
     def prefetch(self, num_bytes: int) -> None: ...
     def wait_for_prefetch(self) -> None: ...
@@ -387,13 +387,18 @@ class Step:
             return
         group.is_pending = False
         previous = self._gathered if is_forward else 0
-        num_ranks, gathered = self._ranks_of(group), sum(group.sizes.unsharded)
+        num_ranks, gathered, copied = self._ranks_of(group), sum(group.sizes.unsharded), 0
         if num_ranks == 1:
             self._copy_shards(group)
         else:
+            # What is not divided along the first dimension is copied to a second buffer, and concatenated from there,
+            # by kernels that wait for the gather and that the unit waits for.
+            rearranged = group.sizes.rearranged
             self.watcher.allocate("unsharded parameters", gathered)
-            self._rearrange("all-gather buffers", group.sizes.rearranged, group.sizes.rearranged)
-        self.watcher.wait_for_gather(group.number, gathered if num_ranks > 1 else 0, is_forward)
+            self.watcher.allocate("all-gather buffers", rearranged)
+            self.watcher.free("all-gather buffers", rearranged)
+            copied = gathered + rearranged
+        self.watcher.wait_for_gather(group.number, copied, is_forward)
         if group.state == "resharded":
             self.watcher.free("parameters", sum(n // int(group.reshard) for n in group.sizes.unsharded))
         group.state = "unsharded"
@@ -402,13 +407,6 @@ class Step:
             self._gathered = gathered if num_ranks > 1 else 0
         elif num_ranks > 1:
             self.watcher.free("all-gather buffers", gathered)
-
-    def _rearrange(self, kind: Kind, num_bytes: int, buffer: int) -> None:
-        """Copy the parameters that are not divided along dimension 0 into or out of the order of the shards."""
-        if num_bytes:
-            self.watcher.allocate(kind, buffer)
-            self.watcher.copy(num_bytes)
-            self.watcher.free(kind, buffer)
 
     def _copy_shards(self, group: _Group) -> None:
         """Copy each parameter, if the shard axis has one rank; a cast copy lives until the next one is allocated."""
@@ -468,7 +466,7 @@ class Step:
         if group.is_empty or group.phase == "post_backward":
             return
         group.phase = "post_backward"
-        sizes, watcher = group.sizes, self.watcher
+        sizes, watcher, layout = group.sizes, self.watcher, self.layout
         new_bytes = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
         if self.layout.is_unsharded:
             self._assign_gradients(group, new_bytes)
@@ -488,7 +486,12 @@ class Step:
             watcher.free("reduction buffers", self._reducing.popleft())
         if not new_bytes and not group.accumulated:
             return
-        self._rearrange("unsharded gradients", sizes.rearranged_gradients, sizes.largest_rearranged_gradient)
+        # Concatenated in the order of shards, one after another; accumulated ones are in the reduction dtype.
+        dtype_size = layout.reduce_size if group.accumulated else layout.param_size
+        largest = sizes.largest_rearranged_gradient * dtype_size // layout.param_size
+        rearranged = sizes.rearranged_gradients * dtype_size // layout.param_size
+        watcher.allocate("unsharded gradients", largest)
+        watcher.free("unsharded gradients", largest)
         watcher.allocate("reduction buffers", sizes.reduced)
         if new_bytes:
             self._free_gradients(new_bytes)
@@ -496,14 +499,14 @@ class Step:
             watcher.free("unsharded gradients", group.accumulated)
             group.accumulated, group.adds_in_place = 0, False
         self._reducing.append(sizes.reduced)
-        self._scatter(group, is_last)
+        self._scatter(group, is_last, rearranged)
 
-    def _scatter(self, group: _Group, is_last: bool) -> None:
+    def _scatter(self, group: _Group, is_last: bool, rearranged: int) -> None:
         """Reduce-scatter, all-reduce if there are replicas, and add to the gradients' shards."""
         sizes, watcher, layout = group.sizes, self.watcher, self.layout
         scattered = sizes.reduced // group.num_ranks
         is_hybrid = layout.replicate > 1
-        watcher.reduce(group.axis, group.num_ranks, sizes.reduced, scattered if is_last else 0)
+        watcher.reduce(group.axis, group.num_ranks, sizes.reduced, scattered if is_last else 0, rearranged)
         watcher.allocate("reduction buffers", scattered)
         if is_hybrid and not is_last:  # the all-reduce waits until the last micro-batch
             watcher.free("reduction buffers", group.partial)
@@ -563,7 +566,7 @@ class Step:
         while self._buckets and not self._buckets[0].pending_units:
             bucket = self._buckets.popleft()
             self.watcher.allocate("gradients", bucket.buffer)
-            self.watcher.reduce("shard", 1, bucket.buffer, bucket.buffer)
+            self.watcher.reduce("shard", 1, bucket.buffer, bucket.buffer, 0)
             self.watcher.free("gradients", bucket.gradients)
 
     def _free_gradients(self, num_bytes: int) -> None:
