@@ -115,8 +115,11 @@ NOT_TORCH = {
     "_backward",
     "_low",
     "_high",
+    "_share",
+    "_time_seconds",
+    "_next_step",
 }
-"""Of Python itself, or names of our own that stand in texts."""
+"""Of Python itself or of trackio, or ends of names that stand in texts."""
 
 OF_TRANSFORMERS = {
     "_apply_gate",
