@@ -37,7 +37,13 @@ def test_help_is_wrapped_to_the_terminal() -> None:
         folded = fit_to_width(text, columns)
         assert max(map(len, folded.split("\n"))) <= columns
         assert folded.split() == text.split()
-    shown = "  sft                Fine-tunes a Hugging Face model on chats (a\n                     1B on 1 x H100)"
+    shown = "\n".join(
+        [
+            "  sft                Fine-tunes a Hugging Face model on chats",
+            "                     (1B parameters on 1 x H100); give",
+            "                     model.path and data.path.",
+        ]
+    )
     assert shown in fit_to_width(text, 64)
     assert fit_to_width(text, 0) == text
 
