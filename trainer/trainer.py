@@ -39,6 +39,7 @@ from trainer.model.shard import apply_sharding, meshes_of_experts
 from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
 from trainer.plan.forecast import Forecast, resolve_auto
+from trainer.renamed import Renamed
 from trainer.sequence import slice_sequences
 from trainer.weights.loading import init_weights, load_initial_weights, load_weights, store_tokenizer
 
@@ -55,6 +56,7 @@ class Trainer:
     """
 
     load_weights = staticmethod(load_weights)
+    accounts, horizon = Renamed("step_metrics"), Renamed("stop_criterion")
 
     def __init__(self, config: RunConfig) -> None:
         start_time = time.monotonic()

@@ -9,6 +9,8 @@ import pytest
 
 import trainer
 from trainer import RunConfig, Source, TrainLoader, load_config
+from trainer.checkpoint.saver import Saver
+from trainer.config.schema import EvalSection, LogSection
 
 _PACKAGE = """HuggingFace Recipe RunConfig Source Stacked TrainLoader Trainer Transposed UserError WeightSource fill
 linear_cross_entropy load_config load_weights main register"""
@@ -34,6 +36,9 @@ _RENAMED: dict[type, dict[str, str]] = {
         "micro_batches_per_update": "micro_batches_per_step",
         "portions": "usage_by_phase",
     },
+    Saver: {"due": "is_due"},
+    EvalSection: {"due": "is_due"},
+    LogSection: {"due": "is_due"},
 }
 
 
@@ -60,3 +65,12 @@ def test_old_attribute_names_work_with_a_warning() -> None:
         assert config.holds_reference is False
     with pytest.warns(DeprecationWarning, match="on_record"):
         assert config.on_record() == config.with_absolute_paths()
+
+
+def test_old_attributes_of_a_trainer_work_with_a_warning() -> None:
+    built = object.__new__(trainer.Trainer)
+    built.step_metrics, built.stop_criterion = object(), object()  # type: ignore[assignment]
+    with pytest.warns(DeprecationWarning, match=r"Trainer\.accounts is now called step_metrics"):
+        assert built.accounts is built.step_metrics
+    with pytest.warns(DeprecationWarning, match=r"Trainer\.horizon is now called stop_criterion"):
+        assert built.horizon is built.stop_criterion

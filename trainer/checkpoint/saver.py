@@ -26,6 +26,7 @@ from trainer.metrics.goodput import RunHistory
 from trainer.metrics.record import Record
 from trainer.metrics.step_metrics import StepMetrics
 from trainer.metrics.writers import Metrics, warn
+from trainer.renamed import Renamed
 
 if TYPE_CHECKING:
     from trainer.lifecycle.folder import Relocation, RunFolder
@@ -93,6 +94,8 @@ class Saver:
     def is_due(self, step: int) -> bool:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.any_yes)
+
+    due = Renamed("is_due")
 
     def save_if_best(self, state: TrainState) -> None:
         """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast.

@@ -149,6 +149,8 @@ class LogSection:
         """Return whether to print a progress line for step `step`."""
         return step % self.every == 0
 
+    due = Renamed("is_due")
+
     def profiles(self, step: int) -> bool:
         """Return whether any rank profiles step `step`."""
         first, last = self.profile_steps or (0, -1)
@@ -656,6 +658,8 @@ class EvalSection:
     def is_due(self, step: int) -> bool:
         """Return whether to evaluate after step `step`."""
         return self.every > 0 and step % self.every == 0
+
+    due = Renamed("is_due")
 
 
 # ---------------------------------------------------------------------------------------------------------------
