@@ -198,10 +198,15 @@ class Trainer:
 
         By default, that is the mean over targets; most objectives count samples instead.
 
-        Collectives: one small CPU all-reduce; FSDP's all-gathers and one gradient reduction (with one shard, only the
-        reduction); a scalar all-reduce of the loss, and with several shards one of the norm; those of the optimizer
-        (Muon), and of models with experts or split sequences.  The host never waits for the device, unless parameters
-        are offloaded to the CPU, or ranks exchange tokens (`mesh.expert_method=exchange`).
+        Collectives: one small CPU all-reduce; those of `global_sums`, which may run additional forward passes; FSDP's
+        all-gathers and one gradient reduction (with one shard, only the reduction), whose reduce-scatter runs for every
+        micro-batch with `fsdp.accumulate=sharded`; a scalar all-reduce of the loss, and with several shards one of the
+        norm; those of the optimizer (Muon), and of models with experts or split sequences.
+
+        The host waits for the device only if parameters are offloaded to the CPU, ranks exchange tokens
+        (`mesh.expert_method=exchange`), the optimizer is neither our AdamW nor our Muon (`Optimizer.step` then reads
+        `is_finite`), a parameter of an unsharded replica got no gradient on this rank (`Replicas`), or the model itself
+        does, as linear attention does for packed documents.
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))

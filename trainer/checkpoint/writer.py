@@ -214,7 +214,7 @@ class Checkpoints:
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
         """
-        assert self.in_flight is None, "one save at a time: take_result() of of the previous one first"
+        assert self.in_flight is None, "one save at a time: take_result() of the previous one first"
         started = time.perf_counter()
         if not self._has_channels:  # not opened earlier because each one costs some CPU time (see `Channel`)
             self._channel, self._results = self._open_channel(), self._open_channel()  # for the thread; for results
