@@ -18,11 +18,11 @@ REWARDS: Mapping[str, Direction] = {
     "reward_chosen": "higher",
     "reward_rejected": "lower",
 }
-"""The fields that `log_rewards` logs, and which direction is better."""
+"""The metrics that `log_rewards` logs, and whether a higher or a lower value is better."""
 
 
 def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of pairs, (S,) each, their difference, and how often the chosen answer has the higher one."""
+    """Log the rewards of both answers, (S,) each, their difference, and how often the chosen answer's is higher."""
     chosen, rejected = chosen.detach(), rejected.detach()
     rows.log("accuracy", (chosen > rejected).float())
     rows.log("margin", chosen - rejected)

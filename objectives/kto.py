@@ -19,9 +19,9 @@ class Kto(Objective):
     """Kahneman-Tversky optimization: learn from single answers labeled good or bad, without pairs.
 
     The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its gain in log-probability over the
-    reference, s is 1 for a good and -1 for a bad answer, and w is the weight of its label.  k estimates the divergence
-    of the model from the reference: the mean gain, over the global batch, of mismatched answers (answers to other
-    prompts), clamped at zero.  No gradient flows through k.
+    reference model, s is 1 for a good and -1 for a bad answer, and w is the weight of its label.  k estimates the
+    divergence of the model from the reference: the mean gain, over the global batch, of mismatched answers (answers
+    to other prompts), clamped at zero.  No gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """
@@ -34,11 +34,13 @@ class Kto(Objective):
     bad_weight: float = declare(1.0, "weight of the answers labeled bad", at_least=0)
 
     def statistic(self, rows: Rows) -> torch.Tensor:
-        """Return the gain of the second row of each sample, which is an answer to another prompt."""
+        """Return the gain of each sample's second row, an answer to another prompt."""
         return pairs(rows.logps - rows.reference)[1]
 
     def __call__(self, rows: Rows) -> torch.Tensor:
-        gain, kl, good = pairs(rows.logps - rows.reference)[0], rows.mean_statistic.clamp(min=0), rows.labels > 0
+        gain = pairs(rows.logps - rows.reference)[0]
+        kl = rows.mean_statistic.clamp(min=0)
+        good = rows.labels > 0
         rows.log("reward_good", self.beta * gain.detach(), over=good)
         rows.log("reward_bad", self.beta * gain.detach(), over=~good)
         rows.log("kl", kl.expand_as(gain))

@@ -20,7 +20,7 @@ class Orpo(Objective):
     """Odds ratio preference optimization: imitate the chosen answer and prefer it, without a reference model.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
-    log-probabilities of the targets of the chosen and the rejected answer, and log odds(x) = x - log(1 - exp(x)).
+    log-probabilities of the target tokens in the chosen and rejected answers, and log odds(x) = x - log(1 - exp(x)).
 
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7.
     """
@@ -33,5 +33,5 @@ class Orpo(Objective):
         means = rows.logps / rows.lengths
         chosen, rejected = pairs(means)
         log_rewards(rows, self.beta * chosen, self.beta * rejected)
-        odds_chosen, odds_rejected = pairs(means - (-means.expm1()).log())
-        return -chosen - self.beta * log_sigmoid(odds_chosen - odds_rejected)
+        log_odds_chosen, log_odds_rejected = pairs(means - (-means.expm1()).log())
+        return -chosen - self.beta * log_sigmoid(log_odds_chosen - log_odds_rejected)

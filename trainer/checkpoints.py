@@ -1,10 +1,10 @@
 """The command that lists, checks and compares the checkpoints of a run.
 
-    python -m trainer.checkpoints <run folder>                  list steps, sizes, ages, meshes; check sizes
+    python -m trainer.checkpoints <run folder>                  list steps, sizes, ages and meshes; check sizes
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-Changes nothing.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
+The command changes nothing.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _MAX_LISTINGS = 10
 """Maximum number of times to list a folder to which a run is saving new checkpoints."""
 
 _BLOCK_BYTES = 64 << 20
-"""Number of bytes of a tensor that are in memory at a time when two checkpoints are compared."""
+"""Bytes of a tensor to hold in memory at a time when two checkpoints are compared."""
 
 
 @dataclass
@@ -72,7 +72,7 @@ class CheckpointEntry:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     """Losses from the evaluation at this step."""
     is_best: bool = False
-    """True if RUN/best refers to it."""
+    """True if RUN/best refers to this checkpoint."""
 
 
 _SAVED_WHILE_SKIPPING = (

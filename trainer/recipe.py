@@ -262,8 +262,8 @@ class BalanceConfig:
     )
     balance_shares: Literal["exact", "last"] = declare(
         "exact",
-        "expert shares in that loss: of this step, which takes one more forward pass if there are several "
-        "micro-batches, or of the step before, at no cost",
+        "expert shares used in that loss: `exact`, those of this step, which takes one more forward pass if there are "
+        "several micro-batches; `last`, those of the previous step, at no cost",
         free=True,
     )
     balance_rate: float | None = declare(

@@ -1,7 +1,7 @@
 """The network of DeepSeek-V3.
 
 Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys (P dimensions without position
-and R rotated ones), C latent width, V head size of values; E experts, A experts per token, G groups of
+and R rotated ones), C latent width, V head size of values; E experts, A chosen experts per token, G groups of
 experts, S tokens of the batch.
 """
 

@@ -1,4 +1,4 @@
-"""The old name of the Trainer for direct preference optimization."""
+"""Old import path of `ObjectiveTrainer`, kept for backward compatibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks that transformers has a classifier for a model with a new head, which is exported as such a classifier."""
+"""Checks that transformers can load a model with a new head as a sequence classifier, the form of its export."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _name_of_output(model: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _export_problem(content: str) -> str:
-    """Return why the library's classifier could not load an exported model's weights; empty if it could."""
+    """Return why the library's classifier could not load the weights of an exported model, or an empty string."""
     config = HfConfig(config=json.loads(content))
     if config.config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         return "there is none"

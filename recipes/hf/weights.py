@@ -1,7 +1,7 @@
-"""Converts between transformers' checkpoint files and its models, tensor by tensor, in both directions.
+"""Converts weights between transformers' checkpoint files and its models, tensor by tensor, in both directions.
 
 The files of a mixture of experts have one matrix per expert and projection, while the model stacks those of all
-experts; other files use older names.  transformers' conversion table lists the renamings and conversions that a model
+experts.  Some files use older names.  transformers' conversion table lists the renamings and conversions that a model
 needs.  transformers applies it to complete models; this module applies it to one tensor, or to the rows of a tensor
 that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
@@ -41,7 +41,7 @@ from .config import HfConfig
 from .model import build
 
 _IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers in old files, which models now compute themselves; the library ignores them for every model."""
+"""Buffers in old files that models now compute themselves; the library ignores them for every model."""
 
 
 def initial_weights(config: HfConfig) -> WeightSource | None:

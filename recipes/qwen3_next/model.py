@@ -1,8 +1,8 @@
 """The network of Qwen3-Next.
 
-Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, R rotated part of a
-head, V vocabulary; in the delta rule N value heads, K query and key heads, H key size, E value size, C channels of the
-convolution; E experts and S tokens of the batch in the mixture.
+Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, R rotated
+dimensions of a head, V vocabulary; in the delta rule, N value heads, K query and key heads, H key size, E value size,
+C channels of the convolution; in the mixture, E experts and S tokens of the batch.
 """
 
 from __future__ import annotations

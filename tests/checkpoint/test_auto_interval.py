@@ -213,7 +213,7 @@ def test_plan_and_report_show_the_expected_loss(tmp_path: Path, capsys: pytest.C
     (tmp_path / "config.yaml").write_text("checkpoint:\n  every: auto\n  node_mtbf_h: 1.0\n")
     said = save_costs_of(read_run(tmp_path))
     # Of two failures, one of them what is set, in 284 seconds of a node and an hour; there are two nodes.
-    assert said["failures"] == "one in 16 min on 2 nodes, 55 s to resume"
+    assert said["failures"] == "one every 16 min on 2 nodes, 55 s to resume"
     assert said["saves"].startswith("every 44 s, pausing for 1 s")
     assert said["expected goodput"].startswith("9")
 

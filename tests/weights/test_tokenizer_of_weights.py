@@ -82,7 +82,7 @@ def test_tokenizer_in_an_unsupported_format_is_not_ignored(model: Path) -> None:
         UserError, match=r"^data\.tokenizer=bytes: the weights in \S+ have their own tokenizer \(tok"
     ) as e:
         config_of(model)
-    assert f"save_pretrained(sys.argv[1])' {model}; in a run also data.tokenizer=FILE" in str(e.value)
+    assert f"save_pretrained(sys.argv[1])' {model}`; for training, also set data.tokenizer=FILE" in str(e.value)
     assert config_of(model, "data.tokenizer=bytes").data.tokenizer == "bytes", "it is named"
     assert evaluate.main([str(model), f"data.eval_path={model.parent / 'text.txt'}"]) == 2
     assert generate([str(model), "--prompt", "Hi"]) == 2

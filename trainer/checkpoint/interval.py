@@ -22,7 +22,7 @@ MIN_INTERVAL_S = 1.0
 _SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
 _WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
-"""Assumed speeds at which a rank writes a save, and makes the copy for which training pauses, until a save is timed."""
+"""Speeds assumed until a save has been timed: of a rank's write to storage, and of the copy that pauses training."""
 _ASSUMED_RESTART_S = 180.0
 """Assumed time from detecting a failure to the first step after it."""
 
@@ -34,7 +34,7 @@ class Costs:
     blocked_s: float
     """Time for which one save pauses training."""
     total_s: float
-    """Time from the start of a save to its publication."""
+    """Time from the start of a save until its checkpoint is published."""
     restart_s: float
     """Time from a failure until training resumes, excluding repeated work."""
     mtbf_s: float
@@ -42,22 +42,22 @@ class Costs:
 
     @cached_property
     def best_interval_s(self) -> float:
-        """The interval between the starts of two saves that maximizes goodput."""
+        """The interval between the starts of consecutive saves that maximizes goodput."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
-        every_s = self.mtbf_s + self.blocked_s  # if a save takes longer than the time between failures
+        every_s = self.mtbf_s + self.blocked_s  # if the pause is at least twice the mean time between failures
         if ratio < 1:
             every_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
         return max(MIN_INTERVAL_S, _SAVE_MARGIN * self.total_s, min(MAX_INTERVAL_S, every_s))
 
     def goodput(self, every_s: float) -> float:
-        """Return the fraction of time that makes lasting progress if a save starts every `every_s` seconds."""
-        saved_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
-        num_failures = min(700.0, every_s / self.mtbf_s)  # `expm1` overflows above 709
-        return saved_s / math.expm1(num_failures) / (self.mtbf_s + self.restart_s)
+        """Return the fraction of time spent on progress that is kept, if a save starts every `every_s` seconds."""
+        expected_kept_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
+        expected_failures = min(700.0, every_s / self.mtbf_s)  # `expm1` overflows above 709
+        return expected_kept_s / math.expm1(expected_failures) / (self.mtbf_s + self.restart_s)
 
     def losses(self, every_s: float) -> dict[str, float]:
         """Return the fraction of time lost to each cause, to first order."""
-        lost = {  # relative to the time spent on lasting progress
+        lost = {  # relative to the time spent on progress that is kept
             "pausing for saves": self.blocked_s / every_s,
             "repeating lost work": every_s / 2 / self.mtbf_s,
             "saves that did not finish": self.total_s / self.mtbf_s,
@@ -68,7 +68,7 @@ class Costs:
 
 
 _ADVICE = {
-    "pausing for saves": "make each save copy faster, or share it between more ranks",
+    "pausing for saves": "speed up the copy made at each save, or shard the model over more ranks",
     "repeating lost work": "make saves cheaper, so that they can be more frequent",
     "saves that did not finish": "shorten the time until a save is published: use faster storage",
     "restarts": (
@@ -113,7 +113,7 @@ def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, st
     )
     at_best = f", {_percent(costs.goodput(costs.best_interval_s))} at best" if best else ""
     return {
-        "failures": f"one in {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to resume",
+        "failures": f"one every {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to resume",
         "saves": (
             f"every {readable_span(every_s)}, pausing for {readable_span(costs.blocked_s)}, published after "
             f"{readable_span(costs.total_s)}{best}"

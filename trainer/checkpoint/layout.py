@@ -1,13 +1,13 @@
 """Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes the chunk.
 
 The layout is stored as compact JSON.  It is also stored as the `.metadata` of torch.distributed.checkpoint (DCP), so
-that torch's own tools can load a checkpoint.  This copy is never read here: it is a pickle, where a single flipped bit
-once caused an allocation of 20 GB.
+that torch's own tools can load a checkpoint.  That file is never read here: it is a pickle, and a single flipped bit in
+one once made loading allocate 20 GB.
 
-Offsets and sizes of many chunks are integer columns, one row per chunk instead of one object.  A 70B model and its
-moments have 1.1 million chunks on 512 ranks.  As objects they take a gigabyte and ten seconds; as columns, tens of
-megabytes and well under a second.  A stored column is a few runs (arithmetic progressions): equal shards have equal
-sizes, evenly spaced offsets and the same position in each rank's file.
+Chunk offsets and sizes are kept in integer columns, with one row per chunk, instead of one object per chunk.  A 70B
+model and its moments have 1.1 million chunks on 512 ranks.  As objects they take a gigabyte of memory and ten seconds
+to build; as columns, tens of megabytes and well under a second.  A column is stored as a few runs (arithmetic
+progressions), since equal shards have equal sizes, evenly spaced offsets and the same position in each rank's file.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from trainer.model.parameters import local
 # ---------------------------------------------------------------------------------------------------------------
 # Columns of integers
 
-Rows = np.ndarray[Any, Any]
+IntArray = np.ndarray[Any, Any]
 """int64 of shape (N, columns), or (N,) for one column."""
 Runs = Sequence[int]
 """A column as arithmetic progressions: the first value, step and length of each, flattened into one list."""
 Ints = tuple[int, ...]
 
 
-def to_runs(column: Rows) -> list[int]:
+def to_runs(column: IntArray) -> list[int]:
     """Compress a column into runs; `from_runs` is the inverse."""
     steps = np.diff(column)
     changes = [*(np.flatnonzero(np.diff(steps)) + 1).tolist(), len(steps)]  # where the step changes
@@ -51,7 +51,7 @@ def to_runs(column: Rows) -> list[int]:
     return runs
 
 
-def from_runs(runs: Runs) -> Rows:
+def from_runs(runs: Runs) -> IntArray:
     """Expand runs into the column that `to_runs` compressed."""
     values = [first + step * np.arange(n) for first, step, n in zip(runs[::3], runs[1::3], runs[2::3], strict=True)]
     return np.concatenate(values) if values else np.empty(0, dtype=np.int64)
@@ -66,7 +66,7 @@ def value_at(runs: Runs, row: int) -> int:
     raise IndexError(row)
 
 
-def rows_of(tuples: Sequence[Ints], width: int, padding: int) -> Rows:
+def rows_of(tuples: Sequence[Ints], width: int, padding: int) -> IntArray:
     """Return one row per tuple, padded to `width` with the value `padding`."""
     flat = chain.from_iterable((*row, *(padding,) * (width - len(row))) for row in tuples)
     return np.fromiter(flat, dtype=np.int64, count=len(tuples) * width).reshape(len(tuples), width)
@@ -80,8 +80,8 @@ class Boxes:
     """
 
     keys: Sequence[str]
-    offsets: Rows
-    sizes: Rows
+    offsets: IntArray
+    sizes: IntArray
 
     @classmethod
     def of(cls, boxes: Iterable[tuple[str, Ints, Ints]]) -> Boxes:
@@ -95,7 +95,7 @@ class Boxes:
         """Return one table with the rows of several."""
         width = max((table.sizes.shape[1] for table in tables), default=0)
 
-        def padded(all_rows: Sequence[Rows], padding: int) -> Rows:
+        def padded(all_rows: Sequence[IntArray], padding: int) -> IntArray:
             columns = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=padding) for r in all_rows]
             return np.concatenate(columns) if columns else np.empty((0, width), np.int64)
 
@@ -105,7 +105,7 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def tensor_numbers(self, keys: Iterable[str]) -> Rows:
+    def tensor_numbers(self, keys: Iterable[str]) -> IntArray:
         """Return the index of each box's key in `keys`.  Raises ValueError for a box of another tensor."""
         numbers = {key: number for number, key in enumerate(keys)}
         try:
@@ -144,7 +144,7 @@ class Chunks:
         self._num_dims = (len(columns) - 4) // 2
 
     @classmethod
-    def of(cls, files: Sequence[str], table: Rows) -> Chunks:
+    def of(cls, files: Sequence[str], table: IntArray) -> Chunks:
         """Build the chunks from a table with one row per chunk."""
         return cls(files, [to_runs(column) for column in table.T])
 
@@ -162,7 +162,7 @@ class Chunks:
             self._chunks_of(np.array([[value_at(runs, row) for runs in self.columns] for row in rows], dtype=np.int64))
         )
 
-    def _chunks_of(self, rows: Rows) -> Iterator[Chunk]:
+    def _chunks_of(self, rows: IntArray) -> Iterator[Chunk]:
         n = self._num_dims
         for file, *numbers in rows.tolist():
             yield Chunk(tuple(numbers[:n]), tuple(numbers[n : 2 * n]), self._files[file], *numbers[2 * n :])
@@ -213,7 +213,7 @@ class ReadRequest:
 
 @dataclass(frozen=True)
 class Box:
-    """A contiguous part of one tensor, as one rank holds or writes it."""
+    """A rectangular region of one tensor, as held or written by one rank."""
 
     key: str
     offsets: tuple[int, ...]
@@ -265,10 +265,10 @@ class PlannedTensor:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    offsets: Rows
-    sizes: Rows
+    offsets: IntArray
+    sizes: IntArray
 
-    def num_missing(self, offsets: Rows, sizes: Rows) -> int:
+    def num_missing(self, offsets: IntArray, sizes: IntArray) -> int:
         """Return how many of the planned chunks are not among the given ones."""
         if np.array_equal(offsets, self.offsets) and np.array_equal(sizes, self.sizes):
             return 0
@@ -285,7 +285,7 @@ class WrittenChunks:
 
     file: str
     boxes: Boxes
-    positions: Rows
+    positions: IntArray
     """Start, length and data start of each chunk in the file."""
 
 
@@ -391,7 +391,9 @@ def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
 # Which rank writes which box
 
 
-def choose_writers(boxes_by_rank: Sequence[Boxes], tensors: Tensors) -> tuple[list[Rows], dict[str, PlannedTensor]]:
+def choose_writers(
+    boxes_by_rank: Sequence[Boxes], tensors: Tensors
+) -> tuple[list[np.ndarray[Any, Any]], dict[str, PlannedTensor]]:
     """Return which of its boxes each rank writes (one bool mask per rank), and the planned chunks of each tensor.
 
     The writer of a box is chosen among the ranks that hold a copy of it, so that the load is balanced.  DCP's planner
@@ -416,7 +418,7 @@ def choose_writers(boxes_by_rank: Sequence[Boxes], tensors: Tensors) -> tuple[li
     return np.split(writes, ends), _planned_tensors(rows[order[starts]], tensors)
 
 
-def _balanced_choice(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int) -> Rows:
+def _balanced_choice(ranks: IntArray, starts: IntArray, num_bytes: IntArray, num_ranks: int) -> IntArray:
     """Return the index of each box's writer among its holders: the holder with the fewest bytes so far.
 
     ranks: the holders of all boxes, concatenated; those of box i start at starts[i].
@@ -434,7 +436,7 @@ def _balanced_choice(ranks: Rows, starts: Rows, num_bytes: Rows, num_ranks: int)
     return chosen
 
 
-def _planned_tensors(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
+def _planned_tensors(rows: IntArray, tensors: Tensors) -> dict[str, PlannedTensor]:
     """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted.
 
     Raises ValueError unless the boxes cover every tensor.
@@ -445,7 +447,7 @@ def _planned_tensors(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
         boxes, shape = rows[start:stop], tuple(tensor.shape)
         offsets, sizes = boxes[:, 1 : 1 + len(shape)], boxes[:, 1 + width : 1 + width + len(shape)]
-        # DCP checks that the boxes cover the tensor only for several ranks, and never on load.
+        # DCP checks only for several ranks that the boxes cover the tensor, and never on load.
         num_held, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
         if num_held != numel:
             raise ValueError(f"{key}: the ranks hold {num_held} of its {numel} elements")
@@ -455,7 +457,7 @@ def _planned_tensors(rows: Rows, tensors: Tensors) -> dict[str, PlannedTensor]:
     return planned
 
 
-def _any_overlap(offsets: Rows, sizes: Rows) -> bool:
+def _any_overlap(offsets: IntArray, sizes: IntArray) -> bool:
     """Return whether any two boxes overlap.  offsets: in ascending order."""
     if len(offsets) < 2:
         return False

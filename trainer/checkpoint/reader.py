@@ -1,7 +1,7 @@
 """Finds checkpoints, compares one with the state to restore, and loads it; reads weights by name for other commands.
 
-Manifest, sizes and checksums are verified, in parallel across ranks.  If a checkpoint is damaged, it is reported and
-the previous one is tried.  All ranks restore the same checkpoint.
+The manifest, sizes and checksums are verified, in parallel across ranks.  A damaged checkpoint is reported, and the
+previous one is tried.  All ranks restore the same checkpoint.
 """
 
 from __future__ import annotations

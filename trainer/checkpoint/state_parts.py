@@ -1,4 +1,4 @@
-"""The interface of a part of the state; and functions that split a state dict into tensors and JSON, and rejoin them.
+"""The interface of a part of a run's state, and functions that split state dicts into tensors and JSON and rejoin them.
 
 Nothing is pickled, so reading a checkpoint cannot run code.
 """
@@ -31,7 +31,7 @@ class StatePart:
     """
 
     may_be_absent = False
-    """True if older checkpoints lack this part, and can be restored without it."""
+    """True if older checkpoints lack this part and can be restored without it."""
     can_restart = False
     """True if `restart` can replace per-rank state when the checkpoint has a different number of ranks."""
 
@@ -56,10 +56,10 @@ class StatePart:
         return False
 
     def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check whatever the part depends on outside the checkpoint; a position in the data depends on the data.
+        """Check what the part depends on outside the checkpoint, as a position in the data depends on the data.
 
         Returns two lists of the changes since `plain` was stored, one line each: those that forbid resuming, and those
-        to remark on.
+        to report only.
         """
         return [], []
 

@@ -2,7 +2,7 @@
 
 The two publish a folder atomically in different ways.  On a file system the folder is written under a temporary name,
 flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last and acts as the
-commit, and a folder without a manifest does not count.  Names are relative paths with slashes.  This module stores
+commit, and a folder without a manifest is not a checkpoint.  Names are relative paths with slashes.  This module stores
 bytes and does not interpret them.
 
 Large files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test

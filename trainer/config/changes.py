@@ -31,21 +31,22 @@ _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
     *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Exceptions to `_FIXED_ON_RESUME`.  The loader checks that weights and phases have not changed for past steps."""
+"""Exceptions to `_FIXED_ON_RESUME`.  The loader checks that `data.weights` and `data.phases` have not changed
+for past steps."""
 _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
-"""Keys that do not affect training; differences in them are not reported."""
+"""Keys that do not affect training; differences in them are not reported when a run resumes."""
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
     """Return one value of a configuration written by `to_yaml`; None if the key is missing or the text is invalid."""
     section, _, name = key.partition(".")
     try:
-        return _stored_section(read_stored(stored_yaml), section).get(name)
+        return _flat_section(read_stored(stored_yaml), section).get(name)
     except UserError:
         return None
 
 
-def _stored_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _flat_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """Return the keys of a section, with those of subsections in the form `muon.variant`."""
     section = stored.get(name)
     flat: dict[str, Any] = {}
@@ -66,7 +67,7 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
     before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
     defaults, lines = RunConfig(), []
     for section in dataclasses.fields(RunConfig):
-        old, new = (_stored_section(stored, section.name) for stored in (before, after))
+        old, new = (_flat_section(stored, section.name) for stored in (before, after))
         for name in dict.fromkeys([*new, *old]):
             fallback = new.get(name, old.get(name))
             default = _default_of(getattr(defaults, section.name), name, fallback)
@@ -98,17 +99,17 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     """
     stored = read_stored(stored_yaml)
     _check_same_kind(config, stored)
-    name, before = config.to_dict()["model"]["name"], _stored_section(stored, "model").get("name")
+    name, before = config.to_dict()["model"]["name"], _flat_section(stored, "model").get("name")
     if before not in (name, None) and {"model", "model.name"}.isdisjoint(config.checkpoint.allow_changes):
         return [f"model.name: {before} in the checkpoint, {name} now"], []
     refused: list[str] = []
     permitted: list[str] = []
     now = config.to_dict()
     for section in now:
-        for name, value in _stored_section(now, section).items():
+        for name, value in _flat_section(now, section).items():
             key = f"{section}.{name}"
-            # A checkpoint without the key is older, and its run behaved as the default does.
-            before = _stored_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
+            # A checkpoint that lacks the key predates it, and its run behaved as it would with the default.
+            before = _flat_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
             if _are_equivalent(key, before, value) or key.startswith(_NOT_REPORTED):
                 continue
             is_fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
@@ -121,7 +122,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:
     """Return whether two values of a key are equivalent.
 
-    `data.too_long=auto` drops the same conversations as `drop`, unless it refuses to start.
+    `data.too_long=auto` either refuses to start or drops the same conversations as `drop`.
     """
     is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
@@ -138,7 +139,7 @@ def _without_credentials(value: Any) -> Any:
 
 def _check_same_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:
     """Raise UserError if exactly one of the two configurations is a learning-rate range test."""
-    was_test, now = _stored_section(stored, "schedule").get("name") == "range", config.schedule.name
+    was_test, now = _flat_section(stored, "schedule").get("name") == "range", config.schedule.name
     if was_test and now != "range":
         rule = "this checkpoint is from a learning-rate range test, which a training run cannot resume"
         fix = "use another run.name, or start over with checkpoint.resume=none, which moves the range test aside"

@@ -22,7 +22,7 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""Upper limit of `nproc`, more ranks than any machine runs."""
+"""Upper limit of `nproc`: more ranks than any one machine runs."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 

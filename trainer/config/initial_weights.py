@@ -1,4 +1,4 @@
-"""Checks the initial weights, which must be readable unless random ones are requested, and their tokenizer."""
+"""Checks where a run's initial weights come from, and finds and checks the tokenizer that belongs to them."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from trainer.errors import UserError, setting_error
 
 
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Raise UserError if the run would start from random weights instead of those in a folder.
+    """Raise UserError if initial weights that the run needs cannot be read, or are random but would be packed.
 
-    given: the keys in the recipe file and on the command line.  A run that resumes from a checkpoint is not checked.
+    given: the settings in the recipe file and on the command line, each value by its key.  A run that
+    resumes from a checkpoint is not checked.
     """
     if will_resume(config):
         return
@@ -40,14 +41,17 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
 
 def nothing_to_pack_error(config: RunConfig) -> UserError:
-    """Return the error for a packed `lora.base_dtype` without trained weights: random ones would have to be stored."""
-    rule = "packs trained weights, and this model starts from random ones"
+    """Return the error for a packed `lora.base_dtype` with random weights, which checkpoints would have to hold."""
+    rule = "packs trained weights, but this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
     return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)
 
 
 def is_fine_tuning(values: Mapping[str, Any]) -> bool:
-    """Return whether a configuration uses chats, preferences or adapters, all of which need trained weights."""
+    """Return whether a run trains on chats, with an objective other than `tokens`, or with adapters.
+
+    Such a run starts from trained weights unless random ones are requested explicitly.
+    """
     rank = values.get("lora.rank")
     return (
         values.get("data.source") == "chat"
@@ -173,4 +177,6 @@ def check_tokenizer_of_folder(folder: str | Path) -> None:
     script += "T.from_pretrained(sys.argv[1]).save_pretrained(sys.argv[1])"
     command = f"python -c {shlex.quote(script)} {shlex.quote(str(path))}"
     rule = f"the weights in {folder} have their own tokenizer ({', '.join(unsupported)}), but not as {_TOKENIZER_FILE}"
-    raise setting_error(_TOKENIZER_KEY, "bytes", rule, fix=f"{command}; in a run also {_TOKENIZER_KEY}=FILE")
+    raise setting_error(
+        _TOKENIZER_KEY, "bytes", rule, fix=f"run `{command}`; for training, also set {_TOKENIZER_KEY}=FILE"
+    )

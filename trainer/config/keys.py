@@ -1,4 +1,4 @@
-"""The configuration's keys: their declarations, the values given on the command line, and conversion to their types."""
+"""Lists the configuration's keys, parses their values on the command line, and checks types and limits."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from trainer.errors import UserError, as_typed, choice_error, setting_error
 from trainer.objective import Tokens
 from trainer.recipe import check_number, union_members
 
-EMPTY_VALUE = "is empty, perhaps from an unset shell variable"
+EMPTY_VALUE_RULE = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return every configuration key with its dataclass field; `metadata` holds the meaning and the limits."""
+    """Return every configuration key with its dataclass field, whose `metadata` holds the help text and the limits."""
     return dict(_declared_keys(model, objective))
 
 
@@ -111,7 +111,7 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
     if not text and not key.startswith("model."):
         example = "null" if type(None) in options else None
         raise setting_error(
-            key, text, EMPTY_VALUE, example=example, fix="" if example else "leave it out, or give a value"
+            key, text, EMPTY_VALUE_RULE, example=example, fix="" if example else "leave it out, or give a value"
         )
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
         rule = f"must be {type_name(hint)}: with a leading zero or a colon it would be read in base 8 or 60"  # YAML 1.1

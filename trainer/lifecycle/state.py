@@ -1,8 +1,8 @@
 """The state of a run (`TrainState`): everything that a resume restores.
 
-State that is not registered here is not restored.  A subclass of Trainer registers its own state, an object with
-`state_dict` and `load_state_dict`, in one line: `self.state.add("name", thing)`.  If it forgets to, the first save
-raises an error.
+State that is not registered here is not restored.  A subclass of Trainer registers an object of its own that has
+`state_dict` and `load_state_dict` with `self.state.add("name", thing)`.  If it forgets to, the first save raises an
+error.
 """
 
 from __future__ import annotations

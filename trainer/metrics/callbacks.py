@@ -1,7 +1,7 @@
-"""Callbacks, the optional features of a run: their base class, and the smaller ones.
+"""The callback base class and the small built-in callbacks.  A callback implements an optional feature of a run.
 
-These log norms by unit, generate samples and schedule garbage collection.  `loss_by_source` logs a mixture's loss by
-source.  Profiles are in `profile.py`.
+The built-in ones log per-unit norms, generate samples and schedule garbage collection.  `loss_by_source` logs the loss
+of each source of a mixture.  Profiling is in `profile.py`.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ class Callback:
     """
 
     def start_note(self, step: int) -> str:
-        """Return a note to print if the run starts after `step`, or an empty string."""
+        """Return a note to print when the run starts, or an empty string.  step: the last completed step; 0 if none."""
         return ""
 
     def begin_fit(self) -> None:
         """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, even with an exception."""
+        """Called when `Trainer.fit` ends, even if it raised an exception."""
 
     def begin_step(self, step: int) -> None:
         """Called when `step` starts, before its data is loaded."""
@@ -62,14 +62,17 @@ class Callback:
         """Called after an evaluation that was not aborted, as part of the watchdog's phase `evaluate`."""
 
     def end_loop(self, has_failed: bool) -> None:
-        """Called when a loop over `Trainer.steps` ends: at the last step, early, or by an exception (`has_failed`)."""
+        """Called when a loop over `Trainer.steps` ends.
+
+        It ends after the last step, when it is left early, or with an exception (`has_failed`).
+        """
 
 
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
 
-    Other steps compute nothing.  The host never waits for the device before the end of a step.  This callback is also
-    one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
+    At other steps nothing is computed.  The host never waits for the device before the end of a step.  This callback is
+    also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
     """
 
     def __init__(
@@ -140,7 +143,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
 
 
 class Samples(Callback):
-    """Completes `log.prompts`, or answers them if the data is chats.
+    """Completes `log.prompts`, or replies to them if the run trains on chats.
 
     The seed is fixed, so that samples of different steps are comparable.
     """
@@ -183,7 +186,7 @@ class Samples(Callback):
             return
         config, tokenizer = self._config, find_tokenizer(self._config.data.tokenizer)
         with self._average.swapped_in():
-            texts = generate_batch(
+            completions = generate_batch(
                 self._model,
                 [tokens for _, tokens in self._prompts],
                 config.log.prompt_tokens,
@@ -192,8 +195,8 @@ class Samples(Callback):
                 context=config.data.seq_len,
                 device=self._world.device,
             )
-        for (prompt, _), generated in zip(self._prompts, texts, strict=True):
-            text = tokenizer.decode([token for token in generated.tokens if token not in self._end_ids])
+        for (prompt, _), completion in zip(self._prompts, completions, strict=True):
+            text = tokenizer.decode([token for token in completion.tokens if token not in self._end_ids])
             self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
 
 

@@ -1,14 +1,15 @@
 """Dequantizes the weights of published models to bfloat16 as their rows are read.
 
-The entry `quantization_config` of config.json selects one of two formats:
+`quantization_config` in config.json selects one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
-  (E, N, K / 32) holds the exponent of each group of 32 numbers, plus 127; the weight is `NAME`, (E, K, N).  Format:
-  Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
-- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` one factor per block of
-  `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the published code.
+  (E, N, K / 32) holds the exponent of each group of 32 numbers, with a bias of 127; the weight is `NAME`, (E, K, N).
+  Format: Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
+- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` the factor by which to
+  multiply each block of size `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the
+  published code.
 
-4-bit numbers are exact in bfloat16; 8-bit numbers are multiplied in fp32 and then rounded.
+4-bit numbers are exact in bfloat16; 8-bit numbers are scaled in float32 and then rounded.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 _FP8 = "F8_E4M3"
 
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
-"""The 4-bit numbers without the highest bit, which is the sign."""
+"""Magnitude of a 4-bit number by its lower three bits; the highest bit is the sign."""
 
 
 def with_dequantized(
@@ -35,8 +36,8 @@ def with_dequantized(
 ) -> dict[str, tuple[Path, Any]]:
     """Return the readers, with those of each quantized weight replaced by one that dequantizes the rows it reads.
 
-    readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization: the entry
-    `quantization_config` of config.json.
+    readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization:
+    `quantization_config` in config.json.
 
     Raises UserError for other formats, and if the tensors of a weight are missing or have inconsistent shapes.
     """
@@ -53,8 +54,8 @@ def with_dequantized(
             new_readers[name] = file, _Fp8(reader, scales, _block_shape(quantization))
         elif not name.endswith(_SCALES if method == "mxfp4" else _SCALE_INV):
             new_readers[name] = file, reader
-    for name, (_, weight) in new_readers.items():
-        if isinstance(weight, (_Mxfp4, _Fp8)) and (mistake := weight.mistake()):
+    for name, (_, reader) in new_readers.items():
+        if isinstance(reader, (_Mxfp4, _Fp8)) and (mistake := reader.mistake()):
             raise UserError(f"{name}: {mistake}")
     return new_readers
 
