@@ -558,7 +558,9 @@ def test_unregistered_average_that_changed_is_an_error(tmp_path: Path) -> None:
 def test_reinitialized_weights_lose_their_moments(tmp_path: Path) -> None:
     run_tiny(tmp_path, "train.steps=2")
     for other, allowed in (("model.dim=64", "model.dim,state.model"), ("model.name=qwen3", "model,state.model")):
-        with pytest.raises(UserError, match=re.escape(f"'checkpoint.allow_changes=[{allowed}]' starts what does")):
+        with pytest.raises(
+            UserError, match=re.escape(f"'checkpoint.allow_changes=[{allowed}]' reinitializes what does")
+        ):
             Trainer(tiny(tmp_path, "train.steps=3", other)).load_checkpoint()
     assert Trainer(tiny(tmp_path, other, f"checkpoint.allow_changes=[{allowed}]")).load_checkpoint() == 2
     config = tiny(tmp_path, "train.steps=3", "model.dim=64", "checkpoint.allow_changes=[model.dim]")

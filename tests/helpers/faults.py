@@ -103,7 +103,7 @@ def _install(fault: Fault) -> None:
     Path(fault.log, f"pid.{_RANK}").write_text(str(os.getpid()))
     for name, (owner, attribute) in _PLACES.items():
         _wrap(owner, attribute, lambda name=name: _fail_or_hang(name))
-    take = Checkpoints.take
+    take = Checkpoints.take_result
 
     def recording_take(self: Checkpoints, has_ended: bool = False) -> Any:
         result = take(self, has_ended)
@@ -111,7 +111,7 @@ def _install(fault: Fault) -> None:
             file.write(json.dumps([result.step, result.error]) + "\n")
         return result
 
-    Checkpoints.take = recording_take  # type: ignore[method-assign]
+    Checkpoints.take_result = recording_take  # type: ignore[method-assign]
     for owner, attribute in ((os, "fsync"), (os, "preadv"), (Channel, "gather"), (Channel, "broadcast")):
         _wrap(owner, attribute, lambda attribute=attribute: _event(attribute))
     for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.writer, "collect")):

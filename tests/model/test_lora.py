@@ -263,7 +263,7 @@ def test_different_base_is_rejected_and_moved_base_is_accepted(
     arguments = overrides_of(other, folder, "train.steps=3")
     assert run.main(["recipe=llama_small", *arguments]) == 2
     said = capsys.readouterr().err
-    assert f"train.init_from={other}: is not the base model that this was trained on; that was {base}" in said
+    assert f"train.init_from={other}: is not the base model that the run was trained with; that was {base}" in said
     assert f"cannot resume from {folder}/checkpoints/step_00000002" in said
     with pytest.raises(UserError, match=re.escape(f"for the weights of {base}, which is missing")):
         load_weights(folder)

@@ -389,7 +389,7 @@ def test_resume_with_another_base_is_refused(base: Path, tmp_path: Path, capsys:
     assert not torch.equal(weight, changed)
     tensors["model.layers.1.mlp.down_proj.weight"] = changed
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match="is not the base model that this was trained on"):
+    with pytest.raises(UserError, match="is not the base model that the run was trained with"):
         trained(base, folder, "lora.base_dtype=nf4", "train.steps=4")
     assert export_command([str(folder), str(tmp_path / "out"), "--merged"]) == 2
     assert "is not the base model" in capsys.readouterr().err

@@ -171,7 +171,7 @@ def test_wrong_teachers_are_reported(models: tuple[Path, Path], tmp_path: Path) 
         with pytest.raises(UserError, match=rf"^objective\.teacher={tmp_path / name}: {message}"):
             DistillationTrainer(config)
     (line,), _ = BaseWeights("new", "1", (), "objective.teacher").changes_from({"path": "old", "checksum": "2"}, ())
-    assert line.startswith("objective.teacher=new: is not the model that this was trained on; that was old")
+    assert line.startswith("objective.teacher=new: is not the model that the run was trained with; that was old")
 
 
 def peak_of_a_step(kind: type[Trainer], base: Path, folder: Path, overrides: list[str]) -> int:

@@ -228,7 +228,7 @@ def test_different_reference_is_rejected(base: Path, tmp_path: Path) -> None:
     other = folder_of(tmp_path / "other", config=replace(SOURCE, init_std=0.06))
     edit(other, initializer_range=0.05)
     with pytest.raises(
-        UserError, match=re.escape(f"train.init_from={other}: is not the base model that this was trained on")
+        UserError, match=re.escape(f"train.init_from={other}: is not the base model that the run was trained with")
     ):
         train(str(other), str(tmp_path / "run"), [*saves[:-1], "train.steps=2", "model.init_std=0.05"])
 
