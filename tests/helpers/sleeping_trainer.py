@@ -37,7 +37,7 @@ class SleepingTrainer(Trainer):
         super().__init__(config)
         self.state.add("nap", HangingState(self))
         self.model.table.register_forward_hook(self.sleep_in_its_backward)  # type: ignore[union-attr, arg-type]
-        write, take = trainer.checkpoint.writer.write_tensors, self.checkpoints.take
+        write, take = trainer.checkpoint.writer.write_tensors, self.checkpoints.take_result
 
         def write_tensors(*args: Any) -> Any:
             self.sleep_in("writing")
@@ -56,7 +56,7 @@ class SleepingTrainer(Trainer):
 
         TimedStore.get = get_late  # type: ignore[method-assign]
         trainer.checkpoint.writer.write_tensors = write_tensors
-        self.checkpoints.take = take_result  # type: ignore[method-assign]
+        self.checkpoints.take_result = take_result  # type: ignore[method-assign]
 
     def sleep_in(self, place: str) -> None:
         chosen = os.environ.get("MESHTRAINER_TEST_PLACE")
