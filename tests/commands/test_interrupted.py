@@ -99,6 +99,6 @@ def test_an_empty_file_of_trackers_is_none(tmp_path: Path) -> None:
     (tmp_path / TrackingFile.NAME).touch()
     first = TrackingFile(tmp_path, None)
     assert first.id
-    first.note("mine", 7)
+    first.set_last_sent("mine", 7)
     again = TrackingFile(tmp_path, "another")
     assert (again.id, again.sent("mine"), again.sent("other")) == (first.id, 7, 0)

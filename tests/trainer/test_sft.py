@@ -312,7 +312,7 @@ def test_custom_template_is_kept_and_exported(tokenizer: str, tmp_path: Path) ->
         with ExitStack() as stack:
             writer = open_generator(str(path), torch.device("cpu"), stack)
             tokens = chat_prompt_tokens("Hi", writer.tokenizer, "--chat", writer.template)
-            text_of = ChatTokenizer(writer.tokenizer).text_of
+            text_of = ChatTokenizer(writer.tokenizer).token_text
         assert "".join(map(text_of, tokens)) == "[INST]Hi[/INST]"
 
 
