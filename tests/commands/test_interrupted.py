@@ -101,4 +101,4 @@ def test_an_empty_file_of_trackers_is_none(tmp_path: Path) -> None:
     assert first.id
     first.set_last_sent("mine", 7)
     again = TrackingFile(tmp_path, "another")
-    assert (again.id, again.sent("mine"), again.sent("other")) == (first.id, 7, 0)
+    assert (again.id, again.last_sent("mine"), again.last_sent("other")) == (first.id, 7, 0)
