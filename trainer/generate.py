@@ -327,10 +327,11 @@ def _check_memory(text_generator: TextGenerator, texts: Texts, options: argparse
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     try:
         cache, temporaries = memory_of_texts(model, dtype, text_generator.device.type, texts)
-    except Exception:  # from a model's own code, or without a cache
-        cache, temporaries = 0, 0
+        is_known = True
+    except Exception:  # the model's own code cannot be traced without data
+        cache, temporaries, is_known = 0, 0, False
     needed = weights + cache + temporaries
-    parts = f"weights {readable_size(weights)}"
+    parts = f"weights {readable_size(weights)}{'' if is_known else ', more for the texts that cannot be estimated'}"
     if cache:
         texts_at_once = f"{texts.number} x {texts.prompt + texts.answer} tokens"
         parts += f", cache {readable_size(cache)} for {texts_at_once}, temporaries {readable_size(temporaries)}"

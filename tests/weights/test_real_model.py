@@ -188,8 +188,8 @@ def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned
         optimizer.zero_grad()
         losses.append(loss.item())
     assert losses[-1] < 0.9 * losses[0], "it learns"
-    # In float32 the first loss is 7e-6 (transformers) and 9e-6 (here) off that in float64; how close the two are to each
-    # other depends on the processor's kernels: 1.1e-6 on an AMD EPYC.
+    # In float32 the first loss is 7e-6 (transformers) and 9e-6 (here) off that in float64.  How close the two are to
+    # each other depends on the processor's kernels: 1.1e-6 on an AMD EPYC.
     assert tuned.train("loss") == pytest.approx(losses, rel=1e-5)
     assert tuned.train("grad_norm") == pytest.approx(norms, rel=1e-4)
 
