@@ -260,6 +260,34 @@ def test_a_group_of_one_computes_what_no_group_does(monkeypatch: pytest.MonkeyPa
         assert torch.allclose(mix(experts, x, chosen, weights), expected, atol=1e-6), method
 
 
+def test_gradients_of_tokens_are_bit_identical_in_every_run() -> None:
+    """Four threads reach the pairs of a token in any order; each repetition would add them in another."""
+    from torch import nn
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stacked = nn.Parameter(torch.ones(8, 1))
+
+        def forward(self, rows: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+            return rows * torch.linspace(0.1, 3, len(rows)).unsqueeze(1)
+
+    torch.manual_seed(0)
+    x, given, weights = torch.randn(256, 64), torch.randn(256, 64), torch.rand(256, 4)
+    chosen, experts, found = torch.rand(256, 8).topk(4, 1)[1], Scaled(), set()
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        for _ in range(40):
+            tokens = x.clone().requires_grad_()
+            (mix(experts, tokens, chosen, weights) * given).sum().backward()
+            assert tokens.grad is not None
+            found.add(tokens.grad.numpy().tobytes())
+    finally:
+        torch.set_num_threads(num_threads)
+    assert len(found) == 1
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Plans
 

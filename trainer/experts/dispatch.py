@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
@@ -68,7 +69,7 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
     if group is None:
         num_experts = next(iter(experts.parameters())).shape[0]
         order_M, ends_E = _sort_by_expert(chosen_SA.flatten(), num_experts)
-        out_MD = experts(x_SD[order_M // chosen_SA.shape[1]], ends_E)
+        out_MD = experts(_rows_of_pairs(x_SD, order_M, chosen_SA.shape[1]), ends_E)
         return _sum_by_token(out_MD, order_M, weights_SA)
     method = _run_by_exchange if group.method == "exchange" else _run_by_gather
     out_SD = method(group, experts, x_SD, chosen_SA, weights_SA)
@@ -86,6 +87,44 @@ def choices_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
 def _sort_by_expert(chosen_M: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the order that sorts token-expert pairs by expert, and the end of each expert's range of pairs."""
     return chosen_M.argsort(stable=True), choices_of(chosen_M, num_experts).cumsum(0).to(torch.int32)
+
+
+def _rows_of_pairs(
+    x_SD: torch.Tensor, order_M: torch.Tensor, experts_per_token: int, num_rows: int | None = None
+) -> torch.Tensor:
+    """Return the token of each token-expert pair in the order `order_M`, or of the first `num_rows` pairs: (R, D)."""
+    rows_RD: torch.Tensor = _RowsOfPairs.apply(x_SD, order_M, experts_per_token, num_rows)  # type: ignore[no-untyped-call]
+    return rows_RD
+
+
+class _RowsOfPairs(torch.autograd.Function):
+    """Indexing whose gradient is bit-identical in every run.
+
+    On a CPU, that of `x[order // A]` adds the gradients of a token's pairs in the order in which threads reach them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_SD: torch.Tensor, order_M: torch.Tensor, experts_per_token: int, num_rows: int | None
+    ) -> torch.Tensor:
+        ctx.save_for_backward(order_M)
+        ctx.experts_per_token = experts_per_token
+        return x_SD[order_M[:num_rows] // experts_per_token]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (grad_RD,) = gradients
+        (order_M,) = ctx.saved_tensors
+        num_rows = grad_RD.shape[0]
+        row_SA = order_M.argsort().unflatten(0, (-1, ctx.experts_per_token))
+        grad_SD: torch.Tensor | None = None
+        for row_S in row_SA.unbind(1):
+            part_SD = grad_RD.index_select(0, row_S.clamp(max=num_rows - 1))
+            if num_rows < order_M.shape[0]:
+                part_SD = part_SD.masked_fill((row_S >= num_rows).unsqueeze(1), 0)
+            grad_SD = part_SD if grad_SD is None else grad_SD.add_(part_SD)
+        return grad_SD, None, None, None
 
 
 def _sum_by_token(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
@@ -108,7 +147,7 @@ def _run_by_exchange(
     sent_NL = choices_of(chosen_SA, group.size * num_local).view(group.size, num_local)
     received_NL = exchange_parts(sent_NL, group.name)
     sent, received = _splits(group, sent_NL, received_NL, order_M.shape[0])
-    rows_RD = exchange_rows(x_SD[order_M // chosen_SA.shape[1]], sent, received, group.name)
+    rows_RD = exchange_rows(_rows_of_pairs(x_SD, order_M, chosen_SA.shape[1]), sent, received, group.name)
     # Rows arrive by rank, and by expert within a rank.
     experts_NL = torch.arange(num_local, device=x_SD.device).repeat(group.size)
     expert_R = experts_NL.repeat_interleave(received_NL.flatten(), output_size=sum(received))
@@ -152,7 +191,8 @@ def _run_by_gather(
         group.estimate.fill_fraction = min(
             1.0, group.estimate.imbalance * experts_per_token / group.size / min(experts_per_token, num_local)
         )
-    out_RD = _run_experts(group, experts, x_TD[order_P[:num_rows] // experts_per_token], ends_L.clamp(max=num_rows))
+    rows_RD = _rows_of_pairs(x_TD, order_P, experts_per_token, num_rows)
+    out_RD = _run_experts(group, experts, rows_RD, ends_L.clamp(max=num_rows))
     # Pairs of other ranks' experts come after these rows, or are among the last of them, which are zero.
     position_P = order_P.argsort().clamp(max=num_rows - 1)
     weights_TA = torch.where(is_here_TA, weights_TA, 0)
