@@ -25,9 +25,10 @@ import urllib.parse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, exit_immediately, stop_message, unwrapping
+from trainer.stopping import PromptStop, StopRequested, exit_immediately, is_in_hook, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
@@ -187,11 +188,12 @@ def _raise_on_signals() -> Iterator[None]:
     }
     prompt = PromptStop(caught, signal_exit_code)
 
-    def handle(number: int, frame: object) -> NoReturn:
+    def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         with contextlib.suppress(StopRequested):  # raised below, as KeyboardInterrupt for Ctrl-C
             prompt.on_signal(name)
-        raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
+        if not is_in_hook(frame):
+            raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:
         signal.signal(number, handle)

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 RAISE_S, END_S = 1.5, 3.0
@@ -143,12 +144,13 @@ class PromptStop:
 
     def on_signal(self, name: str) -> bool:
         """Record a signal; called by its handler.  Returns True if the second stage sent it, so that it is not new."""
-        if self.raises_immediately and not self._is_cancelled.is_set():
+        can_raise = not self._is_cancelled.is_set() and not is_in_hook(sys._getframe())
+        if self.raises_immediately and can_raise:
             self.name = self.name or name
             raise StopRequested(self.name)
         if self._is_raising:
             self._is_raising = False
-            if not self._is_cancelled.is_set():
+            if can_raise:
                 raise StopRequested(self.name)
             return True
         self.name = self.name or name
@@ -184,13 +186,9 @@ class PromptStop:
 
     def _raise_again(self, number: int) -> None:
         """Raise a request in the main thread once it has left `_on_unraisable`, which no exception can leave either."""
-        is_in_hook = True
-        while is_in_hook:
+        time.sleep(_RERAISE_S)
+        while is_in_hook(sys._current_frames().get(self._main_thread)):
             time.sleep(_RERAISE_S)
-            frame = sys._current_frames().get(self._main_thread)
-            while frame is not None and frame.f_code is not PromptStop._on_unraisable.__code__:
-                frame = frame.f_back
-            is_in_hook = frame is not None
         self._raise_in_main_thread(number)
 
     def _end(self, name: str) -> NoReturn:
@@ -203,6 +201,16 @@ class PromptStop:
         with contextlib.suppress(OSError):
             os.write(2, f"{stop_message(name)}\n".encode())
         os._exit(self._exit_code(name))
+
+
+def is_in_hook(frame: FrameType | None) -> bool:
+    """Return whether the hook for unraisable exceptions has called the code of `frame`.
+
+    A signal handler must not raise then: the exception would be printed, and the hook might not raise its own request.
+    """
+    while frame is not None and frame.f_code is not PromptStop._on_unraisable.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 _active: list[PromptStop] = []

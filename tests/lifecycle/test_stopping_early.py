@@ -65,6 +65,20 @@ STUCK = {
             Freed()
             time.sleep(0.005)
     """,
+    "in the hook of a destructor": """
+        start = threading.Thread.start
+        def start_late(thread):
+            if thread._target.__name__ == "_raise_again":
+                time.sleep(2)  # until after the second stage
+            start(thread)
+        threading.Thread.start = start_late
+        class Freed:
+            def __del__(self):
+                time.sleep(0.5)
+        while True:
+            Freed()
+            time.sleep(0.001)
+    """,
     "in C": "hashlib.pbkdf2_hmac('sha512', b'', b'', 2**31 - 1)",
 }
 """Work that asks nobody whether it is to stop."""
