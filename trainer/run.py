@@ -216,7 +216,7 @@ def _check_without_torch(
     Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
     """
     from trainer.data.mixture import find_order
-    from trainer.data.opening import check_no_pairs, check_tokenizer, is_untokenized, open_source, resolve_from_data
+    from trainer.data.opening import check_tokenizer, is_untokenized, open_source, resolve_from_data
 
     check_config(config, world_size, local_world_size)
     check_requirements(config, likely_device(config.run.device))
@@ -227,8 +227,9 @@ def _check_without_torch(
         source = open_source(config.data, config.vocab_size, "train")
         check_tokenizer(source, config)
         find_order(source, resolve_from_data(config))
-        if config.rows_per_sample == 1:
-            check_no_pairs(source)
+        if config.rows_per_sample == 1 and source.rows_per_sample > 1:  # the ordinary loss, but preference pairs
+            rule = "rejected answers would be trained on like chosen ones"
+            raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
         open_source(config.data, config.vocab_size, "eval")
 
 

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.config import RunConfig
-from trainer.data.loader import Batch, EvalLoader, TrainLoader, attended_length
+from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.world import World
@@ -162,8 +162,8 @@ class Trainer:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, without recomputation."""
-        length = attended_length(self.loader) or self.config.data.seq_len
-        return training_flops_per_token(self.config, self.model, length)
+        attended = self.loader.source.attended if isinstance(self.loader, TrainLoader) else None
+        return training_flops_per_token(self.config, self.model, attended or self.config.data.seq_len)
 
     # -- the step ------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,10 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
     for argument in remaining:
         key, _, value = argument.partition("=")
         if key in parsed.numbers:
-            parsed.numbers[key] = _parse_count(key, value or next(remaining, ""))
+            count = value or next(remaining, "")
+            if not count.isdecimal() or int(count) < 1:
+                raise setting_error(key, count or None, "must be a whole number of at least 1", example=1)
+            parsed.numbers[key] = int(count)
         elif argument == "--full":
             parsed.is_full = True
         elif argument.startswith("-"):
@@ -108,12 +111,6 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
             raise UserError(f"missing command: {', '.join(_COMMANDS)}\n  {example}")
         raise choice_error("command", parsed.command, _COMMANDS)
     return parsed
-
-
-def _parse_count(option: str, text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise setting_error(option, text or None, "must be a whole number of at least 1", example=1)
-    return int(text)
 
 
 def _run(parsed: _Arguments) -> int:

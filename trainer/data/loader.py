@@ -284,11 +284,6 @@ def _fingerprint_of(source: Source) -> Fingerprint:
         raise UserError(f"the data cannot be read: {error}") from error
 
 
-def attended_length(loader: object) -> float | None:
-    """Return the `attended` of a `TrainLoader`'s source, or None for any other loader."""
-    return loader.source.attended if isinstance(loader, TrainLoader) else None
-
-
 def _check_samples(source: Source, config: RunConfig) -> None:
     """Raise UserError if the samples lack the labels or pairs that the objective needs, or have unsupported ones."""
     key, objective, outputs = "train.objective", config.train.objective, config.objective.outputs

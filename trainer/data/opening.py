@@ -594,13 +594,6 @@ def _canonical(file: str) -> str:
     return file if "://" in file else os.path.realpath(file)
 
 
-def check_no_pairs(source: Source) -> None:
-    """Raise UserError for preference pairs: the ordinary loss would train on both answers."""
-    if source.rows_per_sample > 1:
-        rule = "rejected answers would be trained on like chosen ones"
-        raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
-
-
 def check_tokenizer(source: Source, config: RunConfig) -> None:
     """Raise UserError if the token shards were produced with a tokenizer other than that of the initial weights.
 

@@ -12,18 +12,14 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 from trainer.data.cache import get_or_build
 from trainer.data.shards import Shard, ShardInfo, ShardWriter
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
 
-if TYPE_CHECKING:
-    from trainer.config import DataSection
-
 Split: TypeAlias = Literal["train", "eval"]
-
 
 _EXCLUDED_FOLDERS = frozenset(
     ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
@@ -110,11 +106,6 @@ class StdlibCorpus:
 
 def _is_held_out(name: str) -> bool:
     return hashlib.sha256(name.encode()).digest()[0] % 20 == 0
-
-
-def held_out_text(data: DataSection) -> bytes | None:
-    """Return the held-out text, for comparing a model with other compressors; None unless data.source=stdlib."""
-    return b"".join(StdlibCorpus().documents("eval")) if data.source == "stdlib" else None
 
 
 def gzip_bits_per_byte(text: bytes) -> float:

@@ -22,7 +22,9 @@ def prefetch_to_device(
     if device.type != "cuda":
         yield from ({name: tensor.to(device) for name, tensor in batch.items()} for batch in batches)
         return
-    copy_stream = _stream(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)
+    copy_stream = _streams[device]
     pending: dict[str, torch.Tensor] | None = None
     for batch in batches:
         with torch.cuda.stream(copy_stream):
@@ -39,12 +41,6 @@ def prefetch_to_device(
 
 
 _streams: dict[torch.device, torch.cuda.Stream] = {}
-
-
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
 
 
 class HostScalars:

@@ -21,7 +21,7 @@ from trainer.data.mixture import MixedSource, describe_usage
 from trainer.data.opening import open_source
 from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
 from trainer.data.source import SourceSubset
-from trainer.data.stdlib import Split, gzip_bits_per_byte, held_out_text
+from trainer.data.stdlib import Split, StdlibCorpus, gzip_bits_per_byte
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
 from trainer.errors import UserError
@@ -323,9 +323,9 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     """
     if not config.log.sample_tokens:
         return
-    text = held_out_text(config.data) if world.is_main else None
-    if text:
-        metrics.print(f"gzip -9 on the same held-out text: {gzip_bits_per_byte(text):.4f} bits/byte", "green")
+    if world.is_main and config.data.source == "stdlib":
+        by_gzip = gzip_bits_per_byte(b"".join(StdlibCorpus().documents("eval")))
+        metrics.print(f"gzip -9 on the same held-out text: {by_gzip:.4f} bits/byte", "green")
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     end_ids = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
