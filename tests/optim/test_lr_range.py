@@ -21,7 +21,7 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import check_config, compare_configs
 from trainer.lifecycle import lifecycle
 from trainer.lifecycle.summary import closing_summary
-from trainer.metrics.stop_criterion import RangeTest, make_stop_criterion, suggested_lr
+from trainer.metrics.stop_criterion import RangeTest, StopCriterion, suggested_lr
 
 RANGE = ["schedule.name=range", "train.steps=12", "schedule.lr_range=[1e-4, 1e3]", "optim.max_grad_norm=null"]
 
@@ -130,10 +130,10 @@ def test_range_test_ends_when_the_loss_diverges() -> None:
 
 
 def test_suggested_command_can_be_pasted_into_a_shell() -> None:
-    for chosen, commands in (([], 3), (["schedule.name=range"], 1)):
+    for chosen, kind, commands in (([], StopCriterion, 3), (["schedule.name=range"], RangeTest, 1)):
         config = load_config("llama_small", [*chosen, "run.dir=my runs/a"])
         metrics: Any = SimpleNamespace(latest={"train": SimpleNamespace(step=100, loss=2.0)})
-        said = closing_summary(config, metrics, make_stop_criterion(config), None, 9.0)
+        said = closing_summary(config, metrics, kind(config), None, 9.0)
         said = [line for line in said if "python -m" in line]
         assert [config.run.dir in shlex.split(line) for line in said] == [True] * commands
 

@@ -25,7 +25,7 @@ from trainer.lifecycle.watchdog import Watchdog, watch_phases
 from trainer.metrics.callbacks import Callback, GarbageCollection, Samples, UnitNorms
 from trainer.metrics.profile import Profile
 from trainer.metrics.step_metrics import SkipCounter, StepMetrics
-from trainer.metrics.stop_criterion import StopCriterion, make_stop_criterion
+from trainer.metrics.stop_criterion import RangeTest, StopCriterion
 from trainer.metrics.writers import Metrics
 from trainer.optim.ema import EMA, WeightAverage
 from trainer.optim.optimizer import training_bytes
@@ -100,8 +100,10 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     exchange votes.  start_time: when the Trainer was created, by `time.monotonic`.
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
-    skips = SkipCounter(config.train.max_skipped_updates, config.schedule.name == "range")
-    metrics, stop_criterion = Metrics(config, world.is_main), make_stop_criterion(config)
+    is_range_test = config.schedule.name == "range"
+    skips = SkipCounter(config.train.max_skipped_updates, is_range_test)
+    metrics = Metrics(config, world.is_main)
+    stop_criterion = RangeTest(config) if is_range_test else StopCriterion(config)
     random_state = RandomState(config.run.seed, world.rank)
     base = load_base(model, config, world) if config.lora.rank else None
     state = TrainState(trainer, model, optimizer, skips, random_state, base)

@@ -265,9 +265,11 @@ def make_screen(stream: TextIO) -> Screen:
     """Return a `Terminal` if the stream is one, or if the environment says to treat it as one; else a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
-    from trainer.metrics.terminal import Terminal  # imports rich, which other runs do not need
+    from rich.console import Console  # other runs do not need rich
 
-    return Terminal.on(stream)
+    from trainer.metrics.terminal import Terminal
+
+    return Terminal(Console(file=stream, highlight=False, soft_wrap=True))
 
 
 # ---------------------------------------------------------------------------------------------------------------

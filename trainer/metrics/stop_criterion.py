@@ -104,11 +104,6 @@ _DIVERGENCE_FACTOR = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
 
-def make_stop_criterion(config: RunConfig) -> StopCriterion:
-    """Return a run's stop criterion: a `RangeTest` if `schedule.name` is `range`, otherwise a plain `StopCriterion`."""
-    return RangeTest(config) if config.schedule.name == "range" else StopCriterion(config)
-
-
 class RangeTest(StopCriterion):
     """Ends a learning-rate range test at `train.steps` or as soon as the loss diverges.
 

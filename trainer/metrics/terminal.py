@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -23,11 +22,6 @@ class Terminal:
     def __init__(self, console: Console) -> None:
         self._console = console
         self._live: Live | None = None
-
-    @classmethod
-    def on(cls, stream: TextIO) -> Terminal:
-        """Return a screen that draws to `stream`."""
-        return cls(Console(file=stream, highlight=False, soft_wrap=True))
 
     @property
     def width(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import struct
@@ -314,18 +315,16 @@ class MLflow:
 
         # `step` comes last, since a resumed run reads its progress from it.  Repeating a request changes nothing,
         # because the times are the same.
-        metrics = [Metric(_replace_disallowed(name), value, round(time * 1000), step) for name, value in values.items()]
+        metrics = [
+            Metric(re.sub(r"[^\w\-. /:]", "_", name), value, round(time * 1000), step)  # as MLflow allows names
+            for name, value in values.items()
+        ]
         metrics.append(Metric("step", step, round(time * 1000), step))
         for start in range(0, len(metrics), self._MAX_METRICS):
             self._client.log_batch(self._id, metrics=metrics[start : start + self._MAX_METRICS])
 
     def close(self) -> None:
         self._client.set_terminated(self._id)
-
-
-def _replace_disallowed(name: str) -> str:
-    """Return the name with the characters that MLflow does not allow replaced."""
-    return "".join(char if char.isalnum() or char in "_-. /:" else "_" for char in name)
 
 
 TRACKERS: dict[str, tuple[str, Callable[[], Tracker]]] = {
