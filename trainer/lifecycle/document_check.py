@@ -120,7 +120,7 @@ def _make_batch(
 def _has_foreign_gradient(model: nn.Module, batch: Batch) -> bool:
     """Return whether the documents with targets depend on embeddings of others, in any module."""
     others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
-    gradients = _embedding_gradients(model, batch, sums, sums.add_inputs, sums.add_outputs)
+    gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
     return any(_is_nonzero(gradient, others_BT) for gradient in gradients)
 
 
@@ -129,7 +129,7 @@ def _embedding_gradients(
     batch: Batch,
     sums: _HiddenSums,
     before: Callable[[str, Any], Any],
-    after: Callable[[str, Any, Any], Any],
+    after: Callable[[str, Any], Any],
 ) -> list[torch.Tensor]:
     """Return the gradients of the loss and `sums` with respect to the embeddings.  before, after: see `_hooks`."""
     embeddings = _SeparatedEmbeddings(batch["tokens"])
@@ -175,23 +175,20 @@ class _SeparatedEmbeddings(TorchFunctionMode):
 
 
 class _HiddenSums:
-    """Sums the inputs and outputs of all modules at selected tokens; its methods are hooks."""
+    """Sums the inputs and outputs of all modules at selected tokens; `add` is a hook; see `_hooks`."""
 
     def __init__(self, counted_BT: torch.Tensor) -> None:
         self._counted_BT = counted_BT
         self._sums: list[torch.Tensor] | None = []
 
-    def add_inputs(self, name: str, inputs: Any) -> None:
-        for hidden in _hidden_states(inputs, self._counted_BT):
+    def add(self, name: str, values: Any) -> None:
+        for hidden in _hidden_states(values, self._counted_BT):
             if hidden.requires_grad:
                 # Also computed in a recomputed forward pass, so that it saves the same tensors.
                 counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
                 total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
                 if self._sums is not None:
                     self._sums.append(total)
-
-    def add_outputs(self, name: str, inputs: Any, outputs: Any) -> None:
-        self.add_inputs(name, outputs)
 
     def close(self) -> list[torch.Tensor]:
         """Return the sums.  After this, calls from recomputed forward passes add nothing."""
@@ -224,11 +221,11 @@ def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
             watch(name, "input", leaf_alias)
             return leaf_alias
 
-        sums.add_inputs(name, inputs)
+        sums.add(name, inputs)
         return tree_map_only(torch.Tensor, alias, inputs)
 
-    def watch_outputs(name: str, inputs: Any, outputs: Any) -> None:
-        sums.add_inputs(name, outputs)
+    def watch_outputs(name: str, outputs: Any) -> None:
+        sums.add(name, outputs)
         for output in _hidden_states(outputs, others_BT):
             if output.requires_grad:
                 watch(name, "output", output)
@@ -277,7 +274,7 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
         if not differing and any(map(differs, _hidden_states(inputs, tokens_BT))):
             differing.append(name.rpartition(".")[0])  # the enclosing module itself, between its children
 
-    def compare_outputs(name: str, inputs: Any, outputs: Any) -> Any:
+    def compare_outputs(name: str, outputs: Any) -> Any:
         if not parameters_of[name]:
             return None  # a function of positions alone, such as rotary angles, may differ
         if not differing and any(map(differs, _hidden_states(outputs, tokens_BT))):
@@ -311,13 +308,11 @@ def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]
 
 
 @contextlib.contextmanager
-def _hooks(
-    model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any, Any], Any]
-) -> Iterator[None]:
+def _hooks(model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any], Any]) -> Iterator[None]:
     """Inside the block, call two functions around every module, with its name and values.
 
-    before: receives positional and keyword arguments, and returns replacements or None.  after: also receives the
-    outputs, and returns replacements for them or None.  Both are also called in recomputed forward passes.
+    before: receives positional and keyword arguments, and returns replacements or None.  after: receives the outputs,
+    and returns replacements for them or None.  Both are also called in recomputed forward passes.
     """
     handles = []
     for name, module in model.named_modules():
@@ -325,11 +320,11 @@ def _hooks(
         def run_before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
             return before(name, (args, kwargs))
 
-        def run_after(_: nn.Module, args: Any, kwargs: Any, outputs: Any, name: str = name) -> Any:
-            return after(name, (args, kwargs), outputs)
+        def run_after(_: nn.Module, args: Any, outputs: Any, name: str = name) -> Any:
+            return after(name, outputs)
 
         handles.append(module.register_forward_pre_hook(run_before, with_kwargs=True))
-        handles.append(module.register_forward_hook(run_after, with_kwargs=True))
+        handles.append(module.register_forward_hook(run_after))
     try:
         yield
     finally:
