@@ -251,7 +251,8 @@ class Forecast:
 
     def _explanation(self, error: BaseException, traceback_place: str) -> str:
         rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
-        lines = [f"out of memory: {rank}{_first_line(error)}", f"(the traceback is {traceback_place})"]
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        lines = [f"out of memory: {rank}{first_line}", f"(the traceback is {traceback_place})"]
         if self.plan is None:
             return "\n".join([*lines, f"no plan to compare with: {self.failure_reason}"])
         if self._world.device.type == "cuda":
@@ -277,11 +278,6 @@ class Forecast:
 
 def _percent(measured: float, planned: float) -> str:
     return f"{100 * (measured / planned - 1):+.0f} %" if math.isfinite(measured / planned) else ""
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")

@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -432,7 +432,7 @@ class Repetition:
         """Mark where blocks begin, and make the skipped ones return their input."""
         for run in self.runs:
             for position, block in enumerate(run.blocks):
-                block.register_forward_pre_hook(self._note_call(run, position), with_kwargs=True)
+                block.register_forward_pre_hook(partial(self._note_call, run, position), with_kwargs=True)
                 recorder.watch_block(block, len(self._watched_blocks))
                 self._watched_blocks.append((run, position))
                 if block in run.skipped:
@@ -476,11 +476,8 @@ class Repetition:
                 all_names |= {f"{run.names[position]}.{n.removeprefix(prefix)}" for n in names if n.startswith(prefix)}
         return all_names
 
-    def _note_call(self, run: _BlockRun, position: int) -> Callable[..., None]:
-        def note(block: nn.Module, args: Any, kwargs: Any) -> None:
-            self._calls[id(run)].append((position, _signature_of((args, kwargs))))
-
-        return note
+    def _note_call(self, run: _BlockRun, position: int, block: nn.Module, args: Any, kwargs: Any) -> None:
+        self._calls[id(run)].append((position, _signature_of((args, kwargs))))
 
     def _check(self, events: Sequence[Event]) -> None:
         """Raise NotRepeated unless the model treats skipped blocks like the blocks that represent them.

@@ -268,8 +268,9 @@ class _Search:
 
 def _nothing_fits(config: RunConfig, smallest: Plan) -> str:
     settings = ", ".join(f"{key}=auto" for key, value in chosen_settings(config).items() if value == AUTO)
+    least = ", ".join(f"{key}={format_setting(value)}" for key, value in settings_to_show(smallest.config).items())
     lines = [
-        f"{settings}: nothing fits {smallest.machine.memory_gib:.4g} GiB; the least, {_describe(smallest)}, needs "
+        f"{settings}: nothing fits {smallest.machine.memory_gib:.4g} GiB; the least, {least}, needs "
         f"{smallest.needed_gib:.4g} GiB"
     ]
     lines += [f"  {line}" for line in remedies(smallest)] or ["  no single change of other settings would be enough"]
@@ -369,10 +370,6 @@ def _family(plan: Plan) -> tuple[object, ...]:
     train = plan.config.train
     resharding = tuple(sorted({str(entry) for entry in _as_list(plan)}))
     return train.micro_batch_size, train.activation_checkpoint, train.offload_activations, resharding
-
-
-def _describe(plan: Plan) -> str:
-    return ", ".join(f"{key}={format_setting(value)}" for key, value in settings_to_show(plan.config).items())
 
 
 def format_setting(value: object) -> str:

@@ -469,7 +469,10 @@ class Step:
         sizes, watcher, layout = group.sizes, self.watcher, self.layout
         new_bytes = min(sizes.gradients, self._gradients) if not group.adds_in_place else 0
         if self.layout.is_unsharded:
-            self._assign_gradients(group, new_bytes)
+            # Gradients stay where autograd allocated them, as the parameters' `.grad`.
+            self._free_gradients(new_bytes)
+            watcher.allocate("gradients", new_bytes)
+            group.adds_in_place = group.adds_in_place or new_bytes > 0
             if is_last:
                 self._send_buckets(group)
             return
@@ -538,12 +541,6 @@ class Step:
             self.watcher.allocate("unsharded gradients", num_bytes)
             self._free_gradients(num_bytes * self.layout.param_size // self.layout.reduce_size)
         group.accumulated = sum(group.sizes.accumulated)
-
-    def _assign_gradients(self, group: _Group, new_bytes: int) -> None:
-        """Keep gradients where autograd allocated them, as the parameters' `.grad`."""
-        self._free_gradients(new_bytes)
-        self.watcher.allocate("gradients", new_bytes)
-        group.adds_in_place = group.adds_in_place or new_bytes > 0
 
     def _cut_buckets(self) -> deque[_Bucket]:
         """Return the buckets in which replicas average gradients, as `trainer.model.gradients` cuts them."""
