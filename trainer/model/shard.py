@@ -204,14 +204,11 @@ def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: Ru
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
         return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
 
-    def cast_output(module: nn.Module, inputs: Any, output: Any) -> Any:
-        return cast(output, policy.output_dtype)
-
     if policy.param_dtype is not None:
         for module in {model, *(unit.modules[0] for unit in units)}:
             module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if policy.output_dtype is not None:
-        model.register_forward_hook(cast_output)
+        model.register_forward_hook(lambda module, inputs, output: cast(output, policy.output_dtype))
 
 
 def check_sharding(config: RunConfig, num_shards: int = 1) -> None:

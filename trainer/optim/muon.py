@@ -406,13 +406,6 @@ class _Bucket:
             yield piece, slice(start, stop)
             start = stop
 
-    def owned_by_shape(self) -> dict[tuple[int, int], list[int]]:
-        """Return the matrices that this rank owns by shape; all of one shape are computed as one batch."""
-        by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
-        for i in self.owned:
-            by_shape[self.matrices[i].rows, self.matrices[i].columns].append(i)
-        return by_shape
-
     def sizes(self, pieces: Sequence[Sequence[Piece]]) -> list[int]:
         """Return the number of elements in each peer's part of a message."""
         return [sum(piece.numel for piece in part) for part in pieces]
@@ -598,14 +591,17 @@ class _Step:
         return _Message(sent, sent_sizes, received_sizes, self._mesh.group, self._mesh.position)
 
     def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Orthogonalize the matrices whose rows are in `received`, shape by shape, into the message `sent`."""
+        """Orthogonalize the matrices whose rows are in `received`, one batch per shape, into the message `sent`."""
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.from_holders):  # holders are in the order of their rows or columns
             parts[piece.matrix].append(received[span].view(piece.rows, piece.columns))
         spans: dict[int, list[tuple[Piece, slice]]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.to_holders):
             spans[piece.matrix].append((piece, span))
-        for (rows, columns), indices in bucket.owned_by_shape().items():
+        owned_by_shape: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for i in bucket.owned:
+            owned_by_shape[bucket.matrices[i].rows, bucket.matrices[i].columns].append(i)
+        for (rows, columns), indices in owned_by_shape.items():
             # No variable refers to the batch, so that its memory is freed when the iterations start.
             results = orthogonalize(
                 _assemble([parts.pop(i) for i in indices], rows, columns), self._optimizer._coefficients

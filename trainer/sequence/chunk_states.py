@@ -123,14 +123,6 @@ def _(
     return grad_last_BNHX.new_empty(*decay_BNC.shape, *shape[-2:]), grad_last_BNHX.new_empty(shape)
 
 
-def _save_inputs_and_states(ctx: Any, inputs: tuple[torch.Tensor, ...], output: tuple[torch.Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs[:-1], output[0])
-
-
-def _backward_of_states(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return _input_gradients(*ctx.saved_tensors, *gradients)
-
-
 def _input_gradients(
     decay_BNC: torch.Tensor,
     keys_BNCSH: torch.Tensor,
@@ -155,10 +147,6 @@ def _input_gradients(
     return grad_decay_BNC, grad_keys_BNCSH, grad_seen_BNCSH, grad_new_BNCSX[..., -width:], grad_first_BNHX
 
 
-def _save_inputs(ctx: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-    ctx.save_for_backward(*inputs)
-
-
 def _backward_of_last(ctx: Any, grad_BNHX: torch.Tensor) -> tuple[torch.Tensor, ...]:
     decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX = ctx.saved_tensors
     size = math.isqrt(decay_BNC.shape[2] - 1) + 1  # rounded up
@@ -176,8 +164,13 @@ def _backward_of_last(ctx: Any, grad_BNHX: torch.Tensor) -> tuple[torch.Tensor, 
     return *(torch.cat(parts[::-1], 2) for parts in zip(*group_gradients, strict=True)), grad_BNHX
 
 
-chunk_states.register_autograd(_backward_of_states, setup_context=_save_inputs_and_states)
-last_state.register_autograd(_backward_of_last, setup_context=_save_inputs)
+chunk_states.register_autograd(
+    lambda ctx, *gradients: _input_gradients(*ctx.saved_tensors, *gradients),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs[:-1], output[0]),
+)
+last_state.register_autograd(
+    _backward_of_last, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
 
 
 def _flops(decay: torch.Size, keys: torch.Size, seen: torch.Size, *others: Any, **options: Any) -> int:
