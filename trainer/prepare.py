@@ -204,7 +204,10 @@ def _min_bytes(job: BuildJob, stem: Path) -> int:
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:
-    return stem.with_name(f".{stem.name}.{_digest(job)}.building")
+    """Return the folder of unfinished work, named by everything that determines the shards, to be found again."""
+    files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
+    content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
+    return stem.with_name(f".{stem.name}.{hashlib.sha256(content.encode()).hexdigest()[:12]}.building")
 
 
 def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) -> None:
@@ -217,13 +220,6 @@ def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) ->
         legal = _round_up(manifest.notes["lowest"]) if num_documents > 1 else 0
         raise setting_error("--holdout", holdout, f"holds out none of {num_documents} documents", legal)
     raise setting_error("--holdout", holdout, f"holds out all of {num_documents} documents", 0)
-
-
-def _digest(job: BuildJob) -> str:
-    """Return a digest of everything that determines the shards; the same command finds its unfinished work by it."""
-    files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
-    content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
-    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    recipe, settings = _split_recipe(options.settings)
+    recipes = [setting.removeprefix("recipe=") for setting in options.settings if setting.startswith("recipe=")]
+    if not recipes:
+        raise UserError("recipe: none is given\n  for example: recipe=llama_small")
+    settings = [setting for setting in options.settings if not setting.startswith("recipe=")]
     factors, page = _parse_factors(options.factors), Path(options.out)
     if page.suffix not in (".html", ".htm"):
         raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
@@ -72,7 +75,7 @@ def _check(options: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         fixed = [f"run.dir={folder}/run", "checkpoint.resume=none", "train.init_from=null", "schedule.name=constant"]
         fixed += ["schedule.warmup_steps=0", "schedule.warmup_ratio=0", f"train.steps={options.steps}", "eval.every=0"]
-        config = load_config(recipe, [*settings, *fixed])
+        config = load_config(recipes[-1], [*settings, *fixed])
         base = config.optim.base_model
         if base is None:
             example = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
@@ -100,14 +103,6 @@ def _check(options: argparse.Namespace) -> int:
         )
         return EXIT_FAILED
     return EXIT_FINISHED
-
-
-def _split_recipe(settings: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the recipe and the other settings."""
-    recipes = [setting.removeprefix("recipe=") for setting in settings if setting.startswith("recipe=")]
-    if not recipes:
-        raise UserError("recipe: none is given\n  for example: recipe=llama_small")
-    return recipes[-1], [setting for setting in settings if not setting.startswith("recipe=")]
 
 
 def _parse_factors(text: str) -> list[int]:
