@@ -230,13 +230,6 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
 # Descriptions for the start block
 
 
-def describe_overlaps(assignments: Sequence[Assignment]) -> list[str]:
-    """Return a line about the parameters that match several entries of `optim.groups`, if any."""
-    overlapping = [each.name for each in assignments if len(each.matching_groups) > 1]
-    which = overlapping[0] if len(overlapping) == 1 else f"{len(overlapping)} parameters"
-    return [f"matched by several groups (the last one takes effect): {which}"] if overlapping else []
-
-
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 

@@ -21,7 +21,7 @@ from trainer.model.mup import Growth
 from trainer.model.parameters import local
 from trainer.optim.adamw import FusedAdamW, RoundingAdamW
 from trainer.optim.blockwise import block_length
-from trainer.optim.groups import Assignment, assign, block_rows, describe_overlaps, matrices_for_muon
+from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_muon
 from trainer.optim.muon import Muon
 
 MATCHES_TORCH_MUON = "as_torchs"
@@ -195,7 +195,9 @@ def build_optimizer(
         members = [each for each in assignments if each.optimizer == name]
         parts.append(_build(name, members, config, seed, block_rows(model, blocks or {})))
     optimizer = Optimizer(*parts)
-    optimizer.notes += describe_overlaps(assignments)
+    if overlapping := [each.name for each in assignments if len(each.matching_groups) > 1]:
+        which = overlapping[0] if len(overlapping) == 1 else f"{len(overlapping)} parameters"
+        optimizer.notes.append(f"matched by several groups (the last one takes effect): {which}")
     return optimizer
 
 
