@@ -16,7 +16,7 @@ from trainer.data.loader import Batch
 from trainer.data.transfer import prefetch_to_device
 from trainer.errors import setting_error
 from trainer.experts import find_balance
-from trainer.loss import IGNORE, by_row, find_loss, replace_loss, scores_at_targets
+from trainer.loss import IGNORE, by_row, find_loss, loss_mode
 from trainer.metrics.record import Record
 from trainer.model.gradients import reshard
 from trainer.model.lora import without_adapters
@@ -111,22 +111,18 @@ class ObjectiveTrainer(Trainer):
     def _rows(self, batch: Batch, log: Callable[..., None] = log_nothing) -> Rows:
         """Return the objective's inputs for a batch."""
         needs = self.config.objective.needs
+        with loss_mode(self.config):
+            outputs = super().loss(batch)  # the loss of each row, (R,), or the scores at its last target, (R, outputs)
+        self._check_rows(batch, outputs)
         return Rows(
-            logps=torch.empty(0) if "scores" in needs else self._logps(batch),
+            logps=torch.empty(0) if "scores" in needs else -outputs,
             lengths=(batch["targets"] != IGNORE).sum(1).clamp(min=1),
             reference=self._reference_logps(batch) if "reference" in needs else None,
             labels=batch["labels"] if "labels" in needs else None,
-            scores=self._scores(batch) if "scores" in needs else None,
+            scores=outputs if "scores" in needs else None,
             mean_statistic=self._mean_statistic,
             log=log,
         )
-
-    def _logps(self, batch: Batch) -> torch.Tensor:
-        """Return the log-probability of each row's targets: (R,)."""
-        with by_row():
-            logps_R = -super().loss(batch)
-        self._check_rows(batch, logps_R)
-        return logps_R
 
     def _reference_logps(self, batch: Batch) -> torch.Tensor:
         """Return the log-probability of each row's targets under the reference: (R,)."""
@@ -137,13 +133,6 @@ class ObjectiveTrainer(Trainer):
             logps_R = -find_loss(self.reference)(batch)
             reshard(self.reference)
             return logps_R
-
-    def _scores(self, batch: Batch) -> torch.Tensor:
-        """Return the outputs of the head at each row's last target: (R, outputs)."""
-        with replace_loss(scores_at_targets):
-            scores_RC = super().loss(batch)
-        self._check_rows(batch, scores_RC)
-        return scores_RC
 
     def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
         """Raise UserError if the model did not compute its loss with the functions of trainer.loss."""
