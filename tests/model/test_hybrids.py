@@ -147,9 +147,9 @@ class OnRows(Trainer):
 def losses_of(folder: Path, out: Path, *more: str, packed: bool = True, name: str = "hf") -> list[float]:
     """Train 20 updates; return the losses.
 
-    The settings do not amplify rounding, as larger ones do, on which documents apart in other micro-batches, or weights
-    that differ in the last bit, change the losses as much as packing. After 20 updates qwen3_next, which chooses experts,
-    differs by 2.6e-4 at a learning rate of 1e-4 and by 2.7e-7 at this one; qwen3_5 by up to 4.5e-5 with AdamW's usual
+    The settings do not amplify rounding.  With larger ones, documents apart in other micro-batches, or weights that
+    differ in the last bit, change the losses as much as packing: after 20 updates qwen3_next, which chooses experts,
+    differs by 2.6e-4 at a learning rate of 1e-4, and by 2.7e-7 at this one; qwen3_5 by up to 4.5e-5 with AdamW's usual
     epsilon of 1e-8, which moves a weight by the learning rate even if its gradient is only a rounding error.
     """
     number = 2 if packed else 4
