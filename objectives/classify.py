@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from trainer.objective import Direction, Objective, Rows, register_objective
+from trainer.objective import Direction, Objective, ObjectiveInputs, register_objective
 from trainer.recipe import declare
 
 if TYPE_CHECKING:
@@ -31,6 +31,6 @@ class Classify(Objective):
         """One score per class."""
         return self.num_labels
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        rows.log("accuracy", (rows.scores.argmax(1) == rows.labels).double())
-        return -rows.scores.log_softmax(1).gather(1, rows.labels.unsqueeze(1)).squeeze(1)
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        inputs.log("accuracy", (inputs.scores.argmax(1) == inputs.labels).double())
+        return -inputs.scores.log_softmax(1).gather(1, inputs.labels.unsqueeze(1)).squeeze(1)

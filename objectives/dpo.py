@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.objective import Direction, Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.objective import Direction, Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
 if TYPE_CHECKING:
@@ -21,13 +21,13 @@ REWARDS: Mapping[str, Direction] = {
 """The metrics that `log_rewards` logs, and whether a higher or a lower value is better."""
 
 
-def log_rewards(rows: Rows, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
+def log_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
     """Log the rewards of both answers, (S,) each, their difference, and how often the chosen answer's is higher."""
     chosen, rejected = chosen.detach(), rejected.detach()
-    rows.log("accuracy", (chosen > rejected).float())
-    rows.log("margin", chosen - rejected)
-    rows.log("reward_chosen", chosen)
-    rows.log("reward_rejected", rejected)
+    inputs.log("accuracy", (chosen > rejected).float())
+    inputs.log("margin", chosen - rejected)
+    inputs.log("reward_chosen", chosen)
+    inputs.log("reward_rejected", rejected)
 
 
 @register_objective("dpo")
@@ -47,7 +47,7 @@ class Dpo(Objective):
         0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0
     )
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        chosen, rejected = pairs(self.beta * (rows.logps - rows.reference))
-        log_rewards(rows, chosen, rejected)
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        chosen, rejected = pairs(self.beta * (inputs.logps - inputs.reference))
+        log_rewards(inputs, chosen, rejected)
         return -log_sigmoid(chosen - rejected)

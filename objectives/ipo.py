@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.objective import Objective, Rows, pairs, register_objective
+from trainer.objective import Objective, ObjectiveInputs, pairs, register_objective
 from trainer.recipe import declare
 
 from .dpo import REWARDS, log_rewards
@@ -29,7 +29,7 @@ class Ipo(Objective):
 
     beta: float = declare(0.1, "the target of the margin is 1 / (2 * beta)", above=0)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        chosen, rejected = pairs((rows.logps - rows.reference) / rows.lengths)
-        log_rewards(rows, self.beta * chosen, self.beta * rejected)
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        chosen, rejected = pairs((inputs.logps - inputs.reference) / inputs.lengths)
+        log_rewards(inputs, self.beta * chosen, self.beta * rejected)
         return (chosen - rejected - 1 / (2 * self.beta)) ** 2

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from trainer.objective import Direction, Objective, Rows, pairs, register_objective
+from trainer.objective import Direction, Objective, ObjectiveInputs, pairs, register_objective
 from trainer.recipe import declare
 
 if TYPE_CHECKING:
@@ -33,16 +33,16 @@ class Kto(Objective):
     good_weight: float = declare(1.0, "weight of the answers labeled good", at_least=0)
     bad_weight: float = declare(1.0, "weight of the answers labeled bad", at_least=0)
 
-    def statistic(self, rows: Rows) -> torch.Tensor:
+    def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
         """Return the gain of each sample's second row, an answer to another prompt."""
-        return pairs(rows.logps - rows.reference)[1]
+        return pairs(inputs.logps - inputs.reference)[1]
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        gain = pairs(rows.logps - rows.reference)[0]
-        kl = rows.mean_statistic.clamp(min=0)
-        good = rows.labels > 0
-        rows.log("reward_good", self.beta * gain.detach(), over=good)
-        rows.log("reward_bad", self.beta * gain.detach(), over=~good)
-        rows.log("kl", kl.expand_as(gain))
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        gain = pairs(inputs.logps - inputs.reference)[0]
+        kl = inputs.mean_statistic.clamp(min=0)
+        good = inputs.labels > 0
+        inputs.log("reward_good", self.beta * gain.detach(), over=good)
+        inputs.log("reward_bad", self.beta * gain.detach(), over=~good)
+        inputs.log("kl", kl.expand_as(gain))
         value = (self.beta * (gain - kl) * (2 * good.to(gain.dtype) - 1)).sigmoid()
         return (1 - value) * (good * self.good_weight + ~good * self.bad_weight)

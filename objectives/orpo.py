@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
 from .dpo import REWARDS, log_rewards
@@ -29,9 +29,9 @@ class Orpo(Objective):
 
     beta: float = declare(0.1, "weight of the preference term, relative to imitation of the chosen answer", at_least=0)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        means = rows.logps / rows.lengths
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        means = inputs.logps / inputs.lengths
         chosen, rejected = pairs(means)
-        log_rewards(rows, self.beta * chosen, self.beta * rejected)
+        log_rewards(inputs, self.beta * chosen, self.beta * rejected)
         log_odds_chosen, log_odds_rejected = pairs(means - (-means.expm1()).log())
         return -chosen - self.beta * log_sigmoid(log_odds_chosen - log_odds_rejected)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
 from .dpo import REWARDS, log_rewards
@@ -30,7 +30,7 @@ class Reward(Objective):
 
     centering: float = declare(0.0, "weight of the term that keeps scores around zero, for example 0.01", at_least=0)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        chosen, rejected = pairs(rows.scores[:, 0])
-        log_rewards(rows, chosen, rejected)
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        chosen, rejected = pairs(inputs.scores[:, 0])
+        log_rewards(inputs, chosen, rejected)
         return -log_sigmoid(chosen - rejected) + self.centering * (chosen + rejected) ** 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.objective import Objective, Rows, log_sigmoid, pairs, register_objective
+from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
 from .dpo import REWARDS, log_rewards
@@ -30,7 +30,7 @@ class Simpo(Objective):
     beta: float = declare(2.0, "scale of the log-probabilities per target", above=0)
     gamma: float = declare(1.0, "target margin between chosen and rejected answer, after scaling by beta", at_least=0)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
-        chosen, rejected = pairs(self.beta * rows.logps / rows.lengths)
-        log_rewards(rows, chosen, rejected)
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        chosen, rejected = pairs(self.beta * inputs.logps / inputs.lengths)
+        log_rewards(inputs, chosen, rejected)
         return -log_sigmoid(chosen - rejected - self.gamma)

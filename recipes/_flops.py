@@ -1,4 +1,4 @@
-"""FLOPs of sliding-window attention."""
+"""Attention span, for counting the FLOPs of sliding-window attention."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class YarnRope(Rope):
 
     The frequency of slow pairs, with fewer than `beta_slow` rotations in `original_len` tokens, is divided by `factor`.
     Pairs with more than `beta_fast` rotations are unchanged; those in between are interpolated.  Cosines and sines are
-    multiplied by `magnitude`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
+    multiplied by `mscale`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
 
     truncate: whether to round the indices of the first and the last interpolated pair to whole numbers.
     """
@@ -142,10 +142,10 @@ class YarnRope(Rope):
         beta_fast: float,
         beta_slow: float,
         truncate: bool,
-        magnitude: float,
+        mscale: float,
     ) -> None:
         self.factor, self.original_len, self.truncate = factor, original_len, truncate
-        self.beta_fast, self.beta_slow, self.magnitude = beta_fast, beta_slow, magnitude
+        self.beta_fast, self.beta_slow, self.mscale = beta_fast, beta_slow, mscale
         super().__init__(head_dim, theta)
 
     def frequencies(self) -> torch.Tensor:
@@ -166,11 +166,11 @@ class YarnRope(Rope):
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         cos, sin = super().forward(positions)
-        return cos * self.magnitude, sin * self.magnitude
+        return cos * self.mscale, sin * self.mscale
 
 
-def yarn_magnitude(factor: float, scale: float = 1.0) -> float:
-    """Return the factor for YaRN's attention temperature (section 3.4) if the context is extended by `factor`."""
+def yarn_mscale(factor: float, scale: float = 1.0) -> float:
+    """Return YaRN's scale of cosines and sines (section 3.4) for a context extended by `factor`."""
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

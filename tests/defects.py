@@ -568,7 +568,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "groups-by-their-best-expert",
         "from-hugging-face",
-        "GroupedChoice.forward",
+        "GroupLimitedTopK.forward",
         "biased_SGX.topk(2, -1)",
         "biased_SGX.topk(1, -1)",
     ),
@@ -674,7 +674,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "balance-weighs-experts-by-the-bias",
         "balance",
-        "trainer.experts.balance:Choice.forward",
+        "trainer.experts.balance:TopKExperts.forward",
         "return scores_SE.gather(1, chosen_SA), chosen_SA",
         "return (scores_SE + self.bias).gather(1, chosen_SA), chosen_SA",
     ),

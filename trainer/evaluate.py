@@ -27,7 +27,7 @@ from trainer import run
 from trainer.config import RunConfig, check_config, load_config, stored_value
 from trainer.config.command_line import parse, split_allow_import
 from trainer.config.location import local_model_path, locate
-from trainer.config.pretrained import check_single_gguf, check_weights, find_native
+from trainer.config.pretrained import check_single_gguf, check_weights, find_native_recipe
 from trainer.config.rules import check_requirements, likely_device
 from trainer.config.stored import check_imports, read_stored
 from trainer.distributed import stop_request
@@ -109,7 +109,7 @@ def find_subject(
         folder = location.path
         if "model.fresh" not in override_keys:
             check_weights(folder, "path")
-        native = find_native(folder)
+        native = find_native_recipe(folder)
         model = {"name": native[0].name} if native else {"name": "hf", "path": folder}
         data = {"tokenizer": folder} if (Path(folder) / "tokenizer.json").is_file() else {}
         config_yaml, weights, step = json.dumps({"model": model, "data": data}), folder, None

@@ -28,7 +28,7 @@ from trainer.checkpoint.reader import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_other_tokenizer
 from trainer.data.ingest.inputs import kind_of
-from trainer.data.prompts import chat_end_ids
+from trainer.data.prompts import chat_stop_ids
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import replacing, writing_to
@@ -126,7 +126,7 @@ def export_checkpoint(
     turn_ends: set[int] = set()
     if config.data.source == "chat":  # the model was trained to end its turns
         with tokenizer_settings(model_files, config.data.tokenizer) as (tokenizer, template):
-            turn_ends = chat_end_ids(tokenizer, template)
+            turn_ends = chat_stop_ids(tokenizer, template)
     return export(
         source,
         config.recipe,

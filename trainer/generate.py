@@ -39,7 +39,7 @@ from trainer.config.pretrained import (
 )
 from trainer.data.answers import AnswerFile, answer_line
 from trainer.data.ingest.progress import ProgressLine
-from trainer.data.prompts import ChatPrompts, chat_end_ids, chat_prompt_tokens, prompt_tokens, read_prompts
+from trainer.data.prompts import ChatPrompts, chat_prompt_tokens, chat_stop_ids, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
@@ -63,7 +63,7 @@ from trainer.model.sample import (
     generate_tokens,
     max_seq_len,
 )
-from trainer.plan.generation import Texts, memory_of_texts
+from trainer.plan.generation import GenerationWorkload, memory_of_texts
 from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
@@ -159,7 +159,7 @@ def open_generator(
         raise setting_error("path", path, rule, fix="export it, and load it with AutoModelForSequenceClassification")
     model_files = model_files_of(source)
     tokenizer, template = stack.enter_context(tokenizer_settings(model_files, config.data.tokenizer))
-    turn_ends = frozenset(chat_end_ids(tokenizer, template) if config.data.source == "chat" else ())
+    turn_ends = frozenset(chat_stop_ids(tokenizer, template) if config.data.source == "chat" else ())
     return TextGenerator(
         lambda: build_network(config),
         lambda: model_of_checkpoint(source, device, allow_import),
@@ -305,7 +305,7 @@ def _stream(
     num_tokens = min(options.max_tokens, max_len - len(prompt))
     seed = secrets.randbits(63) if options.seed is None else options.seed
     end_ids = text_generator.end_ids(tokenizer)
-    _check_memory(text_generator, Texts(1, len(prompt), num_tokens), options)
+    _check_memory(text_generator, GenerationWorkload(1, len(prompt), num_tokens), options)
     model, device = text_generator.model, text_generator.device
     decoder = find_decoder(model, device, len(prompt) + num_tokens)
     generated = generate_tokens(decoder, [prompt], [num_tokens], sampling, seed, ends=end_ids)
@@ -320,7 +320,7 @@ def _stream(
     print(flush=True)
 
 
-def _check_memory(text_generator: TextGenerator, texts: Texts, options: argparse.Namespace) -> None:
+def _check_memory(text_generator: TextGenerator, texts: GenerationWorkload, options: argparse.Namespace) -> None:
     """Print the memory that generating `texts` needs.  Raises UserError if it exceeds the free memory of the GPU."""
     model = text_generator.build()
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
@@ -373,7 +373,9 @@ def _answer_prompts(
     max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
     longest = max(map(len, prompts))
-    texts_at_once = Texts(min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest))
+    texts_at_once = GenerationWorkload(
+        min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest)
+    )
     _check_memory(text_generator, texts_at_once, options)
     model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
     out = None if options.out is None else AnswerFile(Path(options.out), "--out", options.prompts, records)

@@ -2,7 +2,7 @@
 
 An objective is plain data that does not depend on the mesh, a rank or the size of a micro-batch: a frozen dataclass,
 whose fields are the keys of the section `objective`.  The Trainer class named by `Objective.trainer` computes its
-inputs (`Rows`), and divides the sum of the losses it returns by the number of samples in the global batch.
+inputs (`ObjectiveInputs`), and divides the sum of the losses it returns by the number of samples in the global batch.
 
 This module does not import torch, and neither do the built-in objectives, so that `--help` lists them quickly.
 """
@@ -25,24 +25,24 @@ if TYPE_CHECKING:
 ENTRY_POINTS = "meshtrainer.objectives"
 """Entry-point group in which other distributions list modules that register objectives."""
 
-Need = Literal["reference", "labels", "scores", "teacher"]
+ExtraInput = Literal["reference", "labels", "scores", "teacher"]
 Direction = Literal["higher", "lower"]
 
 
 def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = None) -> None:
-    """Do nothing: the `Rows.log` of passes that log no metrics."""
+    """Do nothing: the `ObjectiveInputs.log` of passes that log no metrics."""
 
 
 @dataclass(frozen=True)
-class Rows:
+class ObjectiveInputs:
     """The inputs of an objective: a micro-batch of S samples with `Objective.rows_per_sample` sequences each, R in
     total.
 
     logps: log-probability of each sequence's targets, (R,), in float64.
     lengths: number of targets in each sequence, (R,), at least 1.
-    reference: like `logps`, from the reference model; only if `needs` has "reference".
-    labels: label of each sample, (S,), int64; only if `needs` has "labels".
-    scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` has "scores", and then
+    reference: like `logps`, from the reference model; only if `needs` includes "reference".
+    labels: label of each sample, (S,), int64; only if `needs` includes "labels".
+    scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` includes "scores", and then
         `logps` is empty.
     mean_statistic: mean of `Objective.statistic` over the samples of the global batch.
     log: `log(name, values, over)` adds a field to the metrics: the mean of `values` (S,) over all samples, or over
@@ -63,29 +63,31 @@ class Objective:
     """Base class of objectives: a frozen dataclass, whose fields are its settings (`objective.NAME`).
 
     rows_per_sample: sequences per sample.  With two, rows 2i and 2i + 1 are the two sequences of sample i.
-    needs: the fields of `Rows` to compute, apart from `logps` and `lengths`.
+    needs: the fields of `ObjectiveInputs` to compute, apart from `logps` and `lengths`.
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
     num_classes: number of different labels, numbered from 0; 0: any number, or `outputs` if that is set.
     better: whether higher or lower values are better, for each logged field; `eval.metric` may name any of them.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
-    trainer: the Trainer class that computes the `Rows`, as "package.module:class".
+    trainer: the Trainer class that computes the `ObjectiveInputs`, as "package.module:class".
     """
 
     rows_per_sample: ClassVar[int] = 1
-    needs: ClassVar[tuple[Need, ...]] = ()
+    needs: ClassVar[tuple[ExtraInput, ...]] = ()
     outputs: ClassVar[int] = 0
     num_classes: ClassVar[int] = 0
     better: ClassVar[Mapping[str, Direction]] = {}
     context: ClassVar[bool] = False
     trainer: ClassVar[str | None] = "trainer.objective_trainer:ObjectiveTrainer"
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
+    def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         """Return the loss of each sample, (S,)."""
         raise NotImplementedError
 
-    def statistic(self, rows: Rows) -> torch.Tensor:
-        """Return a value for each sample, (S,).  The loss gets its mean over the global batch as `rows.mean_statistic`.
+    def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
+        """Return a value for each sample, (S,).
+
+        The loss gets its mean over the global batch as `inputs.mean_statistic`.
 
         Overriding this costs one more forward pass, without gradients.
         """
@@ -104,7 +106,7 @@ class TokenObjective(Objective):
     the mean over the targets of the global batch, as for `tokens`.  `teacher` is a path.
     """
 
-    needs: ClassVar[tuple[Need, ...]] = ("teacher",)
+    needs: ClassVar[tuple[ExtraInput, ...]] = ("teacher",)
     teacher: str | None = None
     hard: float = 0.0
 

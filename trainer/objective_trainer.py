@@ -1,6 +1,6 @@
 """The Trainer for objectives over complete sequences: computes an objective's inputs, and sums the losses it returns.
 
-The objective itself sees only a micro-batch (`trainer.objective.Rows`): no mesh, no scaling, no collectives.
+The objective itself sees only a micro-batch (`trainer.objective.ObjectiveInputs`): no mesh, no scaling, no collectives.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trainer.loss import IGNORE, by_row, find_loss, loss_mode
 from trainer.metrics.record import Record
 from trainer.model.gradients import reshard
 from trainer.model.lora import without_adapters
-from trainer.objective import Rows, log_nothing
+from trainer.objective import ObjectiveInputs, log_nothing
 from trainer.trainer import Trainer
 from trainer.weights.adapters import REFERENCE
 from trainer.weights.loading import load_base
@@ -72,7 +72,7 @@ class ObjectiveTrainer(Trainer):
             over_S = mask_S if over is None else over & mask_S
             self.log(name, values_S.where(over_S, 0.0).sum(), over=num_samples if over is None else over_S.sum())
 
-        return objective(self._rows(batch, log=log)).where(mask_S, 0.0).sum()
+        return objective(self._objective_inputs(batch, log=log)).where(mask_S, 0.0).sum()
 
     @contextmanager
     def global_sums(self, micro_batches: Sequence[Batch]) -> Iterator[None]:
@@ -103,18 +103,18 @@ class ObjectiveTrainer(Trainer):
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for batch in prefetch_to_device(batches, self.world.device):
             mask_S = self._sample_mask(batch)
-            values_S = self.config.objective.statistic(self._rows(batch))
+            values_S = self.config.objective.statistic(self._objective_inputs(batch))
             sums += torch.stack([values_S.where(mask_S, 0.0).sum(), mask_S.sum()])
         total, count = self.world.sum_on_device(sums)
         return total / count.clamp(min=1)
 
-    def _rows(self, batch: Batch, log: Callable[..., None] = log_nothing) -> Rows:
+    def _objective_inputs(self, batch: Batch, log: Callable[..., None] = log_nothing) -> ObjectiveInputs:
         """Return the objective's inputs for a batch."""
         needs = self.config.objective.needs
         with loss_mode(self.config):
             outputs = super().loss(batch)  # the loss of each row, (R,), or the scores at its last target, (R, outputs)
         self._check_rows(batch, outputs)
-        return Rows(
+        return ObjectiveInputs(
             logps=torch.empty(0) if "scores" in needs else -outputs,
             lengths=(batch["targets"] != IGNORE).sum(1).clamp(min=1),
             reference=self._reference_logps(batch) if "reference" in needs else None,

@@ -254,7 +254,7 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
 class BalanceConfig:
     """Base class for configurations of mixture-of-experts models: the settings that balance the load of experts.
 
-    See `trainer.experts.Balance` and `trainer.experts.Choice`.
+    See `trainer.experts.Balance` and `trainer.experts.TopKExperts`.
     """
 
     balance: float = declare(

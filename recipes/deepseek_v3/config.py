@@ -48,9 +48,7 @@ class DeepseekV3Config(BalanceConfig):
     rope_beta_slow: float = declare(
         1.0, "YaRN: pairs with fewer rotations in that length are scaled by the full factor", above=0
     )
-    rope_mscale: float = declare(
-        1.0, "YaRN: coefficient of the magnitude of rotated pairs; 0: YaRN's default", at_least=0
-    )
+    rope_mscale: float = declare(1.0, "YaRN: coefficient of the scale of rotated pairs; 0: YaRN's default", at_least=0)
     rope_mscale_all_dim: float = declare(
         1.0, "YaRN: coefficient of the scale of all scores, instead of the rotated pairs; 0: no scale", at_least=0
     )

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer import experts, sequence
-from trainer.experts import Choice, Load, load_of
+from trainer.experts import Load, TopKExperts, load_of
 from trainer.sequence import Documents
 
 from .._layers import (
@@ -25,7 +25,7 @@ from .._layers import (
     merge_heads,
     rotate,
     split_heads,
-    yarn_magnitude,
+    yarn_mscale,
 )
 from ..qwen3_moe.model import Experts
 from .config import DeepseekV3Config
@@ -55,11 +55,11 @@ class LatentAttention(nn.Module):
         self.wkv_b = Linear(config.kv_rank, num_heads * (config.nope_dim + config.value_dim), std=std)
         self.wo = Linear(num_heads * config.value_dim, dim, std=std / math.sqrt(2 * config.num_layers))
         # YaRN increases the scores, either through the rotated pairs only or through the scale of all scores.
-        head_magnitude = yarn_magnitude(config.rope_factor, config.rope_mscale_all_dim)
-        self.scale = config.head_dim**-0.5 * head_magnitude**2
-        pair_magnitude = yarn_magnitude(config.rope_factor)
+        all_dim_mscale = yarn_mscale(config.rope_factor, config.rope_mscale_all_dim)
+        self.scale = config.head_dim**-0.5 * all_dim_mscale**2
+        pair_mscale = yarn_mscale(config.rope_factor)
         if config.rope_mscale and config.rope_mscale_all_dim:
-            pair_magnitude = yarn_magnitude(config.rope_factor, config.rope_mscale) / head_magnitude
+            pair_mscale = yarn_mscale(config.rope_factor, config.rope_mscale) / all_dim_mscale
         self.rope = YarnRope(
             config.rope_dim,
             config.rope_theta,
@@ -68,7 +68,7 @@ class LatentAttention(nn.Module):
             beta_fast=config.rope_beta_fast,
             beta_slow=config.rope_beta_slow,
             truncate=True,
-            magnitude=pair_magnitude,
+            mscale=pair_mscale,
         )
 
     def forward(self, x_BTD: torch.Tensor, positions: torch.Tensor, documents: Documents | None) -> torch.Tensor:
@@ -86,7 +86,7 @@ class LatentAttention(nn.Module):
         return self.wo(merge_heads(sequence.attend(q_BNTH, k_BNTH, v_BNTV, documents, scale=self.scale)))
 
 
-class GroupedChoice(Choice):
+class GroupLimitedTopK(TopKExperts):
     """Chooses each token's experts from a few groups: those whose two best scores have the highest sum.
 
     The choice always has a bias (section 2.1.2).
@@ -119,7 +119,7 @@ class DeepseekMixture(nn.Module):
         self.config = config
         out_std = config.init_std / math.sqrt(2 * config.num_layers)
         self.router = Router(config.dim, config.num_experts, std=config.init_std)
-        self.choice = GroupedChoice(config)
+        self.choice = GroupLimitedTopK(config)
         self.shared = FeedForward(config.dim, config.num_shared * config.expert_dim, config.init_std, out_std)
         self.experts = Experts(config)
 

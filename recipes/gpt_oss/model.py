@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer import experts, sequence
-from trainer.experts import Choice, Load, expert_matmuls, grouped_bias, load_of
+from trainer.experts import Load, TopKExperts, expert_matmuls, grouped_bias, load_of
 from trainer.sequence import Documents
 
 from .._layers import (
@@ -24,7 +24,7 @@ from .._layers import (
     merge_heads,
     rotate,
     split_heads,
-    yarn_magnitude,
+    yarn_mscale,
 )
 from .config import GptOssConfig
 
@@ -50,7 +50,7 @@ class Attention(nn.Module):
             beta_fast=config.rope_beta_fast,
             beta_slow=config.rope_beta_slow,
             truncate=config.rope_truncate,
-            magnitude=yarn_magnitude(config.rope_factor),
+            mscale=yarn_mscale(config.rope_factor),
         )
         self.reset_parameters()
 
@@ -111,7 +111,7 @@ class GptOssMixture(nn.Module):
         super().__init__()
         self.config = config
         self.router = Router(config.dim, config.num_experts, std=config.init_std, bias=True)
-        self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
+        self.choice = TopKExperts(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = GptOssExperts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:

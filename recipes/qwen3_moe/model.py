@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer import experts
-from trainer.experts import Choice, Load, expert_matmuls, load_of
+from trainer.experts import Load, TopKExperts, expert_matmuls, load_of
 from trainer.sequence import Documents
 
 from .._layers import Linear, MoeDecoder
@@ -60,7 +60,7 @@ class MixtureOfExperts(nn.Module):
         self.config = config
         self.router = Linear(config.dim, config.num_experts, std=config.init_std)
         self.router.takes_adapter = False
-        self.choice = Choice(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
+        self.choice = TopKExperts(config.num_experts, config.num_chosen, has_bias=config.balance_rate is not None)
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:

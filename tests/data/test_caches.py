@@ -35,7 +35,7 @@ from trainer.data.cache import get_or_build
 from trainer.data.ingest.build import BuildFolder
 from trainer.data.opening import open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Shard, ShardError, ShardManifest, rows_of
+from trainer.data.shards import Shard, ShardError, ShardManifest, manifest_rows
 from trainer.data.source import as_mapping
 from trainer.errors import UserError
 from trainer.locks import locked, remove_unlocked
@@ -290,7 +290,7 @@ def manifest_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cac
     found = shards_of_the_user(tmp_path, monkeypatch)
     listed = [Shard(path) for path in sorted(found.folder.glob("*.bin"))]
     checksums = [shard.info.checksum for shard in listed]
-    kind, rows_of_it = listed[0].info.shared_properties, rows_of(listed, found.folder)
+    kind, rows_of_it = listed[0].info.shared_properties, manifest_rows(listed, found.folder)
     ShardManifest(*kind, train=rows_of_it, held_out=[], checksums=checksums).write(found.folder / "manifest.json")
     data = DataSection(source="tokens", path=str(found.folder / "manifest.json"), seq_len=8)
     return Cache(lambda: samples_of(data), found.folder, may_refuse=True)

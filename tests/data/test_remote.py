@@ -34,7 +34,7 @@ from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource
 from trainer.data.opening import find_shards, open_source
 from trainer.data.remote import transport
-from trainer.data.shards import Shard, ShardManifest, rows_of
+from trainer.data.shards import Shard, ShardManifest, manifest_rows
 from trainer.data.source import Source, SyntheticSource, sample_content
 from trainer.distributed.channel import StepSync
 from trainer.errors import UserError
@@ -114,7 +114,7 @@ def folder(tmp_path: Path) -> Path:
     shards = [Shard(path) for path in sorted(inside.glob("*.bin"))]
     ShardManifest(
         *shards[0].info.shared_properties,
-        train=rows_of(shards, inside),
+        train=manifest_rows(shards, inside),
         held_out=[],
         train_content=sample_content(shards),
     ).write(inside / "manifest.json")

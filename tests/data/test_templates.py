@@ -25,7 +25,7 @@ from trainer.data.chat import limits
 from trainer.data.chat.formats import BadChat
 from trainer.data.chat.limits import limited, try_in_child
 from trainer.data.chat.template import ChatTemplate, find_template
-from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
+from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
 from trainer.export import export_checkpoint
 from trainer.generate import open_generator
 from trainer.stopping import StopRequested
@@ -306,7 +306,7 @@ def test_template_that_fails_on_a_prompt_is_one_message(tmp_path: Path) -> None:
     write_tokenizer(tmp_path, "{{ 1/0 }}")
     with pytest.raises(UserError, match=r"--chat=Hi: the chat template fails on it \(ZeroDivisionError"):
         chat_prompt_tokens("Hi", str(tmp_path), "--chat")
-    assert len(chat_end_ids(str(tmp_path))) == 1
+    assert len(chat_stop_ids(str(tmp_path))) == 1
 
 
 @pytest.mark.slow

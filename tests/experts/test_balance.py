@@ -21,7 +21,7 @@ from trainer import Trainer, load_weights
 from trainer.config import MeshShape
 from trainer.config.rules import check_config
 from trainer.errors import UserError
-from trainer.experts import Balance, Choice, ExpertBalance, Load, find_balance, load_of
+from trainer.experts import Balance, ExpertBalance, Load, TopKExperts, find_balance, load_of
 from trainer.export import command_line as main
 from trainer.loss import IGNORE
 from trainer.plan.experts import advice_on_balance
@@ -40,7 +40,7 @@ STEPS = 8
 
 
 def biases_of(trainer: Trainer) -> list[list[float]]:
-    return [m.bias.tolist() for m in trainer.model.modules() if isinstance(m, Choice) and m.bias is not None]
+    return [m.bias.tolist() for m in trainer.model.modules() if isinstance(m, TopKExperts) and m.bias is not None]
 
 
 def result_of(trainer: Trainer, num_steps: int) -> dict[str, Any]:
@@ -66,21 +66,21 @@ def train_each(folder: Path, runs: list[list[str]], num_steps: int = STEPS, cont
 @contextmanager
 def counted_in_blocks() -> Iterator[None]:
     """Each layer adds up its own choices whenever it runs.  All tokens of the data here count."""
-    forward, after_step = Choice.forward, ExpertBalance.after_step
+    forward, after_step = TopKExperts.forward, ExpertBalance.after_step
     seen: dict[int, torch.Tensor] = {}
 
-    def counting(self: Choice, scores_SE: torch.Tensor) -> Any:
+    def counting(self: TopKExperts, scores_SE: torch.Tensor) -> Any:
         scores_SA, chosen_SA = forward(self, scores_SE)
         ones_SE = torch.zeros_like(scores_SE, dtype=torch.int64).scatter(1, chosen_SA, 1)
         seen[id(self)] = seen.get(id(self), 0) + ones_SE.sum(0)
         return scores_SA, chosen_SA
 
     def after(self: Any, is_finite: torch.Tensor | None = None) -> None:
-        choices = [module for module in self.model.modules() if isinstance(module, Choice)]
+        choices = [module for module in self.model.modules() if isinstance(module, TopKExperts)]
         find_balance(self.model).counted_LE = torch.stack([seen.pop(id(choice)) for choice in choices])
         after_step(self, is_finite)
 
-    with mock.patch.object(Choice, "forward", counting), mock.patch.object(ExpertBalance, "after_step", after):
+    with mock.patch.object(TopKExperts, "forward", counting), mock.patch.object(ExpertBalance, "after_step", after):
         yield
 
 
@@ -232,7 +232,7 @@ def test_losses_equal_a_loop() -> None:
     for _ in range(num_layers):
         logits_SE = torch.randn(21, num_experts, generator=generator)
         probs_SE = logits_SE.softmax(-1)
-        _, chosen_SA = Choice(num_experts, num_chosen, has_bias=False)(probs_SE)
+        _, chosen_SA = TopKExperts(num_experts, num_chosen, has_bias=False)(probs_SE)
         loads.append(load_of(chosen_SA, is_target_BT, num_experts, probs_SE, logits_SE))
         for row in range(3):
             tokens = [7 * row + time for time in range(7) if is_target_BT[row, time]]
@@ -251,7 +251,7 @@ class Watched(Trainer):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.choices = [m for m in self.model.modules() if isinstance(m, Choice)]
+        self.choices = [m for m in self.model.modules() if isinstance(m, TopKExperts)]
         self.expected = [[0] * 4 for _ in self.choices]
         self._seen: list[list[int]] = []
 
@@ -299,7 +299,7 @@ def test_biases_follow_the_choices_that_count(tmp_path: Path) -> None:
 
 
 def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
-    choice = Choice(3, 1, has_bias=True)
+    choice = TopKExperts(3, 1, has_bias=True)
     scores = torch.tensor([[0.5, 0.3, 0.2]])
     assert choice(scores)[1].tolist() == [[0]]
     assert choice.bias is not None
@@ -425,7 +425,7 @@ def test_a_bias_is_not_lost_silently(tmp_path: Path, capfd: pytest.CaptureFixtur
     assert main([str(tmp_path / "run"), str(tmp_path / "out")]) == 2
     assert "has no layers.0.moe.choice.bias" in capfd.readouterr().err
     loaded = load_weights(tmp_path / "run")
-    assert [m.bias.tolist() for m in loaded.modules() if isinstance(m, Choice)] == biases_of(trainer)
+    assert [m.bias.tolist() for m in loaded.modules() if isinstance(m, TopKExperts)] == biases_of(trainer)
     assert any(value for layer in biases_of(trainer) for value in layer)
 
 

@@ -15,17 +15,17 @@ from trainer.config import MeshShape
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
 from trainer.plan.__main__ import command_line as plan_command
-from trainer.plan.generation import SAMPLING_BYTES, Texts, with_generation
+from trainer.plan.generation import SAMPLING_BYTES, GenerationWorkload, with_generation
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import Generation, make_plan
 from trainer.plan.trace import MemoryMeter
 from trainer.sequence import Cache
 
 SHAPE = ["model.dim=64", "model.vocab_size=4096", "model.num_layers=3", "data.seq_len=64"]
-TEXTS = Texts(4, 24, 40)
+TEXTS = GenerationWorkload(4, 24, 40)
 
 
-def planned(config: RunConfig, ranks: int, texts: Texts = TEXTS) -> Generation:
+def planned(config: RunConfig, ranks: int, texts: GenerationWorkload = TEXTS) -> Generation:
     plan = with_generation(make_plan(config, MeshShape(1, ranks), find_machine("cpu")), texts)
     assert plan.generation is not None
     return plan.generation
@@ -96,7 +96,7 @@ def test_a_generation_that_does_not_fit_is_reported(capsys: pytest.CaptureFixtur
     found = json.loads(capsys.readouterr().out)["memory"]
     assert found["needed_gib"] > 19, "and hardly more would fit"
     with pytest.raises(UserError, match="generate=64: must be the number of texts"):
-        Texts.parse("64")
+        GenerationWorkload.parse("64")
 
 
 @pytest.mark.campaign

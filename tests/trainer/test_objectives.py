@@ -26,7 +26,7 @@ from trainer import load_weights
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.source import IGNORE, Fingerprint, Source
 from trainer.model.parameters import local
-from trainer.objective import Objective, Rows, find_objective
+from trainer.objective import Objective, ObjectiveInputs, find_objective
 from trainer.objective_trainer import ObjectiveTrainer
 
 NUM_STEPS = 4
@@ -185,8 +185,8 @@ def test_losses_of_scores_follow_the_formulas(name: str) -> None:
     shape = (4 * objective.rows_per_sample, objective.outputs)
     scores = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     fields: dict[str, torch.Tensor] = {}
-    rows = Rows(torch.empty(0), torch.ones(len(scores)), labels=labels, scores=scores)
-    losses = objective(replace(rows, log=lambda field, values, over=None: fields.update({field: values})))
+    inputs = ObjectiveInputs(torch.empty(0), torch.ones(len(scores)), labels=labels, scores=scores)
+    losses = objective(replace(inputs, log=lambda field, values, over=None: fields.update({field: values})))
     torch.testing.assert_close(losses, scores_loss(name, scores, labels), rtol=1e-12, atol=0)
     assert set(fields) == set(objective.better)
 
@@ -197,13 +197,13 @@ def test_losses_of_samples_follow_the_formulas(name: str) -> None:
     lengths = torch.randint(1, 7, (12,), generator=draw)
     logps, reference = (-lengths * (0.2 + torch.rand(12, generator=draw, dtype=torch.float64)) for _ in range(2))
     labels, objective = torch.tensor([1, 0, 0, 1, 1, 0]), objective_of(name)
-    rows = Rows(logps, lengths, reference=reference, labels=labels)
+    inputs = ObjectiveInputs(logps, lengths, reference=reference, labels=labels)
     kl = (logps - reference)[1::2].mean()
     if objective.has_statistic:
-        rows = replace(rows, mean_statistic=objective.statistic(rows).mean())
-        torch.testing.assert_close(rows.mean_statistic, kl)
+        inputs = replace(inputs, mean_statistic=objective.statistic(inputs).mean())
+        torch.testing.assert_close(inputs.mean_statistic, kl)
     fields: dict[str, torch.Tensor] = {}
-    losses = objective(replace(rows, log=lambda field, values, over=None: fields.update({field: values})))
+    losses = objective(replace(inputs, log=lambda field, values, over=None: fields.update({field: values})))
     expected = loss_by_formula(name, logps, lengths, reference, labels > 0, kl)
     torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
     assert losses.shape == (6,)
@@ -271,7 +271,7 @@ def test_losses_equal_trls() -> None:
     completion = (torch.arange(length) >= first) & (torch.arange(length) <= last)
     logps, fixed = (each(tokens, tokens.where(completion, IGNORE)).log_probs.sum(1) for each in (model, reference))
     lengths, labels = completion.sum(1), torch.tensor([1, 0, 0, 1, 1, 0])
-    rows = Rows(logps, lengths, reference=fixed, labels=labels)
+    inputs = ObjectiveInputs(logps, lengths, reference=fixed, labels=labels)
     settings = {name: SimpleNamespace(**fields) for name, fields in SETTINGS.items()}
     checkpointing = SimpleNamespace(gradient_checkpointing_kwargs=None)
 
@@ -298,7 +298,7 @@ def test_losses_equal_trls() -> None:
     theirs = trl_trainer(KTOTrainer, model, ref_model=reference, args=checkpointing, **fields)
     others = {f"KL_{key}": value for key, value in batch_of(torch.arange(1, num_rows, 2)).items()}
     expected["kto"] = theirs.compute_loss(model, {**batch_of(torch.arange(0, num_rows, 2)), **others, "label": labels})
-    kl = objective_of("kto").statistic(rows).mean()
+    kl = objective_of("kto").statistic(inputs).mean()
     assert kl > 0, "the term of the divergence is not cut off at 0"
     assert theirs._metrics["train"]["kl"] == [pytest.approx(kl.item(), rel=1e-6)]
 
@@ -316,7 +316,7 @@ def test_losses_equal_trls() -> None:
     expected["orpo"] = (-means[0::2] - odds).mean()
 
     for name, value in expected.items():
-        seen = replace(rows, scores=scores) if name == "reward" else replace(rows, mean_statistic=kl)
+        seen = replace(inputs, scores=scores) if name == "reward" else replace(inputs, mean_statistic=kl)
         found = objective_of(name)(seen).mean()
         print(f"{name}: {found.item():.9f}, TRL {value.item():.9f}, {abs(found.item() / value.item() - 1):.1e} apart")
         torch.testing.assert_close(found, value.double(), rtol=1e-6, atol=0, msg=name)

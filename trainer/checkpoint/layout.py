@@ -66,7 +66,7 @@ def value_at(runs: Runs, row: int) -> int:
     raise IndexError(row)
 
 
-def rows_of(tuples: Sequence[Ints], width: int, padding: int) -> IntArray:
+def padded_rows(tuples: Sequence[Ints], width: int, padding: int) -> IntArray:
     """Return one row per tuple, padded to `width` with the value `padding`."""
     flat = chain.from_iterable((*row, *(padding,) * (width - len(row))) for row in tuples)
     return np.fromiter(flat, dtype=np.int64, count=len(tuples) * width).reshape(len(tuples), width)
@@ -88,7 +88,7 @@ class Boxes:
         """Build the table from (key, offsets, sizes) tuples."""
         keys, offsets, sizes = [list(column) for column in zip(*boxes, strict=True)] or ([], [], [])
         width = max(map(len, sizes), default=0)
-        return cls(keys, rows_of(offsets, width, 0), rows_of(sizes, width, 1))
+        return cls(keys, padded_rows(offsets, width, 0), padded_rows(sizes, width, 1))
 
     @classmethod
     def concatenate(cls, tables: Sequence[Boxes]) -> Boxes:
@@ -305,7 +305,7 @@ class WriteResult:
     def written_chunks(self) -> WrittenChunks:
         """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
-        positions = rows_of([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
+        positions = padded_rows([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
         return WrittenChunks(self.file, boxes, positions)
 
 
@@ -382,7 +382,7 @@ def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
     layout: Layout = {}
     for key, (dtype, shape, chunks) in content.items():
         rows = [(numbers[file], *offsets, *sizes, *positions) for offsets, sizes, file, *positions in chunks]
-        table = rows_of(rows, 4 + 2 * len(shape), 0)
+        table = padded_rows(rows, 4 + 2 * len(shape), 0)
         layout[key] = StoredTensor(getattr(torch, dtype), tuple(shape), Chunks.of(files, table))
     return layout
 

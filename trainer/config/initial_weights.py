@@ -36,7 +36,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         raise nothing_to_pack_error(config)
     fresh, objective = given.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
-    if not (is_true(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
+    if not (parse_bool(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
 
 
@@ -60,7 +60,7 @@ def is_fine_tuning(values: Mapping[str, Any]) -> bool:
     )
 
 
-def is_true(value: object) -> bool:
+def parse_bool(value: object) -> bool:
     """Return whether a value in a recipe file or on the command line is true."""
     return str(value).lower() == "true"
 

@@ -1,10 +1,10 @@
 """The passes: steps that resolve a configuration, each of which sets or checks values that follow from others.
 
 `PASSES`, at the end, is the ordered list.  `load_config` runs the passes of the first stages, some of them before the
-recipe files and the command line are merged; the others run when a run starts, has data, or has its device.  A pass
-maps its stage's input (see `Stage`) and the `Resolution` to a new version of that input.  The values may follow from
-other settings, from files, from the data or from the device.  `Resolution.origins` records where the value of each key
-came from, for `--print-config --why`.
+recipe files and the command line are merged; the others run when the run starts, once its data are
+open, or once its device is known.  A pass maps its stage's input (see `Stage`) and the `Resolution` to a new version of
+that input.  The values may follow from other settings, from files, from the data or from the device.
+`Resolution.origins` records where the value of each key came from, for `--print-config --why`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from trainer.config.initial_weights import (
     check_same_tokenizer,
     find_weights_tokenizer,
     is_fine_tuning,
-    is_true,
+    parse_bool,
     will_resume,
 )
 from trainer.config.keys import assign, declared_keys
@@ -37,7 +37,7 @@ from trainer.config.mesh import MeshShape, resolve_context_method
 from trainer.config.pretrained import (
     DeclaredModel,
     declared_by_folder,
-    find_native,
+    find_native_recipe,
     free_fields,
     has_config_only,
     stored_dtype,
@@ -408,7 +408,7 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
         rule = "model.name=auto needs a Hugging Face model folder"
         raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
     folder = str(Path(str(folder).removeprefix("file://")).expanduser().absolute())
-    native = find_native(folder, "model.path")
+    native = find_native_recipe(folder, "model.path")
     model_keys = {key for key in requested if key.startswith("model.") and key != "model.name"}
     fields = {f"model.{f.name}" for f in dataclasses.fields(native[0].config)} if native else set()
     command_keys = {key: text for key, text in assignments.items() if key != "model.name"}
@@ -424,10 +424,10 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
     command_keys = {key: text for key, text in command_keys.items() if key not in _GENERIC_KEYS}
     fresh = requested.get("model.fresh")
     if init_from_path is not None:
-        if is_true(fresh):
+        if parse_bool(fresh):
             rule = f"asks for random weights, but train.init_from={init_from_path} names the weights to start from"
             raise setting_error("model.fresh", True, rule, fix="leave out one of the two")
-    elif not is_true(fresh):
+    elif not parse_bool(fresh):
         # A folder with only config.json can define a model to train from scratch, but not one to fine-tune.
         is_new_model = fresh is None and has_config_only(folder) and not is_fine_tuning(requested)
         if not is_new_model:

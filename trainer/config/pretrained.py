@@ -275,7 +275,7 @@ def _check_header(path: Path) -> None:
         raise ValueError(f"its header describes {end} bytes, but it has {size - 8 - length}")
 
 
-def find_native(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
+def find_native_recipe(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
     """Return the native recipe that builds the model in `folder`, and the model's configuration.
 
     None if there is no such recipe, or if it does not support an entry of config.json.  Raises a UserError that starts

@@ -8,7 +8,7 @@ from typing import Literal
 
 from trainer.config.load import config_from_yaml
 from trainer.config.location import locate
-from trainer.config.pretrained import find_native, generic_model_of
+from trainer.config.pretrained import find_native_recipe, generic_model_of
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.config.stored import CONFIG
 from trainer.errors import setting_error
@@ -39,7 +39,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
         return None
     location, init_from = locate(path), str(path) or None
     if location.kind == "huggingface":
-        native = find_native(path, TEACHER_KEY)
+        native = find_native_recipe(path, TEACHER_KEY)
         model = (native or generic_model_of(path))[1]
         init_from = path if native else None  # the generic recipe reads its own folder
     elif (location.folder / CONFIG).is_file():

@@ -17,7 +17,7 @@ def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
 
 
-def chat_end_ids(tokenizer: str, template: str = "model") -> set[int]:
+def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     """Return the tokens at which generation with a chat model stops.
 
     These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if it
@@ -57,7 +57,8 @@ class ChatPrompts:
     """Encodes conversations for the assistant to answer, using a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
-        """`tokenizer`, `template`: as in `data`.  `key`, `value`: the setting or option to name in error messages.
+        """tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
+        key, value: the setting or option to name in error messages.
 
         Raises UserError if there is no template.
         """

@@ -630,7 +630,7 @@ def _check_types(manifest: ShardManifest) -> None:
         raise ValueError(f"dtype is {manifest.dtype}")
 
 
-def rows_of(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
+def manifest_rows(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
     """Return the rows of shards for a manifest in `folder`."""
     names = [shard.path.relative_to(folder).as_posix() for shard in shards]
     infos = [shard.info for shard in shards]

@@ -4,7 +4,7 @@ A model computes its experts through `mix`, and its recipe names the modules tha
 model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks: `mix`
 then sends tokens to the ranks of their experts, and the results back.
 
-To balance and measure the load of experts, a layer selects experts with a `Choice`, and returns a `Load` (`load_of`)
+To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns a `Load` (`load_of`)
 for the tokens with targets.  The model passes the loads of its layers to its child `Balance`, and adds the result to
 its loss.  This package does not depend on recipes.
 
@@ -26,9 +26,9 @@ from trainer.experts.adapters import (
 from trainer.experts.balance import (
     BALANCE,
     Balance,
-    Choice,
     ExpertBalance,
     Load,
+    TopKExperts,
     find_balance,
     global_balance,
     load_of,
@@ -44,13 +44,13 @@ __all__ = [
     "GROUPED",
     "GROUPED_PRODUCT",
     "Balance",
-    "Choice",
     "Estimate",
     "ExpertAdapter",
     "ExpertBalance",
     "ExpertFactor",
     "ExpertGroup",
     "Load",
+    "TopKExperts",
     "adapters_of",
     "add_adapter",
     "choices_of",

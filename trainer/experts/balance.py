@@ -24,7 +24,7 @@ BALANCE = "balance"
 """Key of the state entry for the expert shares of the last step."""
 
 
-class Choice(nn.Module):
+class TopKExperts(nn.Module):
     """Chooses the experts of each token: those with the highest scores.
 
     With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
@@ -106,7 +106,7 @@ class Balance(nn.Module):
     - `z_loss`, a coefficient: the squared log-sum-exp of the router's logits, summed over layers (Zoph et al. 2022,
       arXiv:2202.08906, equation 5).
 
-    rate: the amount by which `ExpertBalance` changes the bias of each `Choice` in the model after a step.
+    rate: the amount by which `ExpertBalance` changes the bias of each `TopKExperts` in the model after a step.
     """
 
     def __init__(
@@ -237,8 +237,8 @@ def _count_choices(
 
 
 class ExpertBalance:
-    """Runs after each optimizer step: updates the biases of a model's `Choice` modules, keeps the shares for the next
-    step, and logs the load of the experts.
+    """Runs after each optimizer step: updates the biases of a model's `TopKExperts` modules, keeps the shares for the
+    next step, and logs the load of the experts.
 
     A bias changes by the rate: up if the expert was chosen less often than the mean, and down if more often, over the
     tokens with targets in the global batch.  A skipped step changes neither biases nor shares.
@@ -254,7 +254,7 @@ class ExpertBalance:
     def __init__(self, model: nn.Module, world: World, log: Callable[[str, torch.Tensor, float], None]) -> None:
         """`log(name, value, over)` is `Trainer.log`."""
         self.model, self._balance, self._world, self._log = model, find_balance(model), world, log
-        self._biases = [m.bias for m in model.modules() if isinstance(m, Choice) and m.bias is not None]
+        self._biases = [m.bias for m in model.modules() if isinstance(m, TopKExperts) and m.bias is not None]
 
     @torch.no_grad()
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:

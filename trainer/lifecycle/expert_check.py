@@ -1,15 +1,16 @@
 """The self-check for expert parallelism: verifies the experts' gradients, and which ranks compute which experts.
 
-Errors in either would be invisible.  If gradients are too large by a factor of the number of ranks, the loss is still
+An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
 right, and its curve merely looks like that of a higher learning rate.  If experts are computed on the wrong ranks, the
 model still trains, but its checkpoints hold a different model.
 
-1. *Gradients.*  A mixture is linear in the last matrices of its experts.  So by Euler's identity, the inner product of
-   these matrices with their gradients equals the inner product of the outputs with their gradients, over all tokens.
-   This holds for any output gradients, so the check uses the outputs themselves as their gradients: the result is a sum
-   of squares, in which nothing cancels, and even in bfloat16 the rounding errors of a layer are far below any wrong
-   factor.  One short pass yields both sides; no layer's weights are gathered for this.
-2. *Owners.*  One token's output is compared with the output of its chosen experts, computed from weights that are
+1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and their biases.  So by
+   Euler's theorem on homogeneous functions, the inner product of these parameters with their gradients equals the inner
+   product of the outputs with their gradients, over all tokens.  This holds for any output gradients, so the check uses
+   the outputs themselves as their gradients: the result is a sum of squares, in which nothing cancels, and even in
+   bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both sides; no layer's weights
+   are gathered for this.
+2. *Placement.*  One token's output is compared with the output of its chosen experts, computed from weights that are
    collected from the ranks that should hold them according to the placement.
 """
 
@@ -48,9 +49,9 @@ _OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 class _Observation:
     """Measurements of one experts module in one pass, on this rank."""
 
-    squares: torch.Tensor
+    sum_of_squares: torch.Tensor
     """The squared outputs, summed over tokens: a scalar; zero until the backward pass."""
-    token: list[torch.Tensor]
+    first_token: list[torch.Tensor]
     """The first token's input (D,), its chosen experts (A,), their weights (A,), and its output (D,)."""
 
 
@@ -68,11 +69,13 @@ class _Observer:
     ) -> None:
         if name in self.seen:
             return
-        token = [tensor[0].detach().clone() for tensor in (x_SD, chosen_SA, weights_SA, out_SD)]
-        observation = self.seen[name] = _Observation(torch.zeros((), dtype=torch.float64, device=x_SD.device), token)
+        first_token = [tensor[0].detach().clone() for tensor in (x_SD, chosen_SA, weights_SA, out_SD)]
+        observation = self.seen[name] = _Observation(
+            torch.zeros((), dtype=torch.float64, device=x_SD.device), first_token
+        )
 
         def replace_gradient(gradient_SD: torch.Tensor) -> torch.Tensor:
-            observation.squares += out_SD.detach().double().square().sum()
+            observation.sum_of_squares += out_SD.detach().double().square().sum()
             return out_SD.detach().to(gradient_SD.dtype)
 
         if out_SD.requires_grad:
@@ -111,7 +114,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     reshard(model)
     lines = [
         *_wrong_gradients(world, modules, observer.seen, _common_parameters(world.gather(probe.linear)), mesh, config),
-        *_wrong_owners(world, modules, observer.seen, mesh, config),
+        *_wrong_placement(world, modules, observer.seen, mesh, config),
     ]
     for parameter in model.parameters():
         parameter.grad = None
@@ -163,7 +166,7 @@ def _wrong_gradients(
     mesh: DeviceMesh,
     config: RunConfig,
 ) -> Iterator[str]:
-    """Yield the modules that violate Euler's identity.  linear: the parameters in which their output is linear."""
+    """Yield the modules that violate Euler's theorem.  linear: the parameters in which their output is linear."""
     names = [
         name
         for name, module in modules.items()
@@ -172,7 +175,7 @@ def _wrong_gradients(
     if not names or not linear:
         return
     of_weights = torch.stack([_inner_product(modules[name], linear) for name in names]).to(world.device)
-    of_outputs = torch.stack([seen[name].squares for name in names])
+    of_outputs = torch.stack([seen[name].sum_of_squares for name in names])
     totals = world.sum_on_device(torch.stack((of_weights, of_outputs)))
     replicas = world.size // mesh.size(mesh.ndim - 1)
     fsdp = config.fsdp
@@ -198,10 +201,10 @@ def _inner_product(module: nn.Module, names: tuple[str, ...]) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Owners
+# Placement
 
 
-def _wrong_owners(
+def _wrong_placement(
     world: World,
     modules: Mapping[str, nn.Module],
     seen: Mapping[str, _Observation],
@@ -212,7 +215,7 @@ def _wrong_owners(
     tolerance, dtype = _OUTPUT_TOLERANCE[config.fsdp.param_dtype], getattr(torch, config.fsdp.param_dtype)
     for name, module in modules.items():
         x_D, chosen_A, weights_A, out_D = (
-            world.sum_on_device(tensor.double() * (world.rank == 0)) for tensor in seen[name].token
+            world.sum_on_device(tensor.double() * (world.rank == 0)) for tensor in seen[name].first_token
         )
         ends_A = torch.arange(1, len(chosen_A) + 1, dtype=torch.int32, device=x_D.device)
         chosen_experts = {

@@ -19,7 +19,7 @@ from trainer.config.schema import MODEL
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource, describe_usage
 from trainer.data.opening import open_source
-from trainer.data.prompts import chat_end_ids, chat_prompt_tokens
+from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
 from trainer.data.source import SourceSubset
 from trainer.data.stdlib import Split, StdlibCorpus, gzip_bits_per_byte
 from trainer.data.tokenizer import tokenizer_of
@@ -328,7 +328,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
         metrics.print(f"gzip -9 on the same held-out text: {by_gzip:.4f} bits/byte", "green")
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
-    end_ids = chat_end_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
+    end_ids = chat_stop_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
     (generated,) = generate_batch(
         model,
         [prompt],

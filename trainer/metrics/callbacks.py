@@ -20,7 +20,7 @@ from trainer.config import RunConfig
 from trainer.config.schema import LogSection
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.mixture import SOURCE, MixedSource
-from trainer.data.prompts import chat_end_ids, chat_prompt_tokens, prompt_tokens
+from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids, prompt_tokens
 from trainer.data.tokenizer import find_tokenizer
 from trainer.data.transfer import HostScalars
 from trainer.distributed.world import World
@@ -173,7 +173,7 @@ class Samples(Callback):
         """The tokens that end a document or an assistant's turn."""
         data = self._config.data
         if data.source == "chat":
-            return chat_end_ids(data.tokenizer, data.chat_template)
+            return chat_stop_ids(data.tokenizer, data.chat_template)
         return {find_tokenizer(data.tokenizer).end_id}
 
     def check(self) -> None:

@@ -27,7 +27,7 @@ from torch.utils.flop_counter import sdpa_flop
 
 from trainer.experts import GROUPED, GROUPED_PRODUCT, fake_tensors
 from trainer.model.parameters import storage_id
-from trainer.sequence.attention import OPERATORS
+from trainer.sequence.attention import ATTENTION_OPERATORS
 from trainer.sequence.chunk_states import CHUNK_STATES
 
 _aten = torch.ops.aten
@@ -37,23 +37,23 @@ _KIND_OF = {
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
     GROUPED: "grouped matmul",
-    GROUPED_PRODUCT: "grouped matmul of torch",
-    CHUNK_STATES: "states of linear attention",
-    **dict.fromkeys(OPERATORS, "attention"),
+    GROUPED_PRODUCT: "torch grouped matmul",
+    CHUNK_STATES: "linear-attention states",
+    **dict.fromkeys(ATTENTION_OPERATORS, "attention"),
 }
 """Operators that are expensive to recompute, by kind.  The attention kernel that runs depends on the device."""
 
 OperatorId = tuple[str, int]
 """An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
 
-Contexts = Callable[[Callable[..., CheckpointPolicy]], Any]
+ContextFactory = Callable[[Callable[..., CheckpointPolicy]], Any]
 """Creates the pair of contexts for `torch.utils.checkpoint` from a policy."""
 
 
-def save_all_expensive(contexts: Contexts = create_selective_checkpoint_contexts) -> Any:
+def save_all_expensive(make_contexts: ContextFactory = create_selective_checkpoint_contexts) -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators.
 
-    `contexts` creates them from the policy; offloading has its own (`trainer.model.offload`).
+    `make_contexts` creates them from the policy; activation offloading passes its own (`trainer.model.offload`).
     """
 
     expensive = {*_KIND_OF, _aten._scaled_mm.default}  # float8 matrix product
@@ -61,12 +61,12 @@ def save_all_expensive(contexts: Contexts = create_selective_checkpoint_contexts
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in expensive else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return contexts(policy)
+    return make_contexts(policy)
 
 
 @functools.cache
 def save_only(
-    operator_ids: frozenset[OperatorId], contexts: Contexts = create_selective_checkpoint_contexts
+    operator_ids: frozenset[OperatorId], make_contexts: ContextFactory = create_selective_checkpoint_contexts
 ) -> Callable[[], Any]:
     """Return a function that creates contexts that save the outputs of the operators in `operator_ids`.
 
@@ -85,7 +85,7 @@ def save_only(
             counts[kind, context.is_recompute] += 1
             return CheckpointPolicy.MUST_SAVE if (kind, index) in operator_ids else CheckpointPolicy.PREFER_RECOMPUTE
 
-        return contexts(policy)
+        return make_contexts(policy)
 
     return make
 
@@ -198,7 +198,7 @@ class _OperatorRecorder(TorchDispatchMode):
 def _flops(kind: str, args: Sequence[Any], output: torch.Tensor) -> int:
     """Return the FLOPs of an operator; a causal mask halves those of attention."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
-    if kind == "states of linear attention":
+    if kind == "linear-attention states":
         return 4 * tensors[1].numel() * output.shape[-1]  # two products of (S, H) and (H, E) for each chunk
     if kind != "attention":
         return 2 * output.numel() * tensors[-1].shape[-2]

@@ -5,13 +5,13 @@
 
   ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else one node)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
-                     or a similar one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
+                     or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops
   memory_gib=X       device memory, if it differs from the data sheet
   ranks_per_node=N   default 8 (cpu: 1)
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
-  imbalance=X        rows of the busiest rank relative to the mean, with expert parallelism (default 1: a
-                     balanced router; a learned one is not balanced)
+  imbalance=X        rows of the busiest rank relative to the mean, with expert parallelism (default 1, for
+                     a perfectly balanced router; trained routers are above 1)
   generate=NxP+A     each rank also generates N texts at once inside a step, in `trainer.gathered`: prompts of up to P
                      tokens, answers of up to A
   --json             print the plan as JSON
@@ -50,7 +50,7 @@ from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.experts import advice_on_balance, advice_on_experts
-from trainer.plan.generation import Texts, fewer_texts, with_generation
+from trainer.plan.generation import GenerationWorkload, advice_on_fewer_texts, with_generation
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
@@ -71,7 +71,7 @@ class _Options:
     ranks_per_node: int | None = None
     network_gbps: float = 400.0
     imbalance: float = 1.0
-    texts: Texts | None = None
+    texts: GenerationWorkload | None = None
     as_json: bool = False
     picture: Path | None = None
     calibrates: bool = False
@@ -129,7 +129,7 @@ def _plan(arguments: list[str]) -> int:
     if plan.fits:
         return EXIT_FINISHED
     if not options.as_json:
-        found = remedies(plan) if plan.generation is None else fewer_texts(plan, options.texts)
+        found = remedies(plan) if plan.generation is None else advice_on_fewer_texts(plan, options.texts)
         print_stdout("\n".join(found or ["no single change of settings would make it fit"]))
     return EXIT_DOES_NOT_FIT
 
@@ -175,7 +175,7 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
         elif key in ("recipe", "device"):
             setattr(options, key, text)
         elif key == "generate":
-            options.texts = Texts.parse(text)
+            options.texts = GenerationWorkload.parse(text)
         elif key in numbers:
             setattr(options, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
         elif argument.startswith("-"):

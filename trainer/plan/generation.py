@@ -29,7 +29,7 @@ SAMPLING_BYTES = 30
 
 
 @dataclass(frozen=True)
-class Texts:
+class GenerationWorkload:
     """How many texts a rank generates at once, and the maximum number of tokens of a prompt and of an answer."""
 
     number: int
@@ -37,16 +37,16 @@ class Texts:
     answer: int
 
     @staticmethod
-    def parse(text: str) -> Texts:
+    def parse(text: str) -> GenerationWorkload:
         """Parse "64x256+768".  Raises UserError."""
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
             rule = "must be the number of texts, x, the maximum prompt length, +, the maximum answer length"
             raise setting_error("generate", text, rule, example="64x256+768")
-        return Texts(*map(int, match.groups()))
+        return GenerationWorkload(*map(int, match.groups()))
 
 
-def with_generation(plan: Plan, texts: Texts) -> Plan:
+def with_generation(plan: Plan, texts: GenerationWorkload) -> Plan:
     """Return the plan of a run that also generates texts inside its steps.
 
     Raises UserError if the model has no cache, or if its code cannot run on tensors without values.
@@ -64,7 +64,7 @@ def with_generation(plan: Plan, texts: Texts) -> Plan:
     return replace(plan, generation=Generation(description, weights, cache, temporaries))
 
 
-def fewer_texts(plan: Plan, texts: Texts | None) -> list[str]:
+def advice_on_fewer_texts(plan: Plan, texts: GenerationWorkload | None) -> list[str]:
     """Return a line with the number of texts at once that would fit, if `plan` does not fit because of generation."""
     budget = plan.machine.budget_bytes
     while (
@@ -96,7 +96,9 @@ def _gathered_bytes(layout: Layout, units: Sequence[UnitInfo]) -> int:
     return total
 
 
-def memory_of_texts(model: nn.Module, dtype: torch.dtype, device_type: str, texts: Texts) -> tuple[int, int]:
+def memory_of_texts(
+    model: nn.Module, dtype: torch.dtype, device_type: str, texts: GenerationWorkload
+) -> tuple[int, int]:
     """Return the bytes of the cache at the texts' full length, and of what is allocated in addition: by a call of the
     model with the maximum number of tokens that a decoder feeds at once, or by sampling tokens after it.
 
@@ -136,7 +138,7 @@ def memory_of_texts(model: nn.Module, dtype: torch.dtype, device_type: str, text
     return round(cache_bytes * share), max(called.peak - cache_bytes, logits + choice)
 
 
-def _capacity(texts: Texts, num_fed: int) -> int:
+def _capacity(texts: GenerationWorkload, num_fed: int) -> int:
     """Return the final capacity of a cache in tokens per text, found by filling a cache with heads of size 1."""
     cache, keys = Cache([texts.prompt - 1], texts.prompt + texts.answer), torch.empty(0)
     sizes = [num_fed] * (texts.prompt // num_fed) + [texts.prompt % num_fed] * (texts.prompt % num_fed > 0)

@@ -34,7 +34,7 @@ KERNELS = (
 )
 """Names of the attention kernels; the device determines which one is used.  Each has a `_backward`."""
 
-OPERATORS = frozenset(
+ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
 )
 """The attention operators, none of which materializes the full matrix of scores."""
@@ -363,7 +363,7 @@ def _attend_to_all(
 
 def _save_attention_outputs() -> Any:
     """Return the contexts of `torch.utils.checkpoint` that save only the outputs of attention kernels."""
-    return create_selective_checkpoint_contexts([*OPERATORS])
+    return create_selective_checkpoint_contexts([*ATTENTION_OPERATORS])
 
 
 def _attend_by_heads(

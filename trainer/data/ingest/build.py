@@ -1,7 +1,7 @@
 """Builds the shards of a job, in this process and in workers, alongside other processes that do the same.
 
 The input is split into units, and each unit becomes one or more shards.  Any number of processes, on any machines that
-share the folder, can build in it at the same time, join late, or be killed.  File locks decide which process builds
+share the folder, can build there at the same time, join late, or be killed.  File locks decide which process builds
 which unit; the kernel releases the locks of a process that dies.
 """
 
@@ -31,7 +31,14 @@ from pathlib import Path
 import numpy as np
 
 from trainer.data.cache import CORRUPTION_ERRORS
-from trainer.data.ingest.encode import DocumentSplitter, Engine, IdsDiffer, check_sample, find_engine, find_reference
+from trainer.data.ingest.encode import (
+    DocumentSplitter,
+    Engine,
+    TokenizationMismatch,
+    check_sample,
+    find_engine,
+    find_reference,
+)
 from trainer.data.ingest.inputs import READ_ERRORS, BadDocuments, DocumentCounts, InputFile, SettingNames, check_limit
 from trainer.data.ingest.progress import BuildProgress
 from trainer.data.ingest.readers import (
@@ -46,7 +53,7 @@ from trainer.data.ingest.readers import (
     read_tokens,
     split_row_groups,
 )
-from trainer.data.shards import MANIFEST, SUFFIXES, Shard, ShardError, ShardManifest, ShardWriter, rows_of
+from trainer.data.shards import MANIFEST, SUFFIXES, Shard, ShardError, ShardManifest, ShardWriter, manifest_rows
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, die_with_parent, find_environment
@@ -180,7 +187,7 @@ class _Builder:
                     stop_if_asked()
                 folder.write(number, writer.publish())
                 return
-            except IdsDiffer:
+            except TokenizationMismatch:
                 self._current_unit_bytes = 0
             finally:
                 writer.discard()
@@ -226,8 +233,8 @@ def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCo
         vocab_size=info.vocab_size,
         tokenizer=info.tokenizer,
         end_id=info.end_id,
-        train=rows_of(train, path),
-        held_out=rows_of(held_out, path),
+        train=manifest_rows(train, path),
+        held_out=manifest_rows(held_out, path),
         checksums=[shard.info.checksum for shard in (*train, *held_out)],
         train_content=sample_content(train) if train else "",
         held_out_content=sample_content(held_out) if held_out else "",
@@ -385,8 +392,8 @@ class UnitWriter:
     def write(self) -> Iterator[int]:
         """Write all documents; yield the number of input bytes of each batch.
 
-        Raises IdsDiffer if the engine's ids are wrong, and UserError if a document cannot be read and `data.bad` does
-        not allow it.
+        Raises TokenizationMismatch if the engine's ids are wrong, and UserError if a document cannot be read and
+        `data.bad` does not allow it.
         """
         for documents in self._read():
             if isinstance(documents, TokenChunk):
@@ -445,7 +452,7 @@ class UnitWriter:
     def _check_engine(self, texts: Sequence[bytes]) -> None:
         """Compare the engine with the reference on the first texts, and again every CHECK_INTERVAL_BYTES.
 
-        Raises IdsDiffer.
+        Raises TokenizationMismatch.
         """
         if self._bytes_until_check <= 0:
             check_sample(self._engine, self._job.reference, texts)
@@ -784,8 +791,8 @@ def read_published(stem: Path) -> ShardManifest:
         vocab_size=info.vocab_size,
         tokenizer=info.tokenizer,
         end_id=info.end_id,
-        train=rows_of(train, stem.parent),
-        held_out=rows_of(held_out, stem.parent),
+        train=manifest_rows(train, stem.parent),
+        held_out=manifest_rows(held_out, stem.parent),
     )
 
 

@@ -30,7 +30,7 @@ _NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
 """Number of texts to check an engine on, and number of bytes to use of each."""
 
 
-class IdsDiffer(Exception):
+class TokenizationMismatch(Exception):
     """An engine gives different ids from the reference."""
 
 
@@ -49,7 +49,7 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
-            with contextlib.suppress(ImportError, IdsDiffer, ValueError, KeyError, RuntimeError, TypeError):
+            with contextlib.suppress(ImportError, TokenizationMismatch, ValueError, KeyError, RuntimeError, TypeError):
                 engine = make(tokenizer, reference)
                 _compare(engine, reference, _probe_texts(tokenizer))
                 return engine
@@ -62,7 +62,7 @@ def find_reference(tokenizer: Tokenizer) -> Engine:
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Compare an engine with the reference on the first bytes of some of `texts`.  Raises IdsDiffer."""
+    """Compare an engine with the reference on the first bytes of some of `texts`.  Raises TokenizationMismatch."""
     if engine is not reference and texts:
         sample = texts[:: -(-len(texts) // _NUM_SAMPLES)]
         starts = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
@@ -72,7 +72,7 @@ def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> N
 def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
     (ids, counts), (expected_ids, expected_counts) = engine.encode(texts), reference.encode(texts)
     if not np.array_equal(counts, expected_counts) or not np.array_equal(ids, expected_ids):
-        raise IdsDiffer(f"{engine.name} gives different ids from {reference.name}")
+        raise TokenizationMismatch(f"{engine.name} gives different ids from {reference.name}")
 
 
 class _ByteEngine(Engine):
@@ -140,7 +140,7 @@ class _FastEngine(Engine):
         except (KeyboardInterrupt, SystemExit):
             raise
         except BaseException as error:  # a Rust panic is a BaseException
-            raise IdsDiffer(f"{self.name} gives up ({error})") from error
+            raise TokenizationMismatch(f"{self.name} gives up ({error})") from error
         joined, counts = _concatenate(ids, self._dtype)
         if self._contains_added_token(joined):
             for number, text_ids in enumerate(ids):
@@ -187,7 +187,7 @@ class _Tiktoken(_FastEngine):
         super().__init__(tokenizer, reference)
         content = load_json(tokenizer.library.to_str().encode())
         if content["model"]["type"] != "BPE" or content["normalizer"] is not None:
-            raise IdsDiffer("is not a plain byte-level BPE")
+            raise TokenizationMismatch("is not a plain byte-level BPE")
         ranks, id_of_rank = _bpe_ranks(content["model"])
         pattern = _split_pattern(content["pre_tokenizer"])
         encoding = tiktoken.Encoding("tokenizer", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
@@ -201,18 +201,18 @@ _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
     """Return the regular expression that a pre-tokenizer splits text with.
 
-    Raises IdsDiffer if the pre-tokenizer does anything else.
+    Raises TokenizationMismatch if the pre-tokenizer does anything else.
     """
     steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     last = steps[-1] or {}
     if last.get("type") != "ByteLevel" or last.get("add_prefix_space") or len(steps) > 2:
-        raise IdsDiffer("its text is not split by a single regular expression")
+        raise TokenizationMismatch("its text is not split by a single regular expression")
     if len(steps) == 1 and last.get("use_regex", True):
         return _GPT2_PATTERN
     first = steps[0]
     is_split = first.get("type") == "Split" and first.get("behavior") == "Isolated" and not first.get("invert")
     if len(steps) != 2 or last.get("use_regex", True) or not is_split or "Regex" not in first["pattern"]:
-        raise IdsDiffer("its text is not split by a single regular expression")
+        raise TokenizationMismatch("its text is not split by a single regular expression")
     return str(first["pattern"]["Regex"])
 
 
