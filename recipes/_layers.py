@@ -174,16 +174,16 @@ def yarn_mscale(factor: float, scale: float = 1.0) -> float:
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
-def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, are_adjacent: bool = False) -> torch.Tensor:
+def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool = False) -> torch.Tensor:
     """Rotate each pair of dimensions by its angle, in fp32; the result has the dtype of `x_BNTH`.
 
-    With `are_adjacent` the pairs of `x_BNTH` are adjacent, otherwise half a head apart.  In the result they are
-    always half a head apart.
+    With `is_interleaved` the pairs of `x_BNTH` are adjacent dimensions, otherwise they are half a head apart, as they
+    always are in the result.
 
     Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
     """
     x_BTNH = x_BNTH.transpose(1, 2).float()
-    first, second = (x_BTNH[..., ::2], x_BTNH[..., 1::2]) if are_adjacent else x_BTNH.chunk(2, dim=-1)
+    first, second = (x_BTNH[..., ::2], x_BTNH[..., 1::2]) if is_interleaved else x_BTNH.chunk(2, dim=-1)
     rotated_BTNH = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
     return rotated_BTNH.to(x_BNTH.dtype).transpose(1, 2)
 

@@ -1427,7 +1427,7 @@ DEFECTS: list[Defect] = [
         "killed-by-whom",
         "killed-rank",
         "describe_killed",
-        "if end.exitcode < 0 and end.timestamp <= first_death + 1}",
+        "if failure.exitcode < 0 and failure.timestamp <= first_death + 1}",
         "if end.exitcode > 0 and end.timestamp <= first_death + 1}",
     ),
     Defect(
@@ -1497,7 +1497,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "state-kept-at-borders",
         "hybrids-packed",
-        "_by_document",
+        "_with_document_resets",
         "if documents is None:",
         "if documents is None or True:",
     ),

@@ -31,7 +31,7 @@ from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import chat_stop_ids
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
-from trainer.files import replacing, writing_to
+from trainer.files import atomic_replace, writing_to
 from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_kinds
 from trainer.recipe import WeightSource, add_working_folder_to_path
@@ -171,7 +171,7 @@ def _write_state_dict(model: torch.nn.Module, path: Path) -> None:
     num_bytes = sum(weight.numel() * weight.element_size() for weight in model.parameters())
     with writing_to("target", path, num_bytes):
         path.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as partial:
+        with atomic_replace(path) as partial:
             if path.suffix == ".pt":
                 torch.save(model.state_dict(), partial)
             else:

@@ -1,4 +1,4 @@
-"""Crash-safe files: a reader sees either the old or the new content, never a part of it."""
+"""Crash-safe files: a reader sees either the old content or the new, never a partial write."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def find_cache_folders(setting: str | None) -> list[Path]:
     if os.path.isabs(base):
         folders.append(Path(base, "meshtrainer"))
     user = os.getuid() if hasattr(os, "getuid") else 0
-    shared = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
-    if not os.path.lexists(shared) or (shared.lstat().st_uid == user and not shared.is_symlink()):
-        folders.append(shared)  # unless another user has created something at this path
+    temporary = Path(tempfile.gettempdir(), f"meshtrainer-{user}")
+    if not os.path.lexists(temporary) or (temporary.lstat().st_uid == user and not temporary.is_symlink()):
+        folders.append(temporary)  # unless another user has created something at this path
     return folders
 
 
@@ -94,7 +94,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_replace(path: Path) -> Iterator[Path]:
     """Yield a temporary path to write; after the block the file is flushed to disk and renamed to `path`.
 
     If the block raises, the temporary file is deleted and `path` is unchanged.
@@ -111,7 +111,7 @@ def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
     """Wrap a block that writes a file or folder at `path`, of at least `num_bytes` bytes.
 
     Raises UserError about `setting` if the disk is too full, before or during the block.  If the block raises, empty
-    folders that were created for `path` are removed again.
+    folders that were created for `path` are removed.
     """
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     free = free_bytes(path)
@@ -190,7 +190,7 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
     return f"{crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-def content_of(descriptor: int) -> bytes:
+def read_all(descriptor: int) -> bytes:
     """Return the content of an open file, even if the file has been deleted."""
     pieces, start = [], 0
     while piece := os.pread(descriptor, 1 << 20, start):

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import find_cache_folders, readable_size, replacing, write_atomically, writing_to
+from trainer.files import atomic_replace, find_cache_folders, readable_size, write_atomically, writing_to
 from trainer.locks import locked
 from trainer.stopping import stop_if_asked
 
@@ -115,7 +115,7 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
             f"{' and '.join(reader.dtypes)} in {folder}; this is done only once"
         )
         weights = folder / _WEIGHTS_FILE
-        with writing_to(setting, weights, num_bytes), replacing(weights) as partial, open(partial, "wb") as out:
+        with writing_to(setting, weights, num_bytes), atomic_replace(weights) as partial, open(partial, "wb") as out:
             reader.write_weights(out)
 
 

@@ -1,8 +1,8 @@
 """The network of DeepSeek-V3.
 
-Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys (P dimensions without position
-and R rotated ones), C latent width, V head size of values; E experts, A chosen experts per token, G groups of
-experts, S tokens of the batch.
+Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys (P dimensions without RoPE and
+R with RoPE), C latent width, V head size of values; E experts, A chosen experts per token, G groups of experts, S
+tokens of the batch.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class LatentAttention(nn.Module):
 class GroupLimitedTopK(TopKExperts):
     """Chooses each token's experts from a few groups: those whose two best scores have the highest sum.
 
-    The choice always has a bias (section 2.1.2).
+    The scores always have a bias (section 2.1.2).
     """
 
     bias: torch.Tensor
@@ -111,7 +111,7 @@ class GroupLimitedTopK(TopKExperts):
         return scores_SE.gather(1, chosen_SA), chosen_SA
 
 
-class DeepseekMixture(nn.Module):
+class DeepseekMoe(nn.Module):
     """A mixture-of-experts layer with routed experts, plus shared ones that process every token."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
@@ -124,7 +124,7 @@ class DeepseekMixture(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
+        """Return the output, and the experts' load over the tokens marked in `is_target_BT`, or None without it."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         scores_SE = logits_SE.sigmoid()
@@ -155,7 +155,7 @@ class DeepseekV3Block(nn.Module):
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.has_experts = layer >= config.num_dense_layers
         if self.has_experts:
-            self.moe = DeepseekMixture(config)
+            self.moe = DeepseekMoe(config)
         else:
             out_std = config.init_std / math.sqrt(2 * config.num_layers)
             self.feed_forward = FeedForward(config.dim, config.ffn_dim, config.init_std, out_std)

@@ -104,7 +104,7 @@ class GptOssExperts(nn.Module):
         return out_MD + grouped_bias(self.down_bias, ends_E, num_rows)
 
 
-class GptOssMixture(nn.Module):
+class GptOssMoe(nn.Module):
     """A mixture-of-experts layer; a token's expert weights are the softmax over its chosen experts' scores."""
 
     def __init__(self, config: GptOssConfig) -> None:
@@ -141,7 +141,7 @@ class GptOssBlock(nn.Module):
         self.attention_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
         self.attention = Attention(config, layer)
         self.ffn_norm = nn.RMSNorm(config.dim, eps=config.norm_eps)
-        self.moe = GptOssMixture(config)
+        self.moe = GptOssMoe(config)
 
     def forward(
         self,

@@ -13,7 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from trainer.errors import setting_error
 
 from .config import HfConfig
-from .model import build, settings_of
+from .model import build, library_config
 
 
 def output_projection(config: HfConfig, model: Any) -> str:
@@ -41,7 +41,9 @@ def _export_problem(content: str) -> str:
         return "there is none"
     with torch.device("meta"):
         ours = build(config)
-        theirs = transformers.AutoModelForSequenceClassification.from_config(settings_of(config), dtype=torch.float32)
+        theirs = transformers.AutoModelForSequenceClassification.from_config(
+            library_config(config), dtype=torch.float32
+        )
     output = _name_of_output(ours)
     expected = {name: value.shape[1:] for name, value in ours.state_dict().items()}
     expected["score.weight"] = expected.pop(f"{output}.weight")

@@ -42,7 +42,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     not support the requested attention implementation.
     """
     attention = _ATTENTION.get(config.attention or "", config.attention)
-    settings = settings_of(config)
+    settings = library_config(config)
     try:
         model = transformers.AutoModelForCausalLM.from_config(
             settings, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
@@ -62,7 +62,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     recurrent_layers = [module for module in model.modules() if _is_recurrent(module)]
     for layer in recurrent_layers:
         kind: Any = type(layer)
-        layer.__class__ = _by_document(kind)
+        layer.__class__ = _with_document_resets(kind)
     model.has_recurrent_layers = bool(recurrent_layers)
     return model
 
@@ -88,7 +88,7 @@ def architecture(config: HfConfig) -> str:
     return str(architectures[0] if class_name is None else class_name)
 
 
-def settings_of(config: HfConfig) -> transformers.PreTrainedConfig:
+def library_config(config: HfConfig) -> transformers.PreTrainedConfig:
     """Return the library's configuration object.  Raises UserError for an unknown `model_type` or an invalid entry."""
     kind = config.config["model_type"]
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -135,7 +135,7 @@ def _with_loss(library: Any) -> Any:
         positions: torch.Tensor | None = None,
         documents: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        **theirs: Any,
+        **kwargs: Any,
     ) -> Any:
         """Return logits (B, T, V) of `tokens` (B, T), or with `targets` (B, T) their summed loss.
 
@@ -148,8 +148,8 @@ def _with_loss(library: Any) -> Any:
         Without `tokens`, calls the library's own forward pass.
         """
         if tokens is None:
-            return library.forward(self, **theirs)
-        inputs = {"input_ids": tokens, "use_cache": False, **theirs}
+            return library.forward(self, **kwargs)
+        inputs = {"input_ids": tokens, "use_cache": False, **kwargs}
         packed = Documents.of(documents, cu_seqlens)
         if packed is not None or positions is not None:
             inputs["position_ids"] = positions if packed is None else packed.positions_BT
@@ -162,10 +162,10 @@ def _with_loss(library: Any) -> Any:
         return logits if targets is None else cross_entropy(logits, targets)
 
     # `generate` inspects the signature to find out which arguments it may pass.
-    ours = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    theirs = [*inspect.signature(library.forward).parameters.values()][1:]
-    by_keyword = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in theirs]
-    forward.__signature__ = inspect.Signature([*ours, *by_keyword])  # type: ignore[attr-defined]
+    own_parameters = [p for p in inspect.signature(forward).parameters.values() if p.kind is not p.VAR_KEYWORD]
+    parameters = [*inspect.signature(library.forward).parameters.values()][1:]
+    by_keyword = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in parameters]
+    forward.__signature__ = inspect.Signature([*own_parameters, *by_keyword])  # type: ignore[attr-defined]
     subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
     subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
     return subclass
@@ -179,20 +179,20 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 
 @functools.cache
-def _by_document(library: Any) -> Any:
+def _with_document_resets(library: Any) -> Any:
     """Return a subclass of a recurrent layer's class that resets its state at each document, with the same class name.
 
     The library passes document boundaries to the layers' kernels, but its plain torch code ignores them.
     """
 
-    def forward(self: Any, hidden_states: torch.Tensor, documents: Documents | None = None, **theirs: Any) -> Any:
+    def forward(self: Any, hidden_states: torch.Tensor, documents: Documents | None = None, **kwargs: Any) -> Any:
         is_training = self.training
         # In training, the library passes the projections' weights to a fused kernel, which would ignore adapters.
         self.training = is_training and not any(hasattr(child, "base_layer") for child in self.children())
         try:
             if documents is None:
-                return library.forward(self, hidden_states, **theirs)
-            return apply_by_document(lambda rows: library.forward(self, rows, **theirs), hidden_states, documents)
+                return library.forward(self, hidden_states, **kwargs)
+            return apply_by_document(lambda rows: library.forward(self, rows, **kwargs), hidden_states, documents)
         finally:
             self.training = is_training
 
@@ -220,11 +220,11 @@ def _head_computes_logits(model: Any) -> bool:
         base_arguments.update(kwargs, **({"input_ids": args[0]} if args else {}))
         return _Outputs(last_hidden_state=hidden)
 
-    def note_call(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+    def record_call(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         # Keeps `output` alive, so that its storage is not reused.
         head_calls.append((output, _identity(output), _identity(inputs[0])))
 
-    tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(note_call)
+    tokens, hook = torch.zeros(1, 2, dtype=torch.int64, device="meta"), head.register_forward_hook(record_call)
     base.forward = stub_forward
     try:
         logits = model(input_ids=tokens, use_cache=False).logits
@@ -351,7 +351,7 @@ def _flop_terms(content: str) -> tuple[float, list[tuple[int, int | None]]]:
     config = HfConfig(config=json.loads(content))
     with torch.device("meta"):
         model = build(config)
-    text_config = settings_of(config).get_text_config()
+    text_config = library_config(config).get_text_config()
     table, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
     matrices = 0.0
     for parameter in model.parameters():

@@ -1,9 +1,9 @@
 """Converts weights between transformers' checkpoint files and its models, tensor by tensor, in both directions.
 
-The files of a mixture of experts have one matrix per expert and projection, while the model stacks those of all
-experts.  Some files use older names.  transformers' conversion table lists the renamings and conversions that a model
-needs.  transformers applies it to complete models; this module applies it to one tensor, or to the rows of a tensor
-that a rank needs.
+The files of a mixture-of-experts model have one matrix per expert and projection, while the model stacks the matrices
+of all experts.  Some files use older names.  transformers' conversion table lists the renamings and conversions that a
+model needs.  transformers applies it to complete models; this module applies it to one tensor, or to the rows of a
+tensor that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """
 
@@ -128,7 +128,7 @@ class _Conversion:
     inputs: dict[str, list[str]] = field(default_factory=dict)
 
     @property
-    def keeps_rows(self) -> bool:
+    def is_rowwise(self) -> bool:
         """True if row n of the result depends only on the n-th input, as with stacked experts."""
         first, *others = self.converter.operations
         if not isinstance(first, MergeModulelist) or first.dim != 0:
@@ -196,7 +196,7 @@ class _ConvertedSource:
         if name in self._renamed:
             return self._source.read(self._renamed[name], start, stop)
         conversion, _ = self._results[name]
-        if conversion.keeps_rows:
+        if conversion.is_rowwise:
             rows_only = _Conversion(
                 conversion.target,
                 conversion.converter,

@@ -1,4 +1,4 @@
-"""`trainer.runs`: what it shows of runs in every state, without importing torch."""
+"""`trainer.runs`: its summary of runs in every state, without importing torch."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def test_a_run_that_is_alive(tmp_path: Path) -> None:
         lock.release()
 
 
-def test_ranks_and_nodes_of_what_comes_next(tmp_path: Path) -> None:
+def test_next_command_has_the_ranks_and_nodes(tmp_path: Path) -> None:
     two = write(tmp_path / "two", "stopped", 75, START | {"world_size": 2})
     assert summarize(two).next.endswith(f"recipe={two} nproc=2")
     nodes = write(tmp_path / "nodes", "stopped", 75, START | {"world_size": 16, "nodes": 2})
     assert summarize(nodes).next.startswith("submit the same job again")
 
 
-def test_broken_and_empty_files_are_no_obstacle(tmp_path: Path) -> None:
+def test_broken_and_empty_files_are_tolerated(tmp_path: Path) -> None:
     folder = write(tmp_path / "a", "stopped", 75, START, TRAIN)
     with open(folder / "metrics.jsonl", "ab") as file:
         file.write(b'{"kind": "train", "st\xff')
@@ -100,7 +100,7 @@ def test_runs_are_found_in_folders_of_folders_and_not_inside_each_other(tmp_path
     assert find_runs(old) == [old]
 
 
-def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_output_as_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(tmp_path / "x y", "stopped", 75, START, TRAIN, reason="notice")
     assert runs.command_line([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -112,7 +112,7 @@ def test_what_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("name", ["none", "empty"])
-def test_no_runs_are_one_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_runs_give_one_error_message(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "empty").mkdir()
     assert runs.command_line([str(tmp_path / name)]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2

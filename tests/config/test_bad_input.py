@@ -131,7 +131,7 @@ ADVICE = {
     "eval.path=foo": "did you mean data.eval_path=foo?",
     "eval.dataset=foo": "did you mean data.eval_path=foo?",
     "eval.interval=5": "did you mean eval.every=5?",
-    "eval.batch_size=4": "to fix: leave it out: an evaluation takes as many sequences",
+    "eval.batch_size=4": "to fix: leave it out: evaluation uses train.micro_batch_size",
     "checkpoint.steps=5": "did you mean checkpoint.every=5?",
     "checkpoint.path=a": "did you mean checkpoint.dir=a?",
     "log.dir=a": "did you mean run.dir=a?",

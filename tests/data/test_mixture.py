@@ -154,7 +154,7 @@ def test_first_step_of_a_phase() -> None:
         "[{from: 11, weights: {web: 1}}, {from: 'tokens:10_000', weights: {code: 1}}, {from: 83.3%, weights: {web: 1}}]"
     )
     phases = find_phases(config_of(SOURCES, "train.steps=100", f"data.phases={stated}"))
-    # 10,000 tokens end in step 40, the first step after them is 41; of 100 steps 83.3 are 84.
+    # 10,000 tokens end in step 40, so the phase begins with step 41; 83.3 % of 100 steps end in step 84.
     assert [phase.start for phase in phases] == [0, 10 * 8, 40 * 8, 84 * 8]
     assert [phase.weights for phase in phases] == [None, {"web": 1}, {"code": 1}, {"web": 1}]
     first = find_phases(config_of(SOURCES, "data.phases=[{from: 1, weights: {web: 1}}]"))
@@ -189,7 +189,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake(mistake: str) -> None:
+def test_mistake_is_explained(mistake: str) -> None:
     overrides, words = MISTAKES[mistake]
     with pytest.raises(UserError) as caught:
         check_config(config_of(*overrides), 1, 1)
@@ -221,7 +221,7 @@ def phases_of(fourth: str = "{code: 1}", **when: object) -> str:
     )
 
 
-OF_A_RUN = [
+RUN_SETTINGS = [
     "data.source=tokens",
     "model.vocab_size=257",
     "data.seq_len=16",
@@ -244,7 +244,7 @@ MixedRun = tuple[Path, list[dict[str, Any]], list[str]]
 def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> MixedRun:
     """Train six steps on one rank; return the run folder, its lines of metrics, and the settings."""
     folder = tmp_path_factory.mktemp("mixed")
-    settings = [*OF_A_RUN, write_sources(folder / "data")]
+    settings = [*RUN_SETTINGS, write_sources(folder / "data")]
     return folder / "run", fit(folder / "run", *settings, phases_of()), settings
 
 
@@ -256,7 +256,7 @@ def losses(records: list[dict[str, Any]]) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) -> None:
-    """The loss is their mean, weighted by the samples of each source in the phase, and in the 32 held-out samples.
+    """Weights are the samples of each source, in the step for training, and in the held-out samples for evaluation.
 
     The loss of a source without samples is null.
     """
@@ -354,8 +354,8 @@ def test_changed_source_is_named(tmp_path: Path) -> None:
     write_shards(tmp_path / "code", [b"x" * 192], [b"y" * 32])
     (line,), _ = loader().changes_from(stored, frozenset())
     assert line.startswith("data, source code: 1 shard of 193 tokens in the checkpoint, 2 shards of 226 tokens now")
-    _, told = loader().changes_from(stored, frozenset({"data.path"}))
-    assert [text.partition(":")[0] for text in told] == ["data, source code"]
+    _, notes = loader().changes_from(stored, frozenset({"data.path"}))
+    assert [text.partition(":")[0] for text in notes] == ["data, source code"]
 
 
 def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:

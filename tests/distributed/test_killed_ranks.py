@@ -17,7 +17,7 @@ from tests.helpers.ranks import CommandResult, run_command
 from trainer.distributed.dead_ranks import (
     Process,
     describe_dead,
-    describe_end,
+    describe_exit,
     describe_killed,
     is_lost_connection,
     this_process,
@@ -84,7 +84,7 @@ def test_errors_that_mean_a_lost_rank() -> None:
 def test_dead_ranks_are_found_on_this_node_only() -> None:
     here = this_process()
     assert describe_dead([here, Process("another machine", 2**22 + 1)], 0.0) == ""
-    assert describe_dead([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_end(1, 2**22 + 1, None)
+    assert describe_dead([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_exit(1, 2**22 + 1, None)
 
 
 @pytest.mark.slow

@@ -22,7 +22,7 @@ class SlowTrainer(Trainer):
     """
 
     def __init__(self, config: RunConfig) -> None:
-        Follower.FINISH_S = float(os.environ.get("MESHTRAINER_TEST_PATIENCE_S", Follower.FINISH_S))
+        Follower.FINISH_TIMEOUT_S = float(os.environ.get("MESHTRAINER_TEST_PATIENCE_S", Follower.FINISH_TIMEOUT_S))
         super().__init__(config)
 
     def on_step(self, record: Record) -> None:

@@ -415,8 +415,8 @@ def test_failing_wandb_neither_stops_nor_delays_training(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert Follower.FINISH_S < 15
-    monkeypatch.setattr(Follower, "FINISH_S", 0.5)  # what it waits for at most, at the end; scaled down for the test
+    assert Follower.FINISH_TIMEOUT_S < 15
+    monkeypatch.setattr(Follower, "FINISH_TIMEOUT_S", 0.5)  # scaled down for the test
     fake = use_wandb(trouble, hangs)
     found = fit(tmp_path, "train.steps=4", "log.wandb=online")  # the fake hangs for a minute
     assert found[-1]["time"] - found[0]["time"] < 30

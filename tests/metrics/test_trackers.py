@@ -156,7 +156,7 @@ def test_after_an_outage_everything_arrives_and_one_message_tells(
 def test_a_tracker_that_hangs_is_left(
     kept: type[RecordingTracker], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Follower, "FINISH_S", 0.3)
+    monkeypatch.setattr(Follower, "FINISH_TIMEOUT_S", 0.3)
     released = threading.Event()
     monkeypatch.setattr(kept, "write", lambda self, *_: released.wait(60))
     began = time.monotonic()

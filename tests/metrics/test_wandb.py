@@ -122,7 +122,7 @@ def test_unreachable_at_the_start(port_that: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("port_that", ["refuses", "never answers"], indirect=True)
 @pytest.mark.parametrize("command", [COMMAND, ("-c", SCRIPT)], ids=["command line", "script"])
 def test_unreachable_at_the_start_with_the_full_wait(command: Sequence[str], port_that: int, tmp_path: Path) -> None:
-    unreachable(command, port_that, tmp_path, Follower.FINISH_S)
+    unreachable(command, port_that, tmp_path, Follower.FINISH_TIMEOUT_S)
 
 
 def unreachable(command: Sequence[str], port_that: int, folder: Path, patience_s: float) -> None:
@@ -133,7 +133,7 @@ def unreachable(command: Sequence[str], port_that: int, folder: Path, patience_s
 
 @pytest.mark.campaign
 def test_its_service_is_killed(tmp_path: Path) -> None:
-    run = StartedRun(tmp_path / "run", "offline", 1, 1.0, patience_s=Follower.FINISH_S)
+    run = StartedRun(tmp_path / "run", "offline", 1, 1.0, patience_s=Follower.FINISH_TIMEOUT_S)
     run.wait_for('"step": 4,')
     while not (services := run.processes("wandb-core")):  # it takes its time to start
         assert run.process.poll() is None, run.output()

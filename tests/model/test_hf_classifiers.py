@@ -1,4 +1,4 @@
-"""Models of transformers with a new head: their scores, and their exports, which transformers' classifiers load."""
+"""transformers models with a new head: their scores, and their exports, which transformers' classifiers load."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from trainer.weights.exporting import ModelFiles, export, read_model_files
 from trainer.weights.loading import load_unsharded, open_weights
 from trainer.weights.sources import fill
 
-OWN = ["model.name=hf", "data.path=x.jsonl", "objective.num_labels=3", "train.micro_batch_size=1"]
+CLASSIFIER = ["model.name=hf", "data.path=x.jsonl", "objective.num_labels=3", "train.micro_batch_size=1"]
 
 
 def classifier_of(folder: Path, name: str = "hf") -> tuple[Any, Any]:
     """Return the configuration and the model of a folder's weights with a head for three classes."""
-    config = load_config("classify", [f"model.path={folder}", *OWN, f"model.name={name}"])
+    config = load_config("classify", [f"model.path={folder}", *CLASSIFIER, f"model.name={name}"])
     model = build_network(config)
     source = open_weights(locate(str(folder)), config.recipe, config.model, "path")
     load_unsharded(model, config.recipe, source, torch.device("cpu"))
     head = next(p for name, p in model.named_parameters() if name.endswith(".score"))
     head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
-    fill(model, source)  # which does not need to have the head
+    fill(model, source)  # does not need the head, which `source` lacks
     return config, model
 
 
@@ -47,7 +47,7 @@ def classifier_of(folder: Path, name: str = "hf") -> tuple[Any, Any]:
     ],
 )
 def test_scores_are_those_of_the_export(kind: str, tmp_path: Path) -> None:
-    """Also of models whose classifier lacks what follows the projection, such as Gemma's cap on logits."""
+    """Includes models whose classifier omits what follows the output projection, such as Gemma's cap on logits."""
     check_export(kind, "hf", tmp_path)
 
 
@@ -56,7 +56,7 @@ def test_scores_of_a_native_model_whose_values_are_narrower_than_its_keys(tmp_pa
 
 
 def check_export(kind: str, name: str, tmp_path: Path) -> str:
-    """Return the name of the recipe."""
+    """Compare our scores with those of transformers' classifier on the export; return the name of the recipe."""
     config, model = classifier_of(folder_of(tmp_path / "base", kind), name)
     tokens = torch.arange(2, 26).view(2, 12)
     with torch.no_grad():
@@ -76,13 +76,13 @@ def check_export(kind: str, name: str, tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize(
-    ("kind", "says"),
+    ("kind", "reason"),
     [
         ("granite", "there is none"),
         ("mamba", "there is none"),
     ],
 )
-def test_models_without_such_a_classifier_are_refused(kind: str, says: str, tmp_path: Path) -> None:
-    config = load_config("classify", [f"model.path={folder_of(tmp_path / 'base', kind)}", *OWN])
-    with pytest.raises(UserError, match=f"a new head needs a classifier .* for model_type={kind}; {says}"):
+def test_models_without_such_a_classifier_are_refused(kind: str, reason: str, tmp_path: Path) -> None:
+    config = load_config("classify", [f"model.path={folder_of(tmp_path / 'base', kind)}", *CLASSIFIER])
+    with pytest.raises(UserError, match=f"a new head needs a classifier .* for model_type={kind}; {reason}"):
         build_network(config)

@@ -1,9 +1,8 @@
-"""A wheel in an empty folder: what a new user's first commands do without a checkout."""
+"""The wheel, installed: the first commands of a new user, in an empty folder and without a checkout."""
 
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -21,8 +20,7 @@ from trainer.init.__main__ import command_line, write_project
 
 pytestmark = pytest.mark.slow
 
-LARGEST_WHEEL = 1_500_000
-"""Bytes."""
+MAX_WHEEL_BYTES = 1_500_000
 
 
 @pytest.fixture(scope="module")
@@ -31,9 +29,9 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     return install(base.parent if base.name.startswith("popen-") else base)
 
 
-def test_what_is_inside(installed: Installed) -> None:
-    """Recipes, launch files, examples, the report's style and the project template: all that commands need."""
-    assert installed.wheel.stat().st_size < LARGEST_WHEEL
+def test_contents_of_the_wheel(installed: Installed) -> None:
+    """All that the commands need: recipes, launch files, examples, the report's style and the project template."""
+    assert installed.wheel.stat().st_size < MAX_WHEEL_BYTES
     with zipfile.ZipFile(installed.wheel) as archive:
         names = set(archive.namelist())
     for folder in ("conf", "recipes", "objectives", "launch", "examples"):
@@ -58,8 +56,10 @@ def test_the_first_commands(installed: Installed, tmp_path: Path) -> None:
     run("meshtrainer", "run", "recipe=llama_small", *tiny, "nproc=2", folder=tmp_path)
     status = json.loads((tmp_path / "runs/llama_small/status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 4)
-    said = run("meshtrainer", "generate", "runs/llama_small", "--prompt", "def ", "--max-tokens", "5", folder=tmp_path)
-    assert said
+    output = run(
+        "meshtrainer", "generate", "runs/llama_small", "--prompt", "def ", "--max-tokens", "5", folder=tmp_path
+    )
+    assert output
     run("meshtrainer", "export", "runs/llama_small", "exported", folder=tmp_path)
     assert (tmp_path / "exported/model.safetensors").stat().st_size > 0
     run("meshtrainer", "report", "runs/llama_small", folder=tmp_path)
@@ -68,10 +68,10 @@ def test_the_first_commands(installed: Installed, tmp_path: Path) -> None:
     assert plan["num_ranks"] == 64
 
 
-def test_a_project_of_ones_own(installed: Installed, tmp_path: Path) -> None:
-    """It trains at once, and its test passes."""
-    said = installed.run("meshtrainer", "init", "mine", folder=tmp_path)
-    assert said.endswith("next: cd mine && meshtrainer run recipe=mine.yaml\n")
+def test_init_writes_a_working_project(installed: Installed, tmp_path: Path) -> None:
+    """The project trains without changes, and its tests pass."""
+    output = installed.run("meshtrainer", "init", "mine", folder=tmp_path)
+    assert output.endswith("next: cd mine && meshtrainer run recipe=mine.yaml\n")
     project = tmp_path / "mine"
     names = sorted(path.name for path in project.iterdir())
     assert names == ["README.md", "mine.py", "mine.yaml", "test_mine.py", "train.sbatch"]
@@ -79,8 +79,8 @@ def test_a_project_of_ones_own(installed: Installed, tmp_path: Path) -> None:
     small = ["model.width=32", "train.steps=3", "eval.every=0", "data.source=synthetic", "log.sample_tokens=0"]
     installed.run("meshtrainer", "run", "recipe=mine.yaml", *small, folder=project)
     assert json.loads((project / "runs/mine/status.json").read_text())["state"] == "finished"
-    said = installed.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project)
-    assert "2 passed" in said
+    output = installed.run("python", "-m", "pytest", "-q", "-p", "no:cacheprovider", folder=project)
+    assert "2 passed" in output
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,7 @@ def test_a_project_of_ones_own(installed: Installed, tmp_path: Path) -> None:
         ("there", "NAME=there: there exists already"),
     ],
 )
-def test_a_name_that_is_none(
+def test_invalid_names_are_rejected(
     name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -106,18 +106,13 @@ def test_a_name_that_is_none(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# From the package index, which the campaign may use
-
-
-def has_an_index() -> bool:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", os.devnull, "iniconfig"]
-    return "No matching distribution" not in subprocess.run(command, capture_output=True, text=True).stderr
+# From the package index, to which only the campaign has access
 
 
 @pytest.mark.campaign
 @pytest.mark.timeout(1800)
 def test_an_empty_environment(tmp_path: Path) -> None:
-    """`pip install` of the wheel with its dependencies, then the first step; and all extras together are possible."""
+    """`pip install` of the wheel and its dependencies, then one step; all extras can be installed together."""
     wheel, _ = build(tmp_path)
     environment = tmp_path / "environment"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
@@ -126,9 +121,9 @@ def test_an_empty_environment(tmp_path: Path) -> None:
     everything = f"{wheel}[{','.join(name for name in extras)}]"
     constraints = ("-c", str(REPOSITORY / "constraints.txt"))
     mine.run("python", "-m", "pip", "install", "-q", "--dry-run", everything, folder=tmp_path, timeout_s=900)
-    began = time.monotonic()
+    start = time.monotonic()
     mine.run("python", "-m", "pip", "install", "-q", *constraints, str(wheel), folder=tmp_path, timeout_s=1500)
     (tmp_path / "empty").mkdir()
     mine.run("meshtrainer", "run", "recipe=llama_small", *tiny_overrides("train.steps=1"), folder=tmp_path / "empty")
-    print(f"from pip install to the first step: {time.monotonic() - began:.0f} s")
+    print(f"from pip install to the first step: {time.monotonic() - start:.0f} s")
     assert json.loads((tmp_path / "empty/runs/llama_small/status.json").read_text())["state"] == "finished"

@@ -99,10 +99,10 @@ def budget(reference_s: Iterator[float] | float, **recorded: float) -> Budget:
 
 
 def test_limit_is_a_multiple_of_the_recorded_duration() -> None:
-    most_s = 10.0 * LIMIT_FACTOR + ALLOWANCE_S
-    assert budget(0.1, known=10.0).overrun("known", "test", most_s - 0.1) == ""
-    said = budget(0.1, known=10.0).overrun("known", "test", most_s + 0.1)
-    assert said.startswith(f"known took {most_s + 0.1:.1f} s: 10.0 s were recorded")
+    limit_s = 10.0 * LIMIT_FACTOR + ALLOWANCE_S
+    assert budget(0.1, known=10.0).overrun("known", "test", limit_s - 0.1) == ""
+    message = budget(0.1, known=10.0).overrun("known", "test", limit_s + 0.1)
+    assert message.startswith(f"known took {limit_s + 0.1:.1f} s: 10.0 s were recorded")
 
 
 @pytest.mark.parametrize("tier", DEFAULT_LIMIT_S)

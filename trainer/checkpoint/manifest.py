@@ -27,12 +27,12 @@ from trainer.errors import UserError
 from trainer.files import crc32
 
 FORMAT_VERSION = 3
-_READ_VERSIONS = (2, 3)
+_READABLE_VERSIONS = (2, 3)
 """Formats that can be read.  In format 2 the layout has one row per chunk."""
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
-BLOCKS = ".blocks.json"
+BLOCKS_SUFFIX = ".blocks.json"
 """Suffix of the file with a data file's block checksums; it replaces `.distcp`."""
 
 
@@ -104,7 +104,7 @@ def checkpoint_name(step: int) -> str:
     return f"{CHECKPOINT_PREFIX}{step:08d}"
 
 
-def step_in(name: str) -> int | None:
+def parse_step(name: str) -> int | None:
     """Return the step in a checkpoint folder's name; None if it is not a checkpoint's name."""
     match = _NAME.fullmatch(name)
     return int(match.group(1)) if match else None
@@ -112,7 +112,7 @@ def step_in(name: str) -> int | None:
 
 def list_steps(storage: Storage) -> list[int]:
     """Return the steps of the published checkpoints in `storage`, oldest first.  Some may be damaged."""
-    steps = ((name, step_in(name)) for name in storage.names())
+    steps = ((name, parse_step(name)) for name in storage.names())
     return sorted(step for name, step in steps if step is not None and storage.is_published(name))
 
 
@@ -136,17 +136,18 @@ def read_manifest(storage: Storage) -> Manifest:
     except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise Damaged(f"{storage}/{MANIFEST}: {error}") from error
     check_format(storage, content.get("format_version"))
-    manifest, step_of_folder = Manifest(**content), step_in(split_parent(str(storage))[1])
+    manifest, step_of_folder = Manifest(**content), parse_step(split_parent(str(storage))[1])
     if step_of_folder not in (None, manifest.step):
         raise Damaged(
-            f"{storage}: holds the checkpoint of step {manifest.step}; {checkpoint_name(manifest.step)} is its name"
+            f"{storage}: holds the checkpoint of step {manifest.step}, so its name must be "
+            f"{checkpoint_name(manifest.step)}"
         )
     return manifest
 
 
 def check_format(storage: Storage, version: object) -> None:
     """Raise UserError, with advice, if this version of the trainer does not support the format."""
-    if version in _READ_VERSIONS:
+    if version in _READABLE_VERSIONS:
         return
     if isinstance(version, int) and version > FORMAT_VERSION:
         advice = "update meshtrainer"
@@ -164,7 +165,7 @@ def check_format(storage: Storage, version: object) -> None:
 
 def blocks_name(data_file: str) -> str:
     """Return the name of the file with a data file's block checksums."""
-    return data_file.removesuffix(".distcp") + BLOCKS
+    return data_file.removesuffix(".distcp") + BLOCKS_SUFFIX
 
 
 def is_data_file(name: str) -> bool:

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import UserError, is_disk_full, masked, redact
-from trainer.files import content_of, crc32, local_path, sync_folder
+from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
@@ -286,7 +286,7 @@ class PinnedStorage(LocalStorage):
         return os.fstat(self._descriptors[name]).st_size if name in self._descriptors else super().size(name)
 
     def read(self, name: str) -> bytes:
-        return content_of(self._descriptors[name]) if name in self._descriptors else super().read(name)
+        return read_all(self._descriptors[name]) if name in self._descriptors else super().read(name)
 
     def open(self, name: str) -> ReadableFile:
         if name not in self._descriptors:

@@ -87,7 +87,7 @@ _FSDP_ONLY = (
     "mesh.expert for experts)"
 )
 _TRAINED_ON = "set data.train_on=assistant, or completion"
-_EVAL_BATCH = "leave it out: an evaluation takes as many sequences at a time as training, train.micro_batch_size"
+_EVAL_BATCH = "leave it out: evaluation uses train.micro_batch_size, like training"
 _ADVICE_FOR_NAME = {  # settings of other trainers that do not correspond to a single key
     **dict.fromkeys(("gradient_accumulation_steps", "accumulate_grad_batches", "grad_accum_steps"), _COMPUTED),
     **dict.fromkeys(("bf16", "fp16", "precision", "mixed_precision", "amp"), "set fsdp.param_dtype=bfloat16"),
@@ -104,7 +104,7 @@ _ADVICE_FOR_NAME = {  # settings of other trainers that do not correspond to a s
     "model_name": "set model.path to a Hugging Face folder, or model.name to a registered model",
     "fsdp_transformer_layer_cls_to_wrap": "leave it out: fsdp.wrap=block, the default, wraps what the recipe lists",
     **dict.fromkeys(("adapter", "peft_config"), "set lora.rank, for example to 16"),
-    "param_init_fn": "leave it out: each module fills itself in reset_parameters()",
+    "param_init_fn": "leave it out: each module initializes itself in reset_parameters()",
     "loss_type": "set train.objective, for example to ipo or kto",
     "rl": "use recipe=dpo, ipo, kto, simpo or orpo for preferences",
     "backward_prefetch": "set fsdp.prefetch_backward, for example to 2",
@@ -137,7 +137,7 @@ def unknown_key_error(key: str, value: Any, legal: Collection[str], where: str =
     if key_meant == key:  # a setting of other models only
         key_meant = None
         if key == "model.path":
-            advice = f"train.init_from={value} starts from a folder's weights; model.name=auto also takes its model"
+            advice = f"train.init_from={value} loads a folder's weights; model.name=auto also takes its architecture"
     if advice:
         return setting_error(key, value, rule, fix=advice)
     if key_meant is None:
@@ -366,7 +366,7 @@ _EXAMPLES = {
 """Example values for keys whose default is empty or disables the feature."""
 
 _WORDS_FOR_ALL = ("all", "any", "*", "true", "yes")
-"""Words by which users mean every entry of a list."""
+"""What users write to mean every entry of a list."""
 
 _COUNT_SUFFIXES = {"": 1.0, "k": 1e3, "m": 1e6, "b": 1e9, "g": 1e9, "%": 0.01}
 _MINUTES = ("m", "min", "mins", "minutes")

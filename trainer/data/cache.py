@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import CHECKSUM, find_cache_folders, replacing, sync_folder, verify_checksum, with_checksum
+from trainer.files import CHECKSUM, atomic_replace, find_cache_folders, sync_folder, verify_checksum, with_checksum
 from trainer.locks import locked, remove
 from trainer.stopping import add_partial, drop_partial
 
@@ -175,7 +175,7 @@ def write_value(path: Path, value: Any) -> None:
     """Store a JSON value with a checksum.  Raises OSError."""
     if path.is_dir():
         remove(path)
-    with replacing(path) as partial:
+    with atomic_replace(path) as partial:
         partial.write_text(json.dumps(with_checksum({"value": value})))
 
 

@@ -38,7 +38,7 @@ from numpy.typing import NDArray
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
-from trainer.files import CHECKSUM, crc32, replacing, verify_checksum, with_checksum
+from trainer.files import CHECKSUM, atomic_replace, crc32, verify_checksum, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
@@ -574,7 +574,7 @@ class ShardManifest:
 
     def write(self, path: Path) -> None:
         """Write the manifest to `path` atomically, replacing an earlier one, and flush it to disk."""
-        with replacing(path) as partial:
+        with atomic_replace(path) as partial:
             partial.write_text(json.dumps(with_checksum(vars(self)), separators=(",", ":")))
 
     def shards(self, folder: Path, is_held_out: bool = False) -> list[Shard]:

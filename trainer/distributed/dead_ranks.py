@@ -1,6 +1,6 @@
 """Finds out which ranks have died, and why.
 
-If a rank is killed, the other ranks only see a closed connection and raise unspecific network errors.  The launcher
+If a rank is killed, the other ranks only see a closed connection and raise generic network errors.  The launcher
 learns the exit status, and ranks on the same machine can see that the process is dead.
 """
 
@@ -25,8 +25,8 @@ _MAX_NAMED = 4
 """Maximum number of dead ranks to name."""
 
 
-def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
-    """Describe how a rank ended, as far as its exit code is known."""
+def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
+    """Describe how a rank ended, as far as the exit code tells."""
     subject = f"rank {rank} (process {pid})"
     if exit_code is None:
         return f"{subject} has died"
@@ -39,19 +39,23 @@ def describe_end(rank: int, pid: int, exit_code: int | None) -> str:
     return f"{subject} was killed by {signal_name}{reason}"
 
 
-def describe_killed(ends: Mapping[int, ProcessFailure]) -> str:
+def describe_killed(failures: Mapping[int, ProcessFailure]) -> str:
     """Describe which ranks were killed, by which signals; empty if only the launcher killed ranks.
 
-    ends: how workers ended, as the launcher saw it, by rank.  As in `subprocess`, a negative exit code is a signal.
+    failures: how workers ended, as the launcher saw it, by rank.  As in `subprocess`, a negative exit code is a signal.
     """
-    first_death = min((end.timestamp for end in ends.values()), default=0)
+    first_death = min((failure.timestamp for failure in failures.values()), default=0)
     # Later deaths do not count: the launcher kills ranks that do not exit.
-    killed = {rank: end for rank, end in ends.items() if end.exitcode < 0 and end.timestamp <= first_death + 1}
-    not_by_launcher = {rank: end for rank, end in killed.items() if end.exitcode != -signal.SIGTERM}
-    if not not_by_launcher and len(killed) < len(ends):
+    killed = {
+        rank: failure
+        for rank, failure in failures.items()
+        if failure.exitcode < 0 and failure.timestamp <= first_death + 1
+    }
+    not_by_launcher = {rank: failure for rank, failure in killed.items() if failure.exitcode != -signal.SIGTERM}
+    if not not_by_launcher and len(killed) < len(failures):
         return ""  # the launcher ends the remaining ranks with SIGTERM
     reported = sorted((not_by_launcher or killed).items())
-    messages = [describe_end(rank, end.pid, end.exitcode) for rank, end in reported[:_MAX_NAMED]]
+    messages = [describe_exit(rank, failure.pid, failure.exitcode) for rank, failure in reported[:_MAX_NAMED]]
     return "; ".join([*messages, *([f"and {len(reported) - _MAX_NAMED} more"] if len(reported) > _MAX_NAMED else [])])
 
 
@@ -98,10 +102,10 @@ def _describe_death(rank: int, pid: int) -> str:
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return describe_end(rank, pid, None)
+        return describe_exit(rank, pid, None)
     except OSError:
         return ""
     if fields[0] not in ("Z", "X"):
         return ""
     status = int(fields[49])  # a zombie's status, as wait(2) encodes it
-    return describe_end(rank, pid, -(status & 0x7F) or status >> 8)
+    return describe_exit(rank, pid, -(status & 0x7F) or status >> 8)

@@ -4,7 +4,7 @@ An expert module lists its matrices in an attribute `matrices`, and multiplies b
 adds the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module,
 which are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Parameters that transformers
 concatenates along the outputs, in this order, share an adapter, as in peft.  Each parameter is (E, out, in), or
-(E, in, out) if the module has a true attribute `is_transposed`.
+(E, in, out) if the module's attribute `is_transposed` is true.
 Frozen parameters named in the module's `packings` have packed rows (`trainer.model.packed`).
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
@@ -77,11 +77,11 @@ def expert_matmuls(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: to
     adapter = adapters_of(experts).get(name)
     if adapter is None or not adapter.is_enabled:
         return outputs
-    changes = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
+    deltas = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
     # Not in place: selective activation checkpointing may save the experts' own products.
     return [
-        torch.add(out_MN, change_MN, alpha=adapter.scaling).to(out_MN.dtype)
-        for out_MN, change_MN in zip(outputs, changes, strict=True)
+        torch.add(out_MN, delta_MN, alpha=adapter.scaling).to(out_MN.dtype)
+        for out_MN, delta_MN in zip(outputs, deltas, strict=True)
     ]
 
 

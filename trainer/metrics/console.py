@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from trainer.errors import discard_stream, print_stderr, printable
-from trainer.files import content_of
+from trainer.files import read_all
 from trainer.metrics.record import Record, logged_names
 from trainer.metrics.time_breakdown import KINDS
 
@@ -369,7 +369,7 @@ class LogFile(io.TextIOBase):
         content, self._path = b"", path
         with contextlib.suppress(OSError):
             if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
-                content = content_of(self._fd)
+                content = read_all(self._fd)
         self.close()
         if content:
             self.write(content.decode("utf-8", "replace"))

@@ -185,10 +185,10 @@ class Follower:
     """Keeps one tracker up to date with `metrics.jsonl`, in a thread that training never waits for.
 
     An error is reported once, and the tracker is opened again after a pause, until the run ends.  Then `close` waits at
-    most `FINISH_S` until the remaining rows are sent.
+    most `FINISH_TIMEOUT_S` until the remaining rows are sent.
     """
 
-    FINISH_S = 10.0
+    FINISH_TIMEOUT_S = 10.0
     _PAUSES_S = (1.0, 2.0, 5.0, 10.0)
     """Pauses after the first, second, third and every later error."""
 
@@ -232,10 +232,12 @@ class Follower:
 
     def close(self) -> None:
         self.finish()
-        self._thread.join(self.FINISH_S)
+        self._thread.join(self.FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             self._has_given_up = True
-            self._warn_once(f"{self._name} did not finish within {self.FINISH_S:.0f} s; the run ends without it")
+            self._warn_once(
+                f"{self._name} did not finish within {self.FINISH_TIMEOUT_S:.0f} s; the run ends without it"
+            )
             abandon = getattr(self._tracker, "abandon", None)
             if abandon is not None:
                 abandon()

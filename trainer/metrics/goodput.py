@@ -128,7 +128,7 @@ class RunHistory:
 
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
 _NUM_SAVES = 5
-"""Number of recent saves to copy_saves: the cost of a save changes with the number of ranks and the storage."""
+"""Number of recent saves to keep: the cost of a save changes with the number of ranks and the storage."""
 
 
 class TimeLedger:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.config import RunConfig
-from trainer.files import replacing
+from trainer.files import atomic_replace
 from trainer.metrics.callbacks import Callback
 from trainer.metrics.record import Record
 from trainer.metrics.time_breakdown import KINDS, PHASE, STEP, Timeline, find_events
@@ -172,7 +172,7 @@ class _Recording:
             for partial in folder.glob(f".*_rank{rank}.*"):  # left over from a killed attempt
                 partial.unlink(missing_ok=True)
             if self._on_cuda:
-                with replacing(memory) as partial:
+                with atomic_replace(memory) as partial:
                     torch.cuda.memory._dump_snapshot(str(partial))
         finally:
             if self._on_cuda:
@@ -201,7 +201,7 @@ class _Recording:
 
     def _write_trace(self, path: Path) -> Timeline:
         """Write the compressed trace, including the row of phases, and return its parsed timeline."""
-        with replacing(path) as partial:
+        with atomic_replace(path) as partial:
             raw = partial.with_suffix(".json")
             try:
                 self._profiler.export_chrome_trace(str(raw))

@@ -113,9 +113,9 @@ class WandB:
     is lost during the run, `finish` does not return within 130 s.
     """
 
-    FINISH_S = 10.0
+    FINISH_TIMEOUT_S = 10.0
     """Seconds that the client may take to end a run."""
-    _TEARDOWN_S = 1.0
+    _TEARDOWN_TIMEOUT_S = 1.0
     """Seconds to wait for the client after its service has been killed."""
 
     def open(self, run: TrackedRun) -> int:
@@ -128,7 +128,7 @@ class WandB:
         stored = _last_stored_step(folder, run.id) if is_offline else 0
         settings = wandb.Settings(
             init_timeout=60,
-            finish_timeout=self.FINISH_S,
+            finish_timeout=self.FINISH_TIMEOUT_S,
             console="off",
             silent=True,
             # The metadata includes the command line, which may contain secrets.
@@ -172,7 +172,7 @@ class WandB:
 
         ending = threading.Thread(target=tear_down, name="wandb-teardown", daemon=True)
         ending.start()
-        ending.join(self._TEARDOWN_S)
+        ending.join(self._TEARDOWN_TIMEOUT_S)
 
 
 def _service_pids() -> set[int]:
@@ -244,7 +244,7 @@ class Trackio:
 
         server = os.environ.get("TRACKIO_SERVER_URL")
         if server and not os.environ.get("TRACKIO_SPACE_ID"):
-            # The client would go on without the server, and could not report which steps the server has.
+            # The client would carry on without the server, and could not report which steps the server has.
             url = urlsplit(server)
             port = url.port or (443 if url.scheme == "https" else 80)
             socket.create_connection((url.hostname or "", port), timeout=self._CONNECT_TIMEOUT_S).close()
@@ -335,8 +335,8 @@ TRACKERS: dict[str, tuple[str, Callable[[], Tracker]]] = {
 }
 """The trackers of this package by their name in `log.trackers`, each with its display name and its class.
 
-`_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, three floors below, where these
-classes cannot be imported.  A test compares the two."""
+`_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, in a lower layer that must not
+import these classes.  A test compares the two."""
 
 
 def tracker_names(log: LogSection) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO, cast
 
 from trainer.config import RunConfig
 from trainer.errors import print_stderr, redact
-from trainer.files import append_and_sync, content_of, write_atomically
+from trainer.files import append_and_sync, read_all, write_atomically
 from trainer.metrics.console import ConsoleWriter, LogFile, NonBlockingStream, PlainScreen, make_screen
 from trainer.metrics.follower import Follower, TrackingFile
 from trainer.metrics.goodput import RunHistory, TimeLedger
@@ -148,7 +148,7 @@ class JsonLines:
         descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder)
         old_file, self._file = self._file, io.FileIO(descriptor, "a+b")
         if with_content:
-            self._unwritten = content_of(old_file.fileno()) + self._unwritten
+            self._unwritten = read_all(old_file.fileno()) + self._unwritten
         old_file.close()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ SAMPLING_BYTES = 30
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """How many texts a rank generates at once, and the maximum number of tokens of a prompt and of an answer."""
+    """The number of texts that a rank generates at once, and the maximum lengths of prompts and answers in tokens."""
 
     number: int
     prompt: int
@@ -49,7 +49,7 @@ class GenerationWorkload:
 def with_generation(plan: Plan, texts: GenerationWorkload) -> Plan:
     """Return the plan of a run that also generates texts inside its steps.
 
-    Raises UserError if the model has no cache, or if its code cannot run on tensors without values.
+    Raises UserError if the model has no KV cache, or if its code cannot run on fake tensors.
     """
     config = plan.config
     try:
@@ -65,7 +65,7 @@ def with_generation(plan: Plan, texts: GenerationWorkload) -> Plan:
 
 
 def advice_on_fewer_texts(plan: Plan, texts: GenerationWorkload | None) -> list[str]:
-    """Return a line with the number of texts at once that would fit, if `plan` does not fit because of generation."""
+    """Return a line with the number of texts that would fit, if `plan` does not fit because of generation."""
     budget = plan.machine.budget_bytes
     while (
         texts is not None
@@ -74,9 +74,9 @@ def advice_on_fewer_texts(plan: Plan, texts: GenerationWorkload | None) -> list[
     ):
         if plan.fits:
             return [f"would fit: generate={texts.number}x{texts.prompt}+{texts.answer}"]
-        of_texts = generation.cache + generation.temporaries
-        # Not quite proportional to their number, which also decides how prompts are fed.
-        number = min(texts.number - 1, int(texts.number * (budget - moment.total + of_texts) / of_texts))
+        bytes_of_texts = generation.cache + generation.temporaries
+        # Memory is not quite proportional to the number of texts, which also determines how prompts are fed.
+        number = min(texts.number - 1, int(texts.number * (budget - moment.total + bytes_of_texts) / bytes_of_texts))
         if number < 1 or moment.total < plan.memory.peak.total:
             return []
         texts = replace(texts, number=number)
@@ -99,11 +99,13 @@ def _gathered_bytes(layout: Layout, units: Sequence[UnitInfo]) -> int:
 def memory_of_texts(
     model: nn.Module, dtype: torch.dtype, device_type: str, texts: GenerationWorkload
 ) -> tuple[int, int]:
-    """Return the bytes of the cache at the texts' full length, and of what is allocated in addition: by a call of the
-    model with the maximum number of tokens that a decoder feeds at once, or by sampling tokens after it.
+    """Return the bytes of the KV cache at the texts' full length, and those of temporary tensors.
+
+    Temporary tensors are the larger of two: those of a forward pass with as many tokens as a decoder feeds at once, and
+    those of sampling after it.
 
     model: on the meta device; unusable afterwards, since the call runs on fake tensors.  dtype: of the computation.
-    Raises any error of the model's code if it cannot run on tensors without values.
+    Raises any error of the model's code if it cannot run on fake tensors.
     """
     model.eval()
     if device_type == "cuda":
@@ -134,8 +136,8 @@ def memory_of_texts(
         cache_bytes = called.net + freed.net
         del cache
     logits = -freed.net
-    choice = SAMPLING_BYTES * texts.number * vocab_size
-    return round(cache_bytes * share), max(called.peak - cache_bytes, logits + choice)
+    sampling = SAMPLING_BYTES * texts.number * vocab_size
+    return round(cache_bytes * share), max(called.peak - cache_bytes, logits + sampling)
 
 
 def _capacity(texts: GenerationWorkload, num_fed: int) -> int:

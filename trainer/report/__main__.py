@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
-from trainer.files import replacing, writing_to
+from trainer.files import atomic_replace, writing_to
 from trainer.report.charts import draw_png
 from trainer.report.history import read_run
 from trainer.report.live import PORT, serve, watch
@@ -89,7 +89,7 @@ def _write_all(contents: Mapping[Path, bytes]) -> None:
     """
     with contextlib.ExitStack() as stack:
         for path, content in contents.items():
-            stack.enter_context(replacing(path)).write_bytes(content)
+            stack.enter_context(atomic_replace(path)).write_bytes(content)
 
 
 if __name__ == "__main__":

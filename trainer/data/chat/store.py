@@ -29,7 +29,7 @@ from trainer.data.chat.masking import Encoded, Encoder
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import replacing
+from trainer.files import atomic_replace
 from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 4
@@ -405,7 +405,7 @@ class PartialResults:
         metadata = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
         documents = [document for record_documents in self._pending for document in record_documents]
         with contextlib.suppress(OSError):  # such as a full disk, on which the final shards may still fit
-            with replacing(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
+            with atomic_replace(self._path(self._num_parts)) as partial, open(partial, "wb") as file:
                 np.savez(
                     file,
                     tokens=np.concatenate(

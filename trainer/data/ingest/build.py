@@ -58,7 +58,7 @@ from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import LAUNCHER, die_with_parent, find_environment
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import replacing, sync_folder, verify_checksum, with_checksum
+from trainer.files import atomic_replace, sync_folder, verify_checksum, with_checksum
 from trainer.locks import open_lock, remove
 from trainer.stopping import StopRequested, stop_if_asked
 
@@ -657,7 +657,7 @@ class BuildFolder:
     def write(self, unit: int, record: UnitRecord) -> None:
         """Write the record of a unit, after its shards are on disk under their final names."""
         sync_folder(self.path)
-        with replacing(self._record_path(unit)) as partial:
+        with atomic_replace(self._record_path(unit)) as partial:
             partial.write_text(json.dumps(with_checksum(dataclasses.asdict(record))))
 
     def clear(self, unit: int) -> None:

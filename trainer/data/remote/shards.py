@@ -234,7 +234,7 @@ class RemoteShard(Shard):
 _NUM_SAMPLES_AHEAD = 4096
 """Number of samples to look ahead, rounded up to complete steps."""
 
-_PAUSE_S = 1.0
+_RETRY_DELAY_S = 1.0
 """Seconds until the next attempt if the cache is full: by then, other processes may have evicted files."""
 
 Samples: TypeAlias = "NDArray[np.int64]"
@@ -326,7 +326,7 @@ class ShardPrefetcher:
                     continue
             with self._changed:
                 if not self._is_closed:
-                    self._changed.wait(_PAUSE_S)
+                    self._changed.wait(_RETRY_DELAY_S)
             self._cache.close_evicted()
 
     def _fetch_next(self) -> bool:

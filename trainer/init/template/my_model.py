@@ -1,4 +1,4 @@
-"""A small causal transformer in plain PyTorch: change it as you like.  It needs no code for ranks or meshes."""
+"""A small causal transformer in plain PyTorch: change it as you like.  It needs no distributed code."""
 
 from __future__ import annotations
 
