@@ -1428,7 +1428,7 @@ DEFECTS: list[Defect] = [
         "killed-rank",
         "describe_killed",
         "if failure.exitcode < 0 and failure.timestamp <= first_death + 1}",
-        "if end.exitcode > 0 and end.timestamp <= first_death + 1}",
+        "if failure.exitcode > 0 and failure.timestamp <= first_death + 1}",
     ),
     Defect(
         "notice-once",
