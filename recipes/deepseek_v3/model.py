@@ -89,7 +89,7 @@ class LatentAttention(nn.Module):
 class GroupLimitedTopK(TopKExperts):
     """Chooses each token's experts from a few groups: those whose two best scores have the highest sum.
 
-    The scores always have a bias (section 2.1.2).
+    The selection always uses a bias (section 2.1.2).
     """
 
     bias: torch.Tensor

@@ -256,7 +256,7 @@ def losses(records: list[dict[str, Any]]) -> list[list[float]]:
 
 @pytest.mark.slow
 def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) -> None:
-    """Weights are the samples of each source, in the step for training, and in the held-out samples for evaluation.
+    """A source's weight is its number of samples: in the steps for training, among the held-out samples for evaluation.
 
     The loss of a source without samples is null.
     """
