@@ -58,6 +58,10 @@ class ObjectiveInputs:
     log: Callable[..., None] = log_nothing
 
 
+Rows = ObjectiveInputs
+"""The old name, which keeps working for one version."""
+
+
 @dataclass(frozen=True)
 class Objective:
     """Base class of objectives: a frozen dataclass, whose fields are its settings (`objective.NAME`).

@@ -37,6 +37,9 @@ from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
 from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
+Choice = TopKExperts
+"""The old name, which keeps working for one version."""
+
 __all__ = [
     "ADAPTER",
     "ADAPTERS",
@@ -44,6 +47,7 @@ __all__ = [
     "GROUPED",
     "GROUPED_PRODUCT",
     "Balance",
+    "Choice",
     "Estimate",
     "ExpertAdapter",
     "ExpertBalance",
