@@ -8,6 +8,8 @@ import warnings
 import pytest
 
 import trainer
+import trainer.experts
+import trainer.objective
 from trainer import RunConfig, Source, TrainLoader, load_config
 from trainer.checkpoint.saver import Saver
 from trainer.config.schema import EvalSection, LogSection
@@ -53,6 +55,11 @@ def test_old_names_can_be_imported() -> None:
             assert hasattr(importlib.import_module(module), name), f"{module}.{name}"
     for name in _TRAINER.split():
         assert hasattr(trainer.Trainer, name), name
+
+
+def test_old_class_names_are_the_same_classes() -> None:
+    assert trainer.objective.Rows is trainer.objective.ObjectiveInputs
+    assert trainer.experts.Choice is trainer.experts.TopKExperts
 
 
 def test_old_attribute_names_work_with_a_warning() -> None:
