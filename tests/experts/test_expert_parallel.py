@@ -28,6 +28,8 @@ FEW = ["model.num_experts=2", "model.num_chosen=2"]
 """Both experts are chosen: with one of two, nearly equal scores would let the last bit of a sum decide."""
 ODD = [*FEW, "model.expert_dim=26"]
 """Two experts, and a width that four ranks do not divide."""
+COLUMNS = [*FEW, "model.expert_dim=25"]
+"""Two experts, whose width does not divide among the two ranks of each."""
 MUON = ["optim.name=muon", "optim.muon.dtype=float32"]
 ROUNDED = ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"]
 LORA = ["lora.rank=3", "lora.alpha=6", "lora.targets=[q_proj,gate_up_proj,down_proj]", "optim.lr=1e-2"]
@@ -83,6 +85,9 @@ MESHES = [[TWO], [FOUR], [TWO, "mesh.replicate=2"]]
 EVERY = [[*mesh, method, *policy] for mesh in MESHES for method in (EXCHANGE, GATHER) for policy in ([], *POLICIES)]
 OTHERS = [
     *([*FEW, "mesh.shard=4"], [*FEW, "mesh.replicate=2"], [*ODD, "mesh.shard=4", *MUON]),
+    *([*COLUMNS, "mesh.shard=4"], [*COLUMNS, "mesh.shard=4", *MUON], ["model.num_experts=3", "mesh.shard=4"]),
+    *([*FEW, "fsdp.accumulate=sharded", "train.ema=0.9"], [*FEW, "mesh.context=2", "fsdp.prefetch_forward=1"]),
+    [*FEW, *MUON, "optim.muon.variant=normuon"],
     *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [*ODD, "mesh.shard=4", "fsdp.cpu_offload=true"]),
     [TWO, EXCHANGE, "mesh.replicate=2", "fsdp.cpu_offload=true", "train.activation_checkpoint=full"],
     [TWO, EXCHANGE, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=1", "fsdp.separate_reduce=true"],

@@ -11,7 +11,7 @@ import torch
 from tests.helpers.ranks import run_ranks
 from trainer import Trainer, load_config
 from trainer.model.parameters import division_of, local, local_box
-from trainer.model.placement import Division, choose_dim, divide
+from trainer.model.placement import Division, choose_dim, divide, ranks_per_matrix
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, without_data
 
@@ -38,8 +38,35 @@ def test_the_dimension_that_wastes_least(shape: tuple[int, ...], parts: int, num
 
 
 @pytest.mark.parametrize(
+    ("shape", "parts", "num_dims", "expected"),
+    [
+        ((128, 768, 2048), 512, 3, 4),
+        ((128, 768, 2048), 512, 2, 4),  # rows stay whole
+        ((128, 768, 2048), 512, 1, 1),
+        ((128, 2048, 768), 64, 3, 1),
+        ((128, 2048, 768), 128, 3, 1),
+        ((128, 768, 2048), 192, 3, 1),
+        ((2, 3, 8), 4, 3, 1),  # two ranks cannot share three rows
+        ((1, 8, 8), 4, 3, 4),
+        ((0, 8, 8), 4, 3, 1),
+        ((2, 8), 4, 2, 1),  # a single matrix
+    ],
+)
+def test_ranks_share_matrices(shape: tuple[int, ...], parts: int, num_dims: int, expected: int) -> None:
+    assert ranks_per_matrix(shape, parts, num_dims) == expected
+
+
+@pytest.mark.parametrize(
     ("shape", "shard", "expert"),
-    [((6, 8, 4), 4, 1), ((8, 3, 4), 4, 2), ((2, 3, 8), 8, 2), ((5, 3), 4, 1), ((4, 6, 5), 6, 2), ((8, 5), 8, 8)],
+    [
+        ((2, 6, 4), 4, 1),
+        ((6, 8, 4), 4, 1),
+        ((8, 3, 4), 4, 2),
+        ((2, 3, 8), 8, 2),
+        ((5, 3), 4, 1),
+        ((4, 6, 5), 6, 2),
+        ((8, 5), 8, 8),
+    ],
 )
 def test_the_parts_of_all_ranks_make_up_the_whole(shape: tuple[int, ...], shard: int, expert: int) -> None:
     division = divide(shape, shard, expert, len(shape))
@@ -58,15 +85,17 @@ def test_the_parts_of_all_ranks_make_up_the_whole(shape: tuple[int, ...], shard:
 
 FEW = [
     *("model.num_layers=2", "model.dim=32", "model.head_dim=8", "model.num_experts=2", "model.num_chosen=1"),
-    *("model.expert_dim=26", "data.source=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
+    *("data.source=synthetic", "data.seq_len=16", "train.global_batch_size=8"),
     *("train.micro_batch_size=1", "run.threads=1", "eval.every=0", "checkpoint.every=0", "log.sample_tokens=0"),
     *("train.compile=false", "run.device=cpu"),
 ]
 
 
-def parts_held(folder: Path) -> list[str]:
-    """Return what differs between what the ranks hold, and what the planner says that they hold."""
-    config = load_config("qwen3_moe_small", [*FEW, "mesh.shard=4", f"run.dir={folder}"])
+def parts_held(folder: Path, expert_dim: int) -> list[str]:
+    """Return what differs between what the ranks hold, and what the planner says that they hold; and how."""
+    config = load_config(
+        "qwen3_moe_small", [*FEW, f"model.expert_dim={expert_dim}", "mesh.shard=4", f"run.dir={folder}"]
+    )
     trainer = Trainer(config)
     plan = make_plan(without_data(config), trainer.shape, find_machine("cpu"))
     rank, found = trainer.mesh.get_local_rank("shard"), []
@@ -78,14 +107,25 @@ def parts_held(folder: Path) -> list[str]:
             found.append(f"{name} {box}")
         if division_of(parameter) != division or local_box(parameter) != box:
             found.append(f"{name}: {division_of(parameter)} {local_box(parameter)}")
-    dims = {name.rpartition(".")[2]: plan.layout.divisions[name].dim for name in plan.layout.divisions if "exp" in name}
+    held = {
+        name.rpartition(".")[2]: (division.dim, division.ranks_per_matrix)
+        for name, division in plan.layout.divisions.items()
+        if "exp" in name
+    }
     trainer.close()
-    return [*found, f"w1 {dims['w1']}, w2 {dims['w2']}"]
+    return [*found, f"w1 {held['w1']}, w2 {held['w2']}"]
 
 
 @pytest.mark.slow
-def test_ranks_hold_what_is_planned(tmp_path: Path) -> None:
-    assert run_ranks(4, parts_held, tmp_path) == [["w1 2, w2 1"]] * 4
+@pytest.mark.parametrize(
+    ("expert_dim", "expected"),
+    [
+        (26, "w1 (0, 2), w2 (0, 2)"),  # two ranks share each of the two experts
+        pytest.param(25, "w1 (2, 1), w2 (0, 2)", marks=pytest.mark.campaign),  # they cannot share 25 rows
+    ],
+)
+def test_ranks_hold_what_is_planned(tmp_path: Path, expert_dim: int, expected: str) -> None:
+    assert run_ranks(4, parts_held, tmp_path, expert_dim) == [[expected]] * 4
 
 
 def test_division_of_a_whole_tensor_is_one_part() -> None:

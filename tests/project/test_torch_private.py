@@ -23,12 +23,13 @@ import torch.utils._pytree as pytree
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state, _fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
 
-MOST_USES = 66
+MOST_USES = 74
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -74,11 +75,21 @@ PRIVATE: dict[str, Callable[[], object]] = {
     ),
     "_timeout": lambda: "_timeout" in dir(dist.ProcessGroupGloo._Options),
     "_get_fsdp_state": lambda: callable(FSDPModule._get_fsdp_state),
-    "_fsdp_param_groups": lambda: "self._fsdp_param_groups" in inspect.getsource(_fsdp_state.FSDPState),
-    "_auto_reshard_after_forward": lambda: (
-        "if self._auto_reshard_after_forward:\n            for fsdp_param_group in self._fsdp_param_groups:\n"
-        "                fsdp_param_group.post_forward_mesh_info = None" in inspect.getsource(_fsdp_state.FSDPState)
+    "_fsdp_param_groups": lambda: "self._fsdp_param_group" in inspect.getsource(_fsdp_state.FSDPState),
+    "_fsdp_param_group": lambda: "self._fsdp_param_group" in inspect.getsource(_fsdp_state.FSDPState),
+    "_auto_reshard_after_forward": lambda: all(
+        line in inspect.getsource(_fsdp_state.FSDPState)
+        for line in ("self._auto_reshard_after_forward:\n", "param_group.post_forward_mesh_info = None\n")
     ),
+    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": lambda: (
+        _takes(FSDPParam._get_grad_inner_tensor, "grad")
+        and _takes(FSDPParam._setattr_on_modules, "param")
+        and "self._sharding_spec = self.sharded_param._spec" in inspect.getsource(FSDPParam.reset_sharded_param)
+        and {"sharded_size", "padded_sharded_param_size", "contiguous_sharded_stride", "_sharded_param_data"}
+        <= set(re.findall(r"self\.(\w+)", inspect.getsource(FSDPParam)))
+    ),
+    "_module_info": lambda: "self._module_info.param_name" in inspect.getsource(FSDPParam),
+    "_setattr_on_modules": lambda: _takes(FSDPParam._setattr_on_modules, "param"),
     "_get_post_forward_mesh_info": lambda: _takes(
         _fully_shard._get_post_forward_mesh_info, "reshard_after_forward", "mesh_info"
     ),

@@ -13,7 +13,7 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, cast
@@ -46,8 +46,20 @@ if TYPE_CHECKING:
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups inside `shard`."""
-OUTER, EXPERT = "outer", "expert"
-"""Names of the two axes that replace `shard` in the mesh of the experts."""
+OUTER, EXPERT, INNER = "outer", "expert", "inner"
+"""Names of the two axes that replace `shard`: (outer, expert) in the mesh of experts that are divided among ranks,
+(outer, inner) in that of stacks whose matrices are shared by ranks."""
+
+
+def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
+    """Return `mesh` with its last axis split into (outer, inner), where `inner` has `num_inner` consecutive ranks.
+
+    Collective: creates the process groups of both axes.
+    """
+    ranks = mesh.mesh.unflatten(-1, (-1, num_inner))
+    names = (*(mesh.mesh_dim_names or ())[:-1], OUTER, INNER)
+    return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
+
 
 _ANSWER_S = 5.0
 """Time limit for a response from the store."""
@@ -95,6 +107,7 @@ class World(Channel):
         uses_default_group = self.owns_group and self.device.type == "cpu"
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, uses_default_group)
         self._groups: list[dist.ProcessGroup] = [self.group]
+        self._split_meshes: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
         self._groups_with_custom_timeout: set[dist.ProcessGroup] = set()
         self.first_failure: str | None = None
         """The first failure, if it was on another rank; set by `announce_failure`."""
@@ -182,11 +195,24 @@ class World(Channel):
             del axes[REPLICATE]
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        for axis in names:
+        self._note_groups(mesh, names)
+        return mesh
+
+    def split_mesh(self, mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
+        """Return `split_last_axis(mesh, num_inner)`, whose groups get this run's timeout.
+
+        All ranks must call this.  Later calls with the same arguments return the same mesh.
+        """
+        if (mesh, num_inner) not in self._split_meshes:
+            split = self._split_meshes[mesh, num_inner] = split_last_axis(mesh, num_inner)
+            self._note_groups(split, (OUTER, INNER))
+        return self._split_meshes[mesh, num_inner]
+
+    def _note_groups(self, mesh: DeviceMesh, axes: Iterable[str]) -> None:
+        for axis in axes:
             # A mesh's groups do not inherit the timeout of the default group, but have torch's 30 minutes.
             _set_timeout(self.timeout, mesh.get_group(axis))
             self._groups.append(mesh.get_group(axis))
-        return mesh
 
     def open_context(self, num_ranks: int) -> str:
         """Open this rank's context-parallel group of `num_ranks` neighbors; return its name for `exchange`.

@@ -40,7 +40,7 @@ from trainer.errors import TrainingFailed, UserError, setting_error
 from trainer.loss import IGNORE, find_loss
 from trainer.metrics.writers import warn
 from trainer.model.gradients import evaluation_mode, replicas_of, reshard
-from trainer.model.parameters import local_box, tied_names
+from trainer.model.parameters import local_box, mesh_of, tied_names
 from trainer.sequence import current_slices, use_slices
 
 DATA = "data"
@@ -288,7 +288,8 @@ def _inspect(
 ) -> tuple[str, _Piece | None]:
     """Return the problem with a parameter (empty if none), and this rank's piece of it if there is one to compare.
 
-    is_expert: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.
+    is_expert: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.  Two
+    axes also shard a stack whose matrices are shared by ranks (`trainer.model.stacks`), on a mesh of its own.
     is_reduced: whether its gradient does not need FSDP, because it is averaged elsewhere or there is only one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
@@ -300,20 +301,24 @@ def _inspect(
             expected = _expected_placement(mesh, is_expert)
             return f"{name} is not sharded, so that its gradient is not reduced; expected: {expected}", None
         return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
-    num_split = 2 if is_expert else 1
+    shares_matrices = not is_expert and parameter.device_mesh != mesh and mesh_of(parameter) == mesh
+    if shares_matrices:
+        mesh = parameter.device_mesh
+    num_split = 2 if is_expert or shares_matrices else 1
     outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
     is_split = all(type(placed).__name__ in _SHARDS[is_expert] for placed in split)
     is_by_expert = not is_expert or split[-1] == Shard(0)
+    is_by_matrix = not shares_matrices or split == (Shard(0), Shard(1))
     box = local_box(parameter)
-    is_as_expected = is_split and is_by_expert and all(placed == Replicate() for placed in outer)
+    is_as_expected = is_split and is_by_expert and is_by_matrix and all(placed == Replicate() for placed in outer)
     if parameter.device_mesh != mesh or not is_as_expected or box is None:
         if not is_trainable:
             return "", None  # a frozen parameter may have any placement
         placed = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
         return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_expert)}", None
-    local, dim = parameter.to_local(), split[0].dim  # type: ignore[attr-defined]
+    local, dim = parameter.to_local(), 1 if shares_matrices else split[0].dim  # type: ignore[attr-defined]
     copies = mesh.size() // math.prod(mesh.shape[-num_split:])
-    facts = f"{facts}, sharded on dim {dim} over {_describe_axes(mesh)}"
+    facts = f"{facts}, sharded on dim {'0 and 1' if shares_matrices else dim} over {_describe_axes(mesh)}"
     inner = (box[dim], shape[dim]) if dim else ((0, 1), 1)
     piece = _Piece(name, facts, local, (box[0], inner[0]), (shape[0], inner[1]), copies)
     local_shape = tuple(stop - start for start, stop in box)

@@ -93,9 +93,10 @@ def gathered(model: nn.Module) -> Iterator[None]:
     groups: list[Any] = []
     resharding = []
     """What each group does after a forward pass: None if it stays gathered, else the mesh to shard on."""
-    for state in (module._get_fsdp_state() for module in modules):
-        stays_gathered = state._auto_reshard_after_forward  # the root; FSDP decides in its first forward pass
-        for group in state._fsdp_param_groups:
+    for module in modules:
+        # The root; FSDP decides in its first forward pass.
+        stays_gathered = module._get_fsdp_state()._auto_reshard_after_forward
+        for group in fsdp_param_groups(module):
             groups.append(group)
             resharding.append(None if stays_gathered else group.post_forward_mesh_info)
     _gathered_models.add(model)
@@ -110,6 +111,17 @@ def gathered(model: nn.Module) -> Iterator[None]:
         for group, info in zip(groups, resharding, strict=True):
             group.post_forward_mesh_info = info
         reshard(model)
+
+
+def fsdp_param_groups(module: FSDPModule) -> list[Any]:
+    """Return FSDP's groups of the parameters that a unit gathers together: one, or one for each of their meshes.
+
+    A unit without parameters has none.
+    """
+    state: Any = module._get_fsdp_state()
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    return [state._fsdp_param_group] if state._fsdp_param_group else []  # torch 2.11
 
 
 def forward_is_collective(model: nn.Module) -> bool:

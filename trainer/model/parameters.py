@@ -65,18 +65,18 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 _mesh_of_others: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
-"""For each mesh of experts, the mesh of the model's other parameters, which has the same ranks."""
+"""For each mesh whose last two axes are the shard axis of another, split in two: that other mesh."""
 
 
-def note_expert_mesh(expert_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
-    """Record that the parameters on `expert_mesh` belong to a model on `mesh`."""
-    _mesh_of_others[expert_mesh] = mesh
+def note_split_mesh(split_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    """Record that the last two axes of `split_mesh` are the last axis of `mesh`, which has the other parameters."""
+    _mesh_of_others[split_mesh] = mesh
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     """Return the mesh whose ranks hold a parameter, sharded or replicated; None if only this process holds it.
 
-    For experts divided among ranks (`mesh.expert`), it is the mesh of the model's other parameters.
+    For parameters on a mesh whose shard axis is split in two, it is the mesh of the model's other parameters.
     """
     if not isinstance(parameter, DTensor):
         return _replicated_on.get(parameter)
@@ -132,6 +132,8 @@ def division_of(parameter: torch.Tensor) -> Division | None:
     if not rest:
         return Division(dim, parts)
     ((inner, num_ranks),) = rest
+    if dim == 0 and inner.dim == 1:  # type: ignore[attr-defined]
+        return Division(0, parts * num_ranks, ranks_per_matrix=num_ranks)
     return Division(dim, parts, num_ranks) if inner.dim == 0 else None  # type: ignore[attr-defined]
 
 

@@ -23,17 +23,22 @@ class Division:
     """The division of a tensor among `parts` x `expert` ranks of the shard axis.
 
     Dimension 0 is divided among the `expert` consecutive ranks of an expert group; then dimension `dim` of each piece
-    is divided among the `parts` groups.
+    is divided among the `parts` groups.  If a stack has fewer matrices than there are ranks, each matrix is shared by
+    `ranks_per_matrix` consecutive ranks, which divide its rows (`trainer.model.stacks`).
     """
 
     dim: int = 0
     parts: int = 1
     expert: int = 1
+    ranks_per_matrix: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
         """Return the shard of rank `rank` on the shard axis.  Dimensions are divided as by `torch.chunk`."""
         group, expert_rank = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
+        if self.ranks_per_matrix > 1:
+            matrix, part = divmod(group, self.ranks_per_matrix)
+            return ((matrix, matrix + 1), cut(box[1], part, self.ranks_per_matrix), *box[2:])
         box[0] = cut(box[0], expert_rank, self.expert)
         box[self.dim] = cut(box[self.dim], group, self.parts)
         return tuple(box)
@@ -41,6 +46,8 @@ class Division:
     def gathered_numel(self, shape: Sequence[int]) -> int:
         """Return the number of elements that a rank gathers, including the padding of dimension 0 to equal shards."""
         sizes = list(shape) or [1]
+        if self.ranks_per_matrix > 1:
+            return math.prod(sizes)
         sizes[0] //= self.expert
         sizes[self.dim] = -(-sizes[self.dim] // self.parts) * self.parts
         return math.prod(sizes)
@@ -66,6 +73,18 @@ def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: flo
     return next((dim for dim in later if shape[dim] and shape[dim] % parts == 0), 0)
 
 
+def ranks_per_matrix(shape: Sequence[int], parts: int, num_dims: int) -> int:
+    """Return how many ranks share each matrix of a stack (N, rows, columns, ...), divided by rows; 1 if they cannot.
+
+    They can if N divides `parts` and the ranks of a matrix divide its rows: then every shard is contiguous in the
+    stack, so that the gathered shards are the stack, and nothing has to be rearranged.
+    """
+    if len(shape) < 3 or num_dims < 2 or not 0 < shape[0] < parts or parts % shape[0]:
+        return 1
+    ranks = parts // shape[0]
+    return ranks if shape[1] % ranks == 0 and shape[1] > 0 else 1
+
+
 def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> bool:
     """Return whether the parts of all ranks have equal sizes, as expert parallelism requires."""
     division = divide(shape, shard, expert, num_dims)
@@ -75,6 +94,8 @@ def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int)
 def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Division:
     """Return the division of a parameter of `shape` among `shard` ranks, in expert groups of `expert` ranks."""
     parts = shard // expert
+    if expert == 1 and (ranks := ranks_per_matrix(shape, parts, num_dims)) > 1:
+        return Division(0, parts, ranks_per_matrix=ranks)
     if expert == 1:
         return Division(choose_dim(shape, parts, num_dims), parts)
     return Division(choose_dim((shape[0] // expert, *shape[1:]), parts, num_dims, max_padding=0), parts, expert)

@@ -26,32 +26,39 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
 from trainer.config.mesh import nearest_divisor
 from trainer.config.rules import compiles_blocks, offloaded_share
-from trainer.distributed.world import EXPERT, OUTER, REPLICATE
+from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
 from trainer.errors import UserError, setting_error
 from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
-from trainer.model.parameters import note_expert_mesh
-from trainer.model.placement import divide, divides_evenly, num_dims_to_divide
+from trainer.model.parameters import note_split_mesh
+from trainer.model.placement import Division, divide, divides_evenly, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_expensive, save_only
+from trainer.model.stacks import SplitMesh, sharing_matrices
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
 from trainer.sequence import use_slices
 
 
 def apply_sharding(
-    model: nn.Module, recipe: Recipe, config: RunConfig, mesh: DeviceMesh, expert_mesh: DeviceMesh | None = None
+    model: nn.Module,
+    recipe: Recipe,
+    config: RunConfig,
+    mesh: DeviceMesh,
+    expert_mesh: DeviceMesh | None = None,
+    split_mesh: SplitMesh = split_last_axis,
 ) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
     The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where that
-    would need much padding, on another dimension (`placement.choose_dim`); on the meta device nothing is allocated.  A
-    model for which `is_unsharded` is true keeps plain parameters; call `replicate` once they have values.  With an
-    `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded on that mesh.  Returns the units
-    in the order of the forward pass.
+    would need much padding, by matrices and rows (`stacks`) or on another dimension (`placement.divide`); on the meta
+    device nothing is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate`
+    once they have values.  With an `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded
+    on that mesh.  Returns the units in the order of the forward pass.
 
-    Collective only if integer resharding creates process groups: one set, shared by all units.
+    Collective only if process groups are created: one set for integer resharding, shared by all units, and one set for
+    each number of ranks that share the matrices of a stack.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
@@ -82,8 +89,8 @@ def apply_sharding(
             # Makes the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further.
             check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
             shard_experts([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
-            note_expert_mesh(expert_mesh, mesh)
-        _shard(model, units, reshard, config, mesh, expert_mesh)
+            note_split_mesh(expert_mesh, mesh)
+        _shard(model, units, reshard, config, mesh, expert_mesh, split_mesh)
     return units
 
 
@@ -147,6 +154,7 @@ def _shard(
     config: RunConfig,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
+    split_mesh: SplitMesh,
 ) -> None:
     """Call `fully_shard` on the units, innermost first, and on the model."""
     if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
@@ -165,31 +173,38 @@ def _shard(
         replicated = expert_mesh[REPLICATE, OUTER]
         expert_mesh_info = fsdp_common.HSDPMeshInfo(replicated, shard_mesh_dim=1, replicate_mesh_dim=0)
 
-    def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
-        is_expert = isinstance(parameter, DTensor)
+    def division(after_forward: bool | int, parameter: nn.Parameter) -> Division:
         num_dims = num_dims_to_divide(parameter.shape, config, after_forward)
-        placed = Shard(divide(parameter.shape, num_shards, config.expert if is_expert else 1, num_dims).dim)
-        if not is_expert:
+        return divide(parameter.shape, num_shards, config.expert if isinstance(parameter, DTensor) else 1, num_dims)
+
+    def placement(after_forward: bool | int, parameter: nn.Parameter) -> Any:
+        placed = Shard(division(after_forward, parameter).dim)
+        if not isinstance(parameter, DTensor):  # not an expert
             return placed
         assert expert_mesh_info is not None
         return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
 
+    def ranks_per_matrix(after_forward: bool | int, parameter: nn.Parameter) -> int:
+        return division(after_forward, parameter).ranks_per_matrix
+
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
             modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            shard(
-                modules,
-                reshard_after_forward=after_forward,
-                mp_policy=policy(is_root=False),
-                shard_placement_fn=partial(placement, after_forward),
-            )
+            with sharing_matrices(unit.modules, partial(ranks_per_matrix, after_forward), mesh, split_mesh):
+                shard(
+                    modules,
+                    reshard_after_forward=after_forward,
+                    mp_policy=policy(is_root=False),
+                    shard_placement_fn=partial(placement, after_forward),
+                )
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
-        shard(
-            model,
-            reshard_after_forward=root_reshards,
-            mp_policy=policy(is_root=True),
-            shard_placement_fn=partial(placement, True),
-        )
+        with sharing_matrices([model], partial(ranks_per_matrix, True), mesh, split_mesh):
+            shard(
+                model,
+                reshard_after_forward=root_reshards,
+                mp_policy=policy(is_root=True),
+                shard_placement_fn=partial(placement, True),
+            )
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
 

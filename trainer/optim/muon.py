@@ -348,7 +348,7 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if len(axes) > 1:  # experts divided among ranks: their two axes are the last axis of the other parameters' mesh
+    if len(axes) > 1:  # two axes that are the last axis of the other parameters' mesh, split
         return parameter.device_mesh.ndim - len(axes)
     return axes[0] if axes else None
 
