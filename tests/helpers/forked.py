@@ -56,6 +56,9 @@ _PRELOADED = [
     "tests.helpers.warm",
 ]
 
+_WITHOUT_GPUS = {"CUDA_VISIBLE_DEVICES": ""}
+"""Forked processes run on the CPU, since a process that has counted its GPUs cannot be forked (`warm.py`)."""
+
 
 @functools.cache
 def fork_server() -> Any:
@@ -63,7 +66,7 @@ def fork_server() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
     # OpenMP reads these variables when it is loaded; the command line sets the same ones for several ranks.
-    with _environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GOMP_SPINCOUNT="10000"):
+    with _environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GOMP_SPINCOUNT="10000", **_WITHOUT_GPUS):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -159,7 +162,7 @@ def fork(
     port = str(free_port()) if meet else ""
     processes = []
     for rank in range(ranks):
-        environment = dict(os.environ) | dict(variables or {})
+        environment = dict(os.environ) | dict(variables or {}) | _WITHOUT_GPUS
         if meet:
             environment |= rank_variables(rank, ranks, port)
         log = str(logs / str(rank))

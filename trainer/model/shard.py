@@ -160,6 +160,9 @@ def _shard(
     if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
         rule = f"needs torch 2.13, since FSDP converted bytes to fsdp.param_dtype before; this is {torch.__version__}"
         raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
+    if expert_mesh is not None and TorchVersion(torch.__version__) < "2.12":
+        rule = f"needs torch 2.12, since FSDP had one mesh for all parameters of a unit; this is {torch.__version__}"
+        raise setting_error("mesh.expert", config.expert, rule, 1)
     policy = _precision_policies(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
