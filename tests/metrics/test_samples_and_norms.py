@@ -233,6 +233,11 @@ def test_callbacks_get_the_outcome_of_a_custom_loop(tmp_path: Path) -> None:
     for _ in trainer.steps():
         break
     assert told[-1] == "own end_loop False", "left early"
+    told.clear()
+    with pytest.raises(ZeroDivisionError):
+        for _ in trainer.steps():
+            fail(())
+    assert told[-1] == "own end_loop False", "a generator sees an exception in the loop's body as leaving it early"
     trainer._run.callbacks.append(Told("other", told))
     trainer.train_step = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):
