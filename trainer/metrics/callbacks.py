@@ -73,8 +73,8 @@ class Callback:
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
 
-    On other steps, nothing is computed.  The host never waits for the device before the end of a step.  This callback is
-    also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
+    On other steps, nothing is computed.  The host never waits for the device before the end of a step.  This callback
+    is also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
     """
 
     def __init__(
