@@ -135,4 +135,4 @@ def format_duration(seconds: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.095 else f"{100 * share:.1f} %"
+    return f"{100 * share:.2g}%" if share < 0.095 else f"{100 * share:.1f}%"
