@@ -18,10 +18,10 @@ REWARDS: Mapping[str, Direction] = {
     "reward_chosen": "higher",
     "reward_rejected": "lower",
 }
-"""The metrics that `log_rewards` logs, and whether a higher or a lower value is better."""
+"""The metrics that `report_rewards` logs, and whether a higher or a lower value is better."""
 
 
-def log_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
+def report_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
     """Log the rewards of both answers, (S,) each, their difference, and how often the chosen answer's is higher."""
     chosen, rejected = chosen.detach(), rejected.detach()
     inputs.log("accuracy", (chosen > rejected).float())
@@ -49,5 +49,5 @@ class Dpo(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs(self.beta * (inputs.logps - inputs.reference))
-        log_rewards(inputs, chosen, rejected)
+        report_rewards(inputs, chosen, rejected)
         return -log_sigmoid(chosen - rejected)

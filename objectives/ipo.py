@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, log_rewards
+from .dpo import REWARDS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -31,5 +31,5 @@ class Ipo(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs((inputs.logps - inputs.reference) / inputs.lengths)
-        log_rewards(inputs, self.beta * chosen, self.beta * rejected)
+        report_rewards(inputs, self.beta * chosen, self.beta * rejected)
         return (chosen - rejected - 1 / (2 * self.beta)) ** 2

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, log_rewards
+from .dpo import REWARDS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 @register_objective("orpo")
 @dataclass(frozen=True)
 class Orpo(Objective):
-    """Odds ratio preference optimization: imitate the chosen answer and prefer it, without a reference model.
+    """Odds ratio preference optimization, without a reference model.
+
+    Supervised fine-tuning on the chosen answer plus an odds-ratio penalty on the rejected one.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
     log-probabilities of the target tokens in the chosen and rejected answers, and log odds(x) = x - log(1 - exp(x)).
@@ -27,11 +29,13 @@ class Orpo(Objective):
 
     rows_per_sample, better = 2, REWARDS
 
-    beta: float = declare(0.1, "weight of the preference term, relative to imitation of the chosen answer", at_least=0)
+    beta: float = declare(
+        0.1, "weight of the odds-ratio term, relative to the SFT loss on the chosen answer", at_least=0
+    )
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         means = inputs.logps / inputs.lengths
         chosen, rejected = pairs(means)
-        log_rewards(inputs, self.beta * chosen, self.beta * rejected)
+        report_rewards(inputs, self.beta * chosen, self.beta * rejected)
         log_odds_chosen, log_odds_rejected = pairs(means - (-means.expm1()).log())
         return -chosen - self.beta * log_sigmoid(log_odds_chosen - log_odds_rejected)

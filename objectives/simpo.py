@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, log_rewards
+from .dpo import REWARDS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -32,5 +32,5 @@ class Simpo(Objective):
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs(self.beta * inputs.logps / inputs.lengths)
-        log_rewards(inputs, chosen, rejected)
+        report_rewards(inputs, chosen, rejected)
         return -log_sigmoid(chosen - rejected - self.gamma)

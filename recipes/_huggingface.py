@@ -11,8 +11,9 @@ from trainer.errors import UserError
 def parse_rope(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
     """Return the entries of config.json for the rotary embedding, including `rope_type` and `rope_theta`.
 
-    If entries of old and new versions disagree, the result is what transformers would use.  Raises UserError for a type
-    not in `kinds`, and for rotary embeddings that differ between layers or rotate only part of each head.
+    If entries for old and new versions of transformers disagree, the result is what transformers would use.  Raises
+    UserError for a type not in `kinds`, and for rotary embeddings that differ between layers or rotate only part of
+    each head.
     """
     key = "rope_scaling" if content.get("rope_scaling") else "rope_parameters"
     rope = content.get(key) or {}
@@ -21,9 +22,9 @@ def parse_rope(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, An
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in kinds:
         raise UserError(f"rope_type={kind}: this recipe supports only {' and '.join(kinds)}")
-    rotated_share = content.get("partial_rotary_factor")
-    if (rope.get("partial_rotary_factor") or (1.0 if rotated_share is None else rotated_share)) != 1.0:
-        raise UserError("partial_rotary_factor: this recipe rotates full heads")
+    rotated_fraction = content.get("partial_rotary_factor")
+    if (rope.get("partial_rotary_factor") or (1.0 if rotated_fraction is None else rotated_fraction)) != 1.0:
+        raise UserError("partial_rotary_factor: this recipe rotates all dimensions of each head")
     theta = rope.get("rope_theta", content.get("rope_theta", 10000.0))
     return {**rope, "rope_type": kind, "rope_theta": theta}
 

@@ -1,7 +1,7 @@
 """Cross-entropy summed over targets, with or without materializing all logits.
 
-Every loss here is a sum.  `Trainer.train_step` divides it by the number of targets in the global batch, so that the
-result is the same on every mesh and for every micro-batch size.
+Every loss here is a sum.  `Trainer.train_step` divides it by the sum of `Trainer.count` over the global batch (targets,
+unless the objective counts samples), so that the result is the same on every mesh and for every micro-batch size.
 """
 
 from __future__ import annotations

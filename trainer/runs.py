@@ -186,7 +186,7 @@ def table_of(runs: Sequence[RunSummary], folder: Path) -> list[str]:
             f"{run.step}/{run.num_steps}" if run.num_steps else str(run.step),
             "" if run.loss is None else f"{run.loss:.4f}",
             "" if run.eval_loss is None else f"{run.eval_loss:.4f}",
-            "" if run.goodput is None else f"{100 * run.goodput:.0f} %",
+            "" if run.goodput is None else f"{100 * run.goodput:.0f}%",
         ]
         for run in runs
     ]

@@ -210,7 +210,7 @@ class Trainer:
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
-        scale = self.world.size / (count or 1)  # gradients are averaged over the ranks
+        scale = self.world.size / (count or 1)  # FSDP averages over the ranks; times their number, it sums
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         with self.global_sums(micro_batches):
             for number, batch in enumerate(prefetch_to_device(micro_batches, self.world.device), start=1):
@@ -274,14 +274,14 @@ class Trainer:
                     lr = self.schedule.lr(self.state.step)
                     record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping)
                 self.lifecycle.disable_prompt_stop()
-                self.saver.collect()
+                self.saver.take_finished_save()
                 yield record
 
     def on_step(self, record: Record) -> None:
         """A hook that `fit` calls after each step; does nothing by default."""
 
     def evaluate(self) -> Record | None:
-        """Return and log the mean loss over the held-out targets; None if there is no held-out data.
+        """Return and log the loss over the held-out data, divided by the sum of `count`; None if there is no such data.
 
         A stop request aborts the evaluation and returns None; `fit` repeats it after the next start.  Collectives:
         those of the forward passes, one small CPU all-reduce per batch, and one of the sums at the end.

@@ -1,7 +1,7 @@
 """Computes the experts of transformers' mixture-of-experts models through `trainer.experts`.
 
-In most of the library's mixtures, one module holds the stacked experts of a layer.  It is called with tokens, their
-experts and weights, and its class declares the layout of the experts (`use_experts_implementation`).  Such a module
+In most of these models, one module holds the stacked experts of a layer.  It is called with tokens, their experts and
+weights, and its class declares the layout of the experts (`use_experts_implementation`).  Such a module
 supports expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
 """
@@ -18,14 +18,14 @@ from trainer.experts import expert_matmuls, grouped_bias, mix
 
 
 def dispatch_experts(model: nn.Module) -> None:
-    """Compute the expert modules in `model` that declare their layout through `trainer.experts`."""
+    """Make `trainer.experts` compute those expert modules in `model` whose class declares their layout."""
     module: Any
     for module in model.modules():
-        if _is_declared(module):
+        if _declares_layout(module):
             inner = _first_matrix(module)
             module.matrices = {inner: (inner,), "down_proj": ("down_proj",)}
-            library: Any = type(module)
-            module.__class__ = _dispatched(library)
+            original_class: Any = type(module)
+            module.__class__ = _dispatched(original_class)
 
 
 def expert_modules(model: nn.Module) -> list[str]:
@@ -37,10 +37,10 @@ def _first_matrix(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _is_declared(module: Any) -> bool:
+def _declares_layout(module: Any) -> bool:
     """Return whether a module's class declares the layout of experts, and the module has no other parameters."""
-    flags = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
-    if not all(hasattr(module, flag) for flag in flags) or module.has_post_expert_norm:
+    declared = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
+    if not all(hasattr(module, name) for name in declared) or module.has_post_expert_norm:
         return False
     names = [_first_matrix(module), "down_proj"]
     dims = dict.fromkeys(names, 3) | (dict.fromkeys((f"{name}_bias" for name in names), 2) if module.has_bias else {})
@@ -49,13 +49,13 @@ def _is_declared(module: Any) -> bool:
 
 
 @functools.cache
-def _dispatched(library: Any) -> Any:
-    """Return a subclass of the library's class, with the same name, whose experts are computed through `mix`."""
+def _dispatched(original: Any) -> Any:
+    """Return a subclass of transformers' class, with the same name, whose experts are computed by `mix`."""
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the library does.
+        """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the original does.
 
         Without weights, as called by `mix`: `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` holds
         the end of each expert's rows, (E,).
@@ -64,8 +64,8 @@ def _dispatched(library: Any) -> Any:
             return _outputs(self, hidden_states, top_k_index)
         return mix(self, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
 
-    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
-    subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
+    subclass = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
+    subclass.__qualname__, subclass.__doc__ = original.__qualname__, original.__doc__
     return subclass
 
 

@@ -1,6 +1,6 @@
-"""The mapping between Llama and its Hugging Face counterpart.
+"""The mapping between this Llama and Hugging Face's, of weights and of config.json.
 
-Both apply RoPE to pairs half a head apart, so no weights need to be permuted.
+Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
 
 from __future__ import annotations

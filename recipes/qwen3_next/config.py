@@ -18,26 +18,30 @@ class Qwen3NextConfig(BalanceConfig):
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
     attention_every: int = declare(
-        4, "every n-th block uses softmax attention; the others use the gated delta rule", at_least=1, at_most=2**16
+        4, "every n-th block uses softmax attention; the others are Gated DeltaNet layers", at_least=1, at_most=2**16
     )
     num_heads: int = declare(4, "query heads", at_least=1, at_most=2**16)
     num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)
     head_dim: int = declare(64, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
     rotary_dim: int = declare(16, "dimensions of each head that RoPE rotates", at_least=2, at_most=2**16)
     delta_heads: int = declare(
-        8, "value heads of the delta rule, each with its own recurrent state", at_least=1, at_most=2**16
+        8, "value heads of a Gated DeltaNet layer, each with its own recurrent state", at_least=1, at_most=2**16
     )
-    delta_key_heads: int = declare(4, "query and key heads of the delta rule", at_least=1)
-    delta_key_dim: int = declare(32, "width of the delta rule's queries and keys", at_least=1, at_most=2**16)
-    delta_value_dim: int = declare(32, "width of the delta rule's values", at_least=1, at_most=2**16)
-    conv_width: int = declare(4, "width of the delta rule's causal convolution, in tokens", at_least=2, at_most=2**10)
+    delta_key_heads: int = declare(4, "query and key heads of a Gated DeltaNet layer", at_least=1)
+    delta_key_dim: int = declare(
+        32, "width of each query and key head of a Gated DeltaNet layer", at_least=1, at_most=2**16
+    )
+    delta_value_dim: int = declare(32, "width of each value head of a Gated DeltaNet layer", at_least=1, at_most=2**16)
+    conv_width: int = declare(
+        4, "width of a Gated DeltaNet layer's causal convolution, in tokens", at_least=2, at_most=2**10
+    )
     expert_dim: int = declare(128, "hidden width of an expert", at_least=1, at_most=2**24)
     shared_dim: int = declare(
         128, "hidden width of the shared expert, which processes every token", at_least=1, at_most=2**24
     )
     num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
-    num_chosen: int = declare(2, "experts chosen for each token (top-k)", at_least=1)
-    normalize_chosen: bool = declare(True, "normalize the routing weights of a token's chosen experts to sum to 1")
+    num_chosen: int = declare(2, "experts per token (top-k)", at_least=1)
+    normalize_chosen: bool = declare(True, "normalize the top-k routing weights of each token to sum to 1")
     max_seq_len: int = declare(32768, "maximum sequence length", at_least=1)
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=0)
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)

@@ -178,7 +178,7 @@ def test_a_plan_and_samples_of_several_sources(tmp_path: Path, capsys: Any) -> N
     assert code == 0
     assert [row[:2] for row in rows] == [[steps, name] for steps in ("1-2", "3-4") for name in ("code", "math", "web")]
     assert sum(int(row[2]) for row in rows) == 4 * 8 * 16
-    assert rows[3] == ["3-4", "code", "256", "100.00", "%", "16", "1.333"]
+    assert rows[3] == ["3-4", "code", "256", "100.00%", "16", "1.333"]
     assert out.splitlines()[-1] == "repeats its data: code is read 1.33 times"
     _, out, _ = ask(capsys, "show", *settings, "--step", "3", "--samples", "1")
     assert ", source code, epoch 0.0000" in out

@@ -104,7 +104,7 @@ def test_output_as_table_and_json(tmp_path: Path, capsys: pytest.CaptureFixture[
     write(tmp_path / "x y", "stopped", 75, START, TRAIN, reason="notice")
     assert runs.command_line([str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split() == ["x", "y", "stopped", "3/10", "2.5000", "30", "%"]
+    assert lines[1].split() == ["x", "y", "stopped", "3/10", "2.5000", "30%"]
     assert lines[-2:] == ["  x y (notice)", f"    python -m trainer.run recipe='{tmp_path}/x y'"]
     assert runs.command_line([str(tmp_path), "--json"]) == 0
     (found,) = json.loads(capsys.readouterr().out)

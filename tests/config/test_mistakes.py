@@ -214,7 +214,7 @@ MISTAKES = {
         files=recipe("recipe: llama_small\nrun: {name: '${run.nam}'}\n"),
     ),
     "a variable in a file": Mistake(
-        "recipe=@/r.yaml", "to fix: write the value itself, or give it on the command line: run.name=...",
+        "recipe=@/r.yaml", "to fix: write the value itself, or set it on the command line: run.name=...",
         files=recipe("recipe: llama_small\nrun: {name: '${oc.env:HOME}'}\n"),
     ),
     "a recipe file that is not there": Mistake("recipe=@/none/zzz.yaml", "no such file"),

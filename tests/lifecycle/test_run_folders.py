@@ -470,6 +470,18 @@ def test_checkpoint_location_after_a_run_was_moved() -> None:
         assert current_checkpoint_dir(outside, "/a/run", "/b/run") == outside
 
 
+@pytest.mark.parametrize("kind", ["file", "memory"])
+def test_leftovers_of_other_folders_are_not_deleted(kind: str, tmp_path: Path) -> None:
+    place = open_storage(f"{kind}://{tmp_path}")
+    unfinished = {name: place.begin(name) for name in ("step_00000002", "notes_2")}
+    for folder in unfinished.values():
+        file = (place / folder).create("content")
+        file.write(b"half")
+        file.close()
+    assert place.clean("step_") == [unfinished["step_00000002"]]
+    assert place.names() == [unfinished["notes_2"]]
+
+
 def test_incomplete_upload_to_an_object_store_is_not_deleted() -> None:
     """A folder without a manifest may be a checkpoint that is being restored; leftovers of runs are marked."""
     place = open_storage("memory://restored")

@@ -803,7 +803,7 @@ def test_from_the_command_line(tmp_path: Path) -> None:
                    "eval.every=3", "eval.steps=1", "data.source=synthetic", "run.threads=1")  # fmt: skip
     (record,) = of("profile", ran.metrics)
     (line,) = [line for line in ran.stdout.splitlines() if line.startswith("profiled steps 2 to 4")]
-    assert f"matmul {100 * record['matmul']:.1f} %, attention {100 * record['attention']:.1f} %" in line
+    assert f"matmul {100 * record['matmul']:.1f}%, attention {100 * record['attention']:.1f}%" in line
     assert line.endswith("; trace_2-4_rank0.json.gz")
     assert ran.stdout.count("trace only; memory snapshots need CUDA") == 1
     assert record["exposed_communication"] > 0

@@ -233,6 +233,15 @@ def test_callbacks_get_the_outcome_of_a_custom_loop(tmp_path: Path) -> None:
     for _ in trainer.steps():
         break
     assert told[-1] == "own end_loop False", "left early"
+    told.clear()
+
+    def fail_in_the_body() -> None:
+        for _ in trainer.steps():
+            fail(())
+
+    with pytest.raises(ZeroDivisionError):
+        fail_in_the_body()
+    assert told[-1] == "own end_loop False", "a generator sees an exception in the loop's body as leaving it early"
     trainer._run.callbacks.append(Told("other", told))
     trainer.train_step = fail  # type: ignore[method-assign]
     with pytest.raises(ZeroDivisionError):

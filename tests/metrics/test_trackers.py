@@ -6,6 +6,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -101,6 +102,23 @@ def test_a_tracker_of_ones_own_gets_each_step_once_with_its_evaluation(
     assert [values["train/loss"] for _, values in kept.rows] == of("train", found, "loss")
     assert [values["eval/loss"] for _, values in kept.rows if "eval/loss" in values] == of("eval", found, "loss")
     assert ["eval/loss" in values for _, values in kept.rows] == [False, False, True] * 2
+
+
+def test_example_on_the_page_accepts_rows_without_a_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (REPOSITORY / "docs" / "trackers.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    scope: dict[str, Any] = {}
+    exec(code, scope)
+    file = tmp_path / "metrics.jsonl"
+    lines = [{"kind": "train", "step": 1, "loss": 2.5}, {"kind": "train", "step": 2, "loss": None, "lr": 0.1}]
+    file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    reader = RowReader(file, awaits_evaluation=lambda step: False)
+    rows = reader.read(0, has_ended=True)
+    with file.open("a") as late:
+        late.write('{"kind": "eval", "step": 2, "loss": 2.0}\n')
+    for row in [*rows, *reader.read(2, has_ended=True)]:
+        scope["Printer"]().write(row.step, row.values, row.time)
+    assert capsys.readouterr().out == "1 2.5\n2 None\n2 None\n"
 
 
 @pytest.mark.parametrize("knows_steps", [True, False])

@@ -148,7 +148,7 @@ def test_linear_layers_of_the_blocks_are_packed_whether_adapted_or_not() -> None
     ("overrides", "says"),
     [
         (["lora.rank=0"], "only applies to adapters"),
-        (["train.init_from=null", "model.dim=64"], "packs trained weights, but this model starts from random ones"),
+        (["train.init_from=null", "model.dim=64"], "quantizes pretrained weights, but this model starts"),
         (["lora.base_dtype=int4"], "lora.base_dtype=int4"),
     ],
 )

@@ -276,7 +276,7 @@ ON_FOUR = [
 @pytest.mark.parametrize(
     ("num_ranks", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.campaign)], ids=["2", "4"]
 )
-def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
+def test_collectives_of_a_step(num_ranks: int, cases: list[Case]) -> None:
     for every_case in run_ranks(num_ranks, collectives_of_each, [case.overrides for case in cases]):
         for case, found in zip(cases, every_case, strict=True):
             units, root = RESHARD[case.reshard]
@@ -286,8 +286,8 @@ def test_collectives_of_an_update(num_ranks: int, cases: list[Case]) -> None:
             units = [*(units[1:3] if case.wrap == ROOT else ["never", *units[1:]]), root]
             expected = expected_calls(units, found["sizes"], case.mesh, case.num_micro_batches)
             assert (found["calls"] - expected, expected - found["calls"]) == (Counter(), Counter()), case
-            # The square of the norm, where it is spread over ranks; the loss; targets, stop wish, data that do not
-            # come, a lost folder, and how saving stands.
+            # The squared norm, if it is spread over ranks; the loss, in a message of its own; and through the
+            # host two counts and six votes: stop request, lost folder, abandoned step; save finished, overdue, retry.
             assert found["messages"] == ([1, 1, 8] if case.mesh[1] > 1 else [1, 8]), case
 
 

@@ -38,7 +38,7 @@ _RENAMED: dict[type, dict[str, str]] = {
         "micro_batches_per_update": "micro_batches_per_step",
         "portions": "usage_by_phase",
     },
-    Saver: {"due": "is_due"},
+    Saver: {"due": "is_due", "collect": "take_finished_save"},
     EvalSection: {"due": "is_due"},
     LogSection: {"due": "is_due"},
 }

@@ -272,7 +272,7 @@ def test_page_needs_no_other_file(tmp_path: Path) -> None:
     assert page.refers == []
     assert "@import" not in html
     assert "http" not in html.replace("http://www.w3.org/2000/svg", "")
-    assert "30.0 %" in page.text
+    assert "30.0%" in page.text
     assert "1.23 k parameters" in page.text
 
 

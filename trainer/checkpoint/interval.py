@@ -22,7 +22,7 @@ MIN_INTERVAL_S = 1.0
 _SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
 _WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
-"""Speeds assumed until a save has been timed: of a rank's write to storage, and of the copy that pauses training."""
+"""Throughput assumed until a save has been timed: each rank's writes to storage, and the copy that pauses training."""
 _ASSUMED_RESTART_S = 180.0
 """Assumed time from detecting a failure to the first step after it."""
 
@@ -42,7 +42,7 @@ class Costs:
 
     @cached_property
     def best_interval_s(self) -> float:
-        """The interval between the starts of consecutive saves that maximizes goodput."""
+        """The interval between the starts of consecutive saves that maximizes goodput, within the limits above."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
         every_s = self.mtbf_s + self.blocked_s  # if the pause is at least twice the mean time between failures
         if ratio < 1:
@@ -75,7 +75,7 @@ _ADVICE = {
         "shorten the time from a failure until training resumes: run.step_timeout_s, a spare node, a faster start"
     ),
 }
-"""How to reduce each loss of time, by cause."""
+"""How to reduce each kind of lost time, by cause."""
 
 
 def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: RunHistory | None = None) -> Costs:
@@ -103,28 +103,30 @@ def estimated_save_s(shard_bytes: float) -> float:
 
 def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
     """Describe the expected goodput with a save every `every_s` seconds, and how to improve it; one text per topic."""
-    losses = costs.losses(every_s)
-    worst = max(losses, key=lambda cause: losses[cause])
+    lost = costs.losses(every_s)
+    worst = max(lost, key=lambda cause: lost[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
     best = (
         ""
         if math.isclose(every_s, costs.best_interval_s, rel_tol=0.05)
-        else f"; best: every {readable_span(costs.best_interval_s)}"
+        else f"; best: every {format_duration(costs.best_interval_s)}"
     )
-    at_best = f", {_percent(costs.goodput(costs.best_interval_s))} at best" if best else ""
+    at_best_interval = f", {_percent(costs.goodput(costs.best_interval_s))} at the best interval" if best else ""
     return {
-        "failures": f"one every {readable_span(costs.mtbf_s)} on {nodes}, {readable_span(costs.restart_s)} to resume",
-        "saves": (
-            f"every {readable_span(every_s)}, pausing for {readable_span(costs.blocked_s)}, published after "
-            f"{readable_span(costs.total_s)}{best}"
+        "failures": (
+            f"one every {format_duration(costs.mtbf_s)} on {nodes}, {format_duration(costs.restart_s)} to resume"
         ),
-        "expected goodput": f"{_percent(costs.goodput(every_s))}{at_best}",
-        "to shorten": f"{worst}, {_percent(losses[worst])}: {_ADVICE[worst]}",
+        "saves": (
+            f"every {format_duration(every_s)}, pausing for {format_duration(costs.blocked_s)}, published after "
+            f"{format_duration(costs.total_s)}{best}"
+        ),
+        "expected goodput": f"{_percent(costs.goodput(every_s))}{at_best_interval}",
+        "to improve": f"{worst}, {_percent(lost[worst])}: {_ADVICE[worst]}",
     }
 
 
-def readable_span(seconds: float) -> str:
-    """Format a duration with two significant digits."""
+def format_duration(seconds: float) -> str:
+    """Format a duration with about two significant digits."""
     for size, unit in ((86400.0, "days"), (3600.0, "h"), (60.0, "min"), (1.0, "s")):
         if seconds >= 1.5 * size:
             value = seconds / size
@@ -133,4 +135,4 @@ def readable_span(seconds: float) -> str:
 
 
 def _percent(share: float) -> str:
-    return f"{100 * share:.2g} %" if share < 0.095 else f"{100 * share:.1f} %"
+    return f"{100 * share:.2g}%" if share < 0.095 else f"{100 * share:.1f}%"

@@ -96,8 +96,8 @@ class Boxes:
         width = max((table.sizes.shape[1] for table in tables), default=0)
 
         def padded(all_rows: Sequence[IntArray], padding: int) -> IntArray:
-            columns = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=padding) for r in all_rows]
-            return np.concatenate(columns) if columns else np.empty((0, width), np.int64)
+            padded_tables = [np.pad(r, ((0, 0), (0, width - r.shape[1])), constant_values=padding) for r in all_rows]
+            return np.concatenate(padded_tables) if padded_tables else np.empty((0, width), np.int64)
 
         keys = [key for table in tables for key in table.keys]
         return cls(keys, padded([table.offsets for table in tables], 0), padded([table.sizes for table in tables], 1))
@@ -105,11 +105,11 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def tensor_numbers(self, keys: Iterable[str]) -> IntArray:
+    def tensor_indices(self, keys: Iterable[str]) -> IntArray:
         """Return the index of each box's key in `keys`.  Raises ValueError for a box of another tensor."""
-        numbers = {key: number for number, key in enumerate(keys)}
+        indices = {key: index for index, key in enumerate(keys)}
         try:
-            return np.fromiter(map(numbers.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
+            return np.fromiter(map(indices.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
         except KeyError as error:
             raise ValueError(f"{error.args[0]}: not all ranks hold this tensor") from None
 
@@ -139,7 +139,7 @@ class Chunks:
     """The chunks of one tensor, stored as runs.  `Chunk` objects are created on access."""
 
     def __init__(self, files: Sequence[str], columns: Sequence[Runs]) -> None:
-        """columns: file number, offset along each dimension, size along each dimension, start, length, data start."""
+        """columns: file index, offset along each dimension, size along each dimension, start, length, data start."""
         self._files, self.columns = files, columns
         self._num_dims = (len(columns) - 4) // 2
 
@@ -156,8 +156,8 @@ class Chunks:
 
     def overlapping(self, offsets: Ints, sizes: Ints) -> list[Chunk]:
         """Return the chunks that overlap a box."""
-        spans = tuple(map(tuple, self.columns[1 : 1 + 2 * self._num_dims]))
-        rows = _overlapping_rows(spans, offsets, sizes) if spans else range(len(self))
+        box_runs = tuple(map(tuple, self.columns[1 : 1 + 2 * self._num_dims]))
+        rows = _overlapping_rows(box_runs, offsets, sizes) if box_runs else range(len(self))
         return list(
             self._chunks_of(np.array([[value_at(runs, row) for runs in self.columns] for row in rows], dtype=np.int64))
         )
@@ -169,15 +169,16 @@ class Chunks:
 
 
 @lru_cache(maxsize=1024)
-def _overlapping_rows(spans: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, ...]:
-    """Return the rows of the boxes that overlap a given box.  spans: offsets of the boxes, then their sizes.
+def _overlapping_rows(box_runs: tuple[Runs, ...], offsets: Ints, sizes: Ints) -> tuple[int, ...]:
+    """Return the rows of the boxes that overlap a given box.
+
+    box_runs: the offsets of all boxes along each dimension, then their sizes along each, as runs.
 
     Cached: tensors of the same shape, such as a parameter of every layer and its two moments, have the same boxes.
     """
-    columns = np.stack([from_runs(runs) for runs in spans])
-    starts, extents = np.split(columns, 2)
-    first, last = np.transpose([offsets]), np.transpose([np.add(offsets, sizes)])
-    overlaps = np.maximum(starts, first) < np.minimum(starts + extents, last)
+    box_starts, box_sizes = np.split(np.stack([from_runs(runs) for runs in box_runs]), 2)
+    start, stop = np.transpose([offsets]), np.transpose([np.add(offsets, sizes)])
+    overlaps = np.maximum(box_starts, start) < np.minimum(box_starts + box_sizes, stop)
     return tuple(np.flatnonzero(overlaps.all(axis=0)).tolist())
 
 
@@ -313,10 +314,10 @@ def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChu
     """Return the layout of all ranks' files.  Raises ValueError if a planned chunk was not written."""
     files = [chunks.file for chunks in written]
     boxes = Boxes.concatenate([chunks.boxes for chunks in written])
-    tensor_numbers = boxes.tensor_numbers(planned)
-    file_numbers = np.repeat(np.arange(len(written)), [len(chunks.boxes) for chunks in written])
-    order = np.lexsort((file_numbers, tensor_numbers))
-    bounds = np.searchsorted(tensor_numbers[order], np.arange(len(planned) + 1)).tolist()
+    tensor_indices = boxes.tensor_indices(planned)
+    file_indices = np.repeat(np.arange(len(written)), [len(chunks.boxes) for chunks in written])
+    order = np.lexsort((file_indices, tensor_indices))
+    bounds = np.searchsorted(tensor_indices[order], np.arange(len(planned) + 1)).tolist()
     positions = np.concatenate([chunks.positions for chunks in written])
     layout: Layout = {}
     for (key, tensor), start, stop in zip(planned.items(), bounds, bounds[1:], strict=False):
@@ -324,13 +325,13 @@ def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChu
         offsets, sizes = boxes.offsets[rows, :num_dims], boxes.sizes[rows, :num_dims]
         if missing := tensor.num_missing(offsets, sizes):
             raise ValueError(f"{key}: {missing} of its {len(tensor.offsets)} chunks have not been written")
-        table = np.column_stack((file_numbers[rows], offsets, sizes, positions[rows]))
+        table = np.column_stack((file_indices[rows], offsets, sizes, positions[rows]))
         layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table))
     return layout
 
 
 def layout_to_json(layout: Layout, files: Sequence[str]) -> str:
-    """Serialize a layout for `layout_from_json`.  files: in the order of the file numbers."""
+    """Serialize a layout for `layout_from_json`.  files: in the order of the file indices."""
     tensors = {key: [str(t.dtype).removeprefix("torch."), t.shape, t.chunks.columns] for key, t in layout.items()}
     return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
 
@@ -378,10 +379,10 @@ def layout_from_json(text: bytes | str) -> Layout:
 def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
     """Parse the layout of checkpoint format 2, with one row per chunk: offsets, sizes, file and three positions."""
     files = list(dict.fromkeys(chunk[2] for *_, chunks in content.values() for chunk in chunks))
-    numbers = {file: number for number, file in enumerate(files)}
+    file_indices = {file: index for index, file in enumerate(files)}
     layout: Layout = {}
     for key, (dtype, shape, chunks) in content.items():
-        rows = [(numbers[file], *offsets, *sizes, *positions) for offsets, sizes, file, *positions in chunks]
+        rows = [(file_indices[file], *offsets, *sizes, *positions) for offsets, sizes, file, *positions in chunks]
         table = padded_rows(rows, 4 + 2 * len(shape), 0)
         layout[key] = StoredTensor(getattr(torch, dtype), tuple(shape), Chunks.of(files, table))
     return layout
@@ -402,9 +403,9 @@ def choose_writers(
     boxes_by_rank: the boxes that each rank holds.  Raises ValueError unless they cover every tensor without overlap.
     """
     boxes = Boxes.concatenate(boxes_by_rank)
-    numbers = boxes.tensor_numbers(tensors)
+    tensor_indices = boxes.tensor_indices(tensors)
     ranks = np.repeat(np.arange(len(boxes_by_rank)), [len(table) for table in boxes_by_rank])
-    rows = np.column_stack((numbers, boxes.offsets, boxes.sizes))
+    rows = np.column_stack((tensor_indices, boxes.offsets, boxes.sizes))
     order = np.lexsort((ranks, *reversed(rows.T)))
     is_first = np.ones(len(order), dtype=bool)
     is_first[1:] = (np.diff(rows[order], axis=0) != 0).any(axis=1)
@@ -412,7 +413,7 @@ def choose_writers(
     itemsizes = np.array([tensor.element_size() for tensor in tensors.values()], dtype=np.int64)
     writes = np.zeros(len(order), dtype=bool)
     starts = np.flatnonzero(is_first)
-    num_bytes = boxes.sizes[order[starts]].prod(axis=1) * itemsizes[numbers[order[starts]]]
+    num_bytes = boxes.sizes[order[starts]].prod(axis=1) * itemsizes[tensor_indices[order[starts]]]
     writes[order[starts + _balanced_choice(ranks[order], starts, num_bytes, len(boxes_by_rank))]] = True
     ends = np.cumsum([len(table) for table in boxes_by_rank])[:-1]
     return np.split(writes, ends), _planned_tensors(rows[order[starts]], tensors)
@@ -437,7 +438,7 @@ def _balanced_choice(ranks: IntArray, starts: IntArray, num_bytes: IntArray, num
 
 
 def _planned_tensors(rows: IntArray, tensors: Tensors) -> dict[str, PlannedTensor]:
-    """Return the planned chunks of each tensor.  rows: tensor number, offsets and sizes of each box, sorted.
+    """Return the planned chunks of each tensor.  rows: tensor index, offsets and sizes of each box, sorted.
 
     Raises ValueError unless the boxes cover every tensor.
     """
@@ -447,7 +448,7 @@ def _planned_tensors(rows: IntArray, tensors: Tensors) -> dict[str, PlannedTenso
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
         boxes, shape = rows[start:stop], tuple(tensor.shape)
         offsets, sizes = boxes[:, 1 : 1 + len(shape)], boxes[:, 1 + width : 1 + width + len(shape)]
-        # DCP checks only for several ranks that the boxes cover the tensor, and never on load.
+        # DCP checks that the boxes cover the tensor only when saving from several ranks, and never on load.
         num_held, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
         if num_held != numel:
             raise ValueError(f"{key}: the ranks hold {num_held} of its {numel} elements")

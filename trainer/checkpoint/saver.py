@@ -44,7 +44,7 @@ class Saver:
     """Saves a state at intervals, on request and at the end.  Methods are collective unless documented otherwise.
 
     With `checkpoint.mode=async` at most one save is in flight.  Through the all-reduce of each step, all ranks know
-    when it has ended on every rank, so collecting its result never waits.
+    when it has ended on every rank, so taking its result never waits for the storage.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class Saver:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.any_yes)
 
-    due = Renamed("is_due")
+    due, collect = Renamed("is_due"), Renamed("take_finished_save")
 
     def save_if_best(self, state: TrainState) -> None:
         """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast.
@@ -147,8 +147,8 @@ class Saver:
         path = str(self._checkpoints.storage / checkpoint_name(state.step))
         return path if local_path(path) is None else Path(path)
 
-    def collect(self) -> None:
-        """Collect the result of the save in flight if it has ended on every rank.  Never waits."""
+    def take_finished_save(self) -> None:
+        """Take the result of the save in flight if it has ended on every rank.  Never waits for the storage."""
         if self._checkpoints.in_flight and (self._is_written.all_yes or self._is_overdue.any_yes):
             self._collect(has_ended=self._is_written.all_yes)
 

@@ -245,7 +245,8 @@ class LocalStorage:
 
     def clean(self, prefix: str) -> list[str]:
         self.recover()
-        leftovers = [name for name in self.names() if name.startswith((_WRITING, _REMOVED, _REPLACED))]
+        prefixes = tuple(f"{kind}{prefix}" for kind in (_WRITING, _REMOVED, _REPLACED))
+        leftovers = [name for name in self.names() if name.startswith(prefixes)]
         for name in leftovers:
             shutil.rmtree(self.path / name, ignore_errors=True)
         return leftovers

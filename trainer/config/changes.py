@@ -122,7 +122,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:
     """Return whether two values of a key are equivalent.
 
-    `data.too_long=auto` either refuses to start or drops the same conversations as `drop`.
+    With `data.too_long=auto`, a run either refuses to start or drops the same conversations as with `drop`.
     """
     is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})

@@ -1,4 +1,4 @@
-"""Checks where a run's initial weights come from, and finds and checks the tokenizer that belongs to them."""
+"""Checks that a run's initial weights can be read, and finds and checks the tokenizer that belongs to them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.errors import UserError, setting_error
 
 
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Raise UserError if initial weights that the run needs cannot be read, or are random but would be packed.
+    """Raise UserError if initial weights that the run needs cannot be read, or are random but would be quantized.
 
     given: the settings in the recipe file and on the command line, each value by its key.  A run that
     resumes from a checkpoint is not checked.
@@ -30,19 +30,19 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
         if config.lora.packs:
-            raise nothing_to_pack_error(config)
+            raise cannot_quantize_random_weights_error(config)
         return  # this kind of model initializes its weights randomly
     if config.lora.packs and config.model.fresh:
-        raise nothing_to_pack_error(config)
+        raise cannot_quantize_random_weights_error(config)
     fresh, objective = given.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
     if not (parse_bool(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
 
 
-def nothing_to_pack_error(config: RunConfig) -> UserError:
-    """Return the error for a packed `lora.base_dtype` with random weights, which checkpoints would have to hold."""
-    rule = "packs trained weights, but this model starts from random ones"
+def cannot_quantize_random_weights_error(config: RunConfig) -> UserError:
+    """Return the error for a quantized `lora.base_dtype` with random weights, which checkpoints would have to hold."""
+    rule = "quantizes pretrained weights, but this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
     return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)
 
@@ -138,12 +138,15 @@ def check_same_tokenizer(tokenizer: str, expected: str) -> None:
         return  # opening it reports the error
     if tokenizer == "bytes" or not _have_same_ids(file, Path(expected)):
         rule = f"differs from the tokenizer that the weights were trained with, {expected}"
-        fix = f"leave it out, to use that one; to use another on purpose: checkpoint.allow_changes=[{_TOKENIZER_KEY}]"
+        fix = f"leave it out to use that one, or set checkpoint.allow_changes=[{_TOKENIZER_KEY}] to keep this one"
         raise setting_error(_TOKENIZER_KEY, tokenizer, rule, fix=fix)
 
 
 def _have_same_ids(first_file: Path, second_file: Path) -> bool:
-    """Return whether two tokenizer.json files produce the same ids; post-processing and truncation may differ."""
+    """Return whether two tokenizer.json files produce the same ids; post-processing and truncation may differ.
+
+    Also True if either file cannot be read.
+    """
     try:
         contents = [file.read_bytes() for file in (first_file, second_file)]
         if contents[0] == contents[1]:
@@ -160,7 +163,7 @@ def check_readable_tokenizer(config: RunConfig) -> None:
     if (missing := _tokenizer_of_run(config)) is not None:
         rule = f"the weights of {config.train.init_from} were trained with {missing}, which is missing"
         raise setting_error(
-            _TOKENIZER_KEY, config.data.tokenizer, rule, fix=f"give its new path, {_TOKENIZER_KEY}=FILE"
+            _TOKENIZER_KEY, config.data.tokenizer, rule, fix=f"set {_TOKENIZER_KEY}=FILE to its new path"
         )
     folder = find_weights_folder(config)
     if folder is not None and not allows_other_tokenizer(config):

@@ -29,7 +29,7 @@ from trainer.errors import UserError, as_typed, choice_error, setting_error
 from trainer.objective import Tokens
 from trainer.recipe import check_number, union_members
 
-EMPTY_VALUE_RULE = "is empty, perhaps from an unset shell variable"
+EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
@@ -103,15 +103,15 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def parse_override(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override: verbatim for keys of type text, otherwise parsed as YAML.
+    """Return the value of a command-line override: verbatim for keys of type str, otherwise parsed as YAML.
 
-    For a key that takes text or a mapping, the value is a mapping if YAML parses it as one.
+    For a key that takes a str or a mapping, the value is a mapping if YAML parses it as one.
     """
     options = union_members(hint)
     if not text and not key.startswith("model."):
         example = "null" if type(None) in options else None
         raise setting_error(
-            key, text, EMPTY_VALUE_RULE, example=example, fix="" if example else "leave it out, or give a value"
+            key, text, EMPTY_VALUE_PROBLEM, example=example, fix="" if example else "leave it out, or give a value"
         )
     if {int, float} & set(options) and re.fullmatch(r"[+-]?(0[\d_]*\d|\d+(:\d+)+(\.\d*)?)", text):
         rule = f"must be {type_name(hint)}: with a leading zero or a colon it would be read in base 8 or 60"  # YAML 1.1
@@ -144,7 +144,7 @@ def assign(
     choices = [
         choice for option in union_members(hint) for choice in typing.get_args(option) if isinstance(choice, str)
     ]
-    _refuse_resolvers(key, value, where)
+    _reject_resolvers(key, value, where)
     if isinstance(value, str) and value.startswith("~/"):  # shells do not expand ~ after an equals sign
         value = os.path.expanduser(value)
     if value is False and "off" in choices:  # YAML 1.1 reads a bare `off` as a boolean
@@ -165,14 +165,14 @@ _KEY_REFERENCE = re.compile(r"(?<!\\)\$\{[\w.\[\]]+\}")
 """The only supported interpolation: the value of another key."""
 
 
-def _refuse_resolvers(key: str, value: Any, where: str) -> None:
+def _reject_resolvers(key: str, value: Any, where: str) -> None:
     """Raise UserError for OmegaConf resolvers: a configuration must not run code or read the environment."""
     if isinstance(value, (list, tuple, Mapping)):
         for item in value.values() if isinstance(value, Mapping) else value:
-            _refuse_resolvers(key, item, where)
+            _reject_resolvers(key, item, where)
     elif isinstance(value, str) and "${" in _KEY_REFERENCE.sub("", value):
-        rule = f"${{...}} can only refer to another key, as ${{section.key}}{where}, not call a resolver"
-        raise setting_error(key, value, rule, fix=f"write the value itself, or give it on the command line: {key}=...")
+        rule = f"can only refer to another key, as in ${{section.key}}; resolvers are not supported{where}"
+        raise setting_error(key, value, rule, fix=f"write the value itself, or set it on the command line: {key}=...")
 
 
 def check_limits(config: RunConfig) -> None:

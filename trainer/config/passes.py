@@ -649,8 +649,8 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
     return replace(config, optim=replace(optim, lr=float(f"{scaled:.2e}"), lr_by_width=False))
 
 
-def base_model(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Explain `optim.base_model` for `--why`: how much wider this model is.  Changes nothing."""
+def explain_base_model(config: RunConfig, resolution: Resolution) -> RunConfig:
+    """Explain `optim.base_model` for `--why`: how much wider this model is.  Changes no setting."""
     base = config.optim.base_model or {}
     growth = {name: getattr(config.model, name, 0) / value for name, value in base.items() if value}
     if growth and "optim.base_model" in resolution.origins:
@@ -841,7 +841,7 @@ PASSES = (
     Pass("objective data", objective_data, "config", "train.objective needs it", for_stored=True),
     Pass("chat length", chat_length, "config", "the model's longest sequence", for_stored=True),
     Pass("scaled lr", scaled_lr, "config", "suits the width of the model", for_stored=True),
-    Pass("base model", base_model, "config", "explains how much wider this model is"),
+    Pass("base model", explain_base_model, "config", "explains how much wider this model is"),
     Pass("small model steps", small_model_steps, "config", "only for small models", for_stored=True),
     Pass("compute dtype", compute_dtype, "config", "suits run.device", for_stored=True),
     Pass("adapter base dtype", adapter_base_dtype, "config", "as the weights are stored", for_stored=True),

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from trainer.config.keys import EMPTY_VALUE_RULE, declared_keys, expand_subsection
+from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection
 from trainer.config.messages import unknown_key_error
 from trainer.config.schema import RunConfig
 from trainer.config.stored import CONFIG, OLD_DPO_SECTION
@@ -26,7 +26,7 @@ _EXAMPLE_FILE = "the output of python -m trainer.run recipe=llama_small --print-
 def find_recipe_file(recipe: str) -> Path:
     """Return the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if there is none."""
     if not recipe:
-        raise setting_error("recipe", recipe, EMPTY_VALUE_RULE, example="llama_small")
+        raise setting_error("recipe", recipe, EMPTY_VALUE_PROBLEM, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
         path = Path(recipe)
         if not path.is_file():

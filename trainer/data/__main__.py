@@ -139,7 +139,7 @@ def _usage_lines(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
             f"{usage.first_step}-{usage.last_step}",
             usage.source or config.data.source,
             f"{usage.tokens:,}",
-            f"{100 * usage.share:.2f} %",
+            f"{100 * usage.share:.2f}%",
             f"{usage.samples:,}",
             f"{usage.epochs:.3f}",
         )

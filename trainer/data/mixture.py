@@ -473,7 +473,7 @@ def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
         last_step = phase[0].last_step
         steps = f"steps {first} to {last_step}" if last_step > first else f"step {first}"
         parts = [
-            f"{f'{usage.source} {100 * usage.share:.1f} %, ' if usage.source else ''}"
+            f"{f'{usage.source} {100 * usage.share:.1f}%, ' if usage.source else ''}"
             f"{usage.samples:,} samples (to epoch {usage.epochs:.2f})"
             for usage in phase
             if usage.samples

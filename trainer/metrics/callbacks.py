@@ -38,8 +38,9 @@ class Callback:
     """An optional feature of a run.  Its hooks do nothing unless they are overridden.
 
     Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
-    callbacks in the same order and call them at the same points, so hooks may be collective.  `begin_` hooks are
-    called in the order of the callbacks, `end_` hooks in reverse order.
+    callbacks in the same order and call them at the same points, so hooks may be collective, except `end_fit` and
+    `end_loop`, which are also called on a single rank after it has failed.  `begin_` hooks are called in the order of
+    the callbacks, `end_` hooks in reverse order.
     """
 
     def start_note(self, step: int) -> str:
@@ -50,7 +51,7 @@ class Callback:
         """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, even if it raised an exception."""
+        """Called when `Trainer.fit` ends, even if it raised an exception.  Must not be collective."""
 
     def begin_step(self, step: int) -> None:
         """Called when `step` starts, before its data is loaded."""
@@ -62,17 +63,18 @@ class Callback:
         """Called after an evaluation that was not aborted, as part of the watchdog's phase `evaluate`."""
 
     def end_loop(self, has_failed: bool) -> None:
-        """Called when a loop over `Trainer.steps` ends.
+        """Called when a loop over `Trainer.steps` ends.  Must not be collective.
 
-        It ends after the last step, when it is left early, or with an exception (`has_failed`).
+        It ends after the last step, when it is left early, or with an exception in `steps` itself (`has_failed`).  An
+        exception in the body of the caller's loop counts as leaving it early: a generator cannot tell the two apart.
         """
 
 
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
 
-    At other steps nothing is computed.  The host never waits for the device before the end of a step.  This callback is
-    also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
+    On other steps, nothing is computed.  The host never waits for the device before the end of a step.  This callback
+    is also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
     """
 
     def __init__(
@@ -169,7 +171,7 @@ class Samples(Callback):
         return [(text, prompt_tokens(text, tokenizer)) for text in self._config.log.prompts]
 
     @cached_property
-    def _end_ids(self) -> set[int]:
+    def _stop_ids(self) -> set[int]:
         """The tokens that end a document or an assistant's turn."""
         data = self._config.data
         if data.source == "chat":
@@ -191,12 +193,12 @@ class Samples(Callback):
                 [tokens for _, tokens in self._prompts],
                 config.log.prompt_tokens,
                 Sampling(),
-                ends=self._end_ids,
+                ends=self._stop_ids,
                 context=config.data.seq_len,
                 device=self._world.device,
             )
         for (prompt, _), completion in zip(self._prompts, completions, strict=True):
-            text = tokenizer.decode([token for token in completion.tokens if token not in self._end_ids])
+            text = tokenizer.decode([token for token in completion.tokens if token not in self._stop_ids])
             self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
 
 

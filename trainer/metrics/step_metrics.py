@@ -55,7 +55,7 @@ class Update:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the targets of the global batch."""
+        """The loss of the global batch, divided by the sum of `Trainer.count`: by default, the mean over targets."""
         return self._numbers.read()[0]
 
     @property

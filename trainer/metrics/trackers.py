@@ -73,8 +73,8 @@ class Tracker(Protocol):
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Add the values of one step, such as `train/loss`.  time: when they were recorded, in seconds since the epoch.
 
-        Steps increase.  Each is sent once, together with its evaluation; an evaluation that runs separately may arrive
-        later, for the same step.
+        Any key may be missing.  Steps never decrease: each is sent once, together with its evaluation, but a late
+        evaluation repeats its step, with only `eval/...` values.
         """
 
     def close(self) -> None:

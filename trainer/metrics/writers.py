@@ -233,7 +233,7 @@ class Metrics:
         that every attempt continues the same run there."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.tracking_id}
+        return {"wandb_id": self.tracking_id}  # its name in checkpoints, although all trackers use it
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.tracking_id = state["wandb_id"]

@@ -366,7 +366,7 @@ def _draw_time_bar(figure: Any, run: RecordedRun) -> None:
     for name, (label, color) in PART_STYLES.items():
         seconds = getattr(run.goodput, name)
         if total > 0 and seconds > 0.0005 * total:
-            share = f"{label} {100 * seconds / total:.1f} %"
+            share = f"{label} {100 * seconds / total:.1f}%"
             axes.barh(0, seconds, left=left, color=COLORS[color], label=share, edgecolor="white", linewidth=0.8)
             left += seconds
     if left:

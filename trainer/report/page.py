@@ -400,7 +400,7 @@ def _format_logged(value: float | None) -> str:
 
 
 def _format_percent(share: float | None) -> str:
-    return MISSING if share is None else f"{100 * share:.1f} %"
+    return MISSING if share is None else f"{100 * share:.1f}%"
 
 
 def _format_duration(seconds: float) -> str:

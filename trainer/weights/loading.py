@@ -18,7 +18,7 @@ from torch import nn
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
 from trainer.checkpoint.state_parts import join_state
 from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
-from trainer.config.initial_weights import nothing_to_pack_error
+from trainer.config.initial_weights import cannot_quantize_random_weights_error
 from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
     CONFIG_JSON,
@@ -124,7 +124,7 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
     source = initial.source
     if source is None:
         if config.lora.packs:
-            raise nothing_to_pack_error(config)
+            raise cannot_quantize_random_weights_error(config)
         return BaseWeights()
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))

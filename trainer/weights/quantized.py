@@ -3,7 +3,8 @@
 `quantization_config` in config.json selects one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
-  (E, N, K / 32) holds the exponent of each group of 32 numbers, with a bias of 127; the weight is `NAME`, (E, K, N).
+  (E, N, K / 32) holds the exponent shared by each group of 32 numbers, with a bias of 127; the weight is `NAME`,
+  (E, K, N).
   Format: Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
 - `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` the factor by which to
   multiply each block of size `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the
@@ -26,6 +27,7 @@ from trainer.errors import UserError
 
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 _FP8 = "F8_E4M3"
+"""The dtype of 8-bit numbers in safetensors."""
 
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """Magnitude of a 4-bit number by its lower three bits; the highest bit is the sign."""

@@ -314,7 +314,7 @@ def default_num_procs() -> int:
 def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], num_workers: int) -> Iterator[_Workers]:
     """Run workers during a block: none if `num_workers` is negative.
 
-    At the end of the block, waits_for_others until they have finished; if the block raises an error, kills them.
+    At the end of the block, waits until they have finished; if the block raises an error, kills them.
     """
     workers, processes = _Workers(), []
     try:
