@@ -67,7 +67,7 @@ def test_configured_failure_rate_counts_as_one_failure() -> None:
 def test_losses_and_goodput_add_up_to_one(mtbf_s: float) -> None:
     """Also if most of the time is lost: no share exceeds 1."""
     costs = Costs(BLOCKED_S, TOTAL_S, RESTART_S, mtbf_s)
-    lost = sum(costs.losses(costs.best_interval_s).values())
+    lost = sum(costs.lost_time_fractions(costs.best_interval_s).values())
     assert 0 < lost < 1
     assert lost + costs.goodput(costs.best_interval_s) == pytest.approx(1, abs=0.12)
 

@@ -55,7 +55,7 @@ class Costs:
         expected_failures = min(700.0, every_s / self.mtbf_s)  # `expm1` overflows above 709
         return expected_kept_s / math.expm1(expected_failures) / (self.mtbf_s + self.restart_s)
 
-    def losses(self, every_s: float) -> dict[str, float]:
+    def lost_time_fractions(self, every_s: float) -> dict[str, float]:
         """Return the fraction of time lost to each cause, to first order."""
         lost = {  # relative to the time spent on progress that is kept
             "pausing for saves": self.blocked_s / every_s,
@@ -103,7 +103,7 @@ def estimated_save_s(shard_bytes: float) -> float:
 
 def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
     """Describe the expected goodput with a save every `every_s` seconds, and how to improve it; one text per topic."""
-    lost = costs.losses(every_s)
+    lost = costs.lost_time_fractions(every_s)
     worst = max(lost, key=lambda cause: lost[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
     best = (

@@ -277,7 +277,7 @@ class Forecast:
 
 
 def _percent(measured: float, planned: float) -> str:
-    return f"{100 * (measured / planned - 1):+.0f} %" if math.isfinite(measured / planned) else ""
+    return f"{100 * (measured / planned - 1):+.0f}%" if math.isfinite(measured / planned) else ""
 
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")

@@ -161,14 +161,14 @@ def _time_rows(plan: Plan) -> list[tuple[str, str]]:
     return [
         ("step", f"{time.total_s:.3f} s"),
         ("kernels", f"{time.compute_s:.3f} s"),
-        ("communication", f"{time.communication_s:.3f} s, {100 * hidden:.0f} % hidden behind kernels"),
+        ("communication", f"{time.communication_s:.3f} s, {100 * hidden:.0f}% hidden behind kernels"),
         ("copies into and out of buffers", f"{time.copy_s:.3f} s"),
         *_offload_rows(plan),
         ("optimizer", f"{time.optimizer_s:.3f} s"),
         ("host", f"{time.host_s:.3f} s"),
         ("token positions/s", f"{positions_per_s:,.0f} ({positions_per_s / plan.mesh.num_ranks:,.0f} per rank)"),
         ("model FLOPs per step", f"{plan.flops:.3g}"),
-        ("MFU", "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f} %"),
+        ("MFU", "unknown" if plan.mfu is None else f"{100 * plan.mfu:.1f}%"),
         ("whole run", "depends on the data" if train.epochs is not None else run),
         ("checkpoint", f"{readable_bytes(plan.checkpoint_bytes)}, {per_rank} per rank"),
     ]
@@ -179,7 +179,7 @@ def _offload_rows(plan: Plan) -> list[tuple[str, str]]:
     if not offloaded:
         return []
     hidden = 1 - time.exposed_offload_s / time.offload_s
-    text = f"{time.offload_s:.3f} s, {100 * hidden:.0f} % hidden; {readable_bytes(offloaded)} of host memory per rank"
+    text = f"{time.offload_s:.3f} s, {100 * hidden:.0f}% hidden; {readable_bytes(offloaded)} of host memory per rank"
     return [("activations to the host and back", text)]
 
 
@@ -268,7 +268,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
             "best_s": plan.costs.best_interval_s,
             "mtbf_s": plan.costs.mtbf_s,
             "expected_goodput": plan.costs.goodput(plan.save_every_s),
-            "losses": plan.costs.losses(plan.save_every_s),
+            "losses": plan.costs.lost_time_fractions(plan.save_every_s),
         },
     } | auto
 
