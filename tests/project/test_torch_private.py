@@ -25,6 +25,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.torch_version import TorchVersion
 from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
@@ -96,7 +97,10 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "torch.distributed.tensor.debug._clear_sharding_prop_cache": lambda: callable(_clear_sharding_prop_cache),
     "torch.distributed.fsdp._fully_shard._fully_shard": lambda: _fully_shard,
     "torch.distributed.fsdp._fully_shard._fsdp_common": lambda: (
-        _takes(_fsdp_common.ShardPlacementResult, "placement", "mesh_info")
+        (
+            TorchVersion(torch.__version__) < "2.12"
+            or _takes(_fsdp_common.ShardPlacementResult, "placement", "mesh_info")
+        )
         and _takes(_fsdp_common.HSDPMeshInfo, "mesh", "shard_mesh_dim", "replicate_mesh_dim")
     ),
     # tensors without values, trees

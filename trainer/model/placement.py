@@ -1,6 +1,6 @@
-"""Chooses the dimension along which a parameter is sharded, and computes each rank's shard.
+"""Chooses how a parameter is divided among the ranks of the shard axis, and computes where each rank's shard lies.
 
-Pure arithmetic on shapes, used both to shard a model and by the planner.
+Pure arithmetic on shapes, used by the planner and by Muon; `shard` passes the choice on to FSDP, which makes the shards.
 """
 
 from __future__ import annotations
