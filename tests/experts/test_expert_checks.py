@@ -210,10 +210,10 @@ def test_a_configuration_is_right_where_the_ranks_are_not_known() -> None:
 
 def test_more_shards_than_experts_are_advised_against() -> None:
     said = advice_on_shards(config_of("x"), MeshShape(2, 6))
-    assert "mesh.shard=6 is no multiple of the 4 experts" in said
+    assert "mesh.shard=6 is more than the 4 experts" in said
     assert "mesh.shard=2 mesh.replicate=6" in said
     assert not advice_on_shards(config_of("x"), MeshShape(2, 4))
-    assert not advice_on_shards(config_of("x"), MeshShape(1, 8))  # two ranks share an expert
+    assert not advice_on_shards(config_of("x"), MeshShape(1, 8))  # each expert is split by rows between two ranks
     assert not advice_on_shards(config_of("x", TWO), MeshShape(2, 6))
     assert not advice_on_shards(load_config("llama_small"), MeshShape(1, 512))
 

@@ -92,6 +92,7 @@ OTHERS = [
     *([*COLUMNS, "mesh.shard=4"], [*COLUMNS, "mesh.shard=4", *MUON], ["model.num_experts=3", "mesh.shard=4"]),
     *([*FEW, "fsdp.accumulate=sharded", "train.ema=0.9"], [*FEW, "mesh.context=2", "fsdp.prefetch_forward=1"]),
     [*FEW, *MUON, "optim.muon.variant=normuon"],
+    ["model.num_experts=1", "model.num_chosen=1", "mesh.replicate=2"],
     *([TWO, EXCHANGE, *FEW], [TWO, GATHER, *ODD], [*ODD, "mesh.shard=4", "fsdp.cpu_offload=true"]),
     [TWO, EXCHANGE, "mesh.replicate=2", "fsdp.cpu_offload=true", "train.activation_checkpoint=full"],
     [TWO, EXCHANGE, "fsdp.prefetch_forward=1", "fsdp.prefetch_backward=1", "fsdp.separate_reduce=true"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -10,8 +11,9 @@ import torch
 
 from tests.helpers.ranks import run_ranks
 from trainer import Trainer, load_config
-from trainer.model.parameters import division_of, local, local_box
-from trainer.model.placement import Division, choose_dim, divide, ranks_per_matrix
+from trainer.distributed.world import split_last_axis
+from trainer.model.parameters import division_of, local, local_box, mesh_of, record_split_mesh
+from trainer.model.placement import Division, choose_dim, choose_ranks_per_matrix, divide
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan, without_data
 
@@ -46,14 +48,14 @@ def test_the_dimension_that_wastes_least(shape: tuple[int, ...], parts: int, num
         ((128, 2048, 768), 64, 3, 1),
         ((128, 2048, 768), 128, 3, 1),
         ((128, 768, 2048), 192, 3, 1),
-        ((2, 3, 8), 4, 3, 1),  # two ranks cannot share three rows
+        ((2, 3, 8), 4, 3, 1),  # three rows are odd
         ((1, 8, 8), 4, 3, 4),
         ((0, 8, 8), 4, 3, 1),
         ((2, 8), 4, 2, 1),  # a single matrix
     ],
 )
-def test_ranks_share_matrices(shape: tuple[int, ...], parts: int, num_dims: int, expected: int) -> None:
-    assert ranks_per_matrix(shape, parts, num_dims) == expected
+def test_ranks_among_which_a_matrix_is_split(shape: tuple[int, ...], parts: int, num_dims: int, expected: int) -> None:
+    assert choose_ranks_per_matrix(shape, parts, num_dims) == expected
 
 
 @pytest.mark.parametrize(
@@ -120,8 +122,8 @@ def parts_held(folder: Path, expert_dim: int) -> list[str]:
 @pytest.mark.parametrize(
     ("expert_dim", "expected"),
     [
-        (26, "w1 (0, 2), w2 (0, 2)"),  # two ranks share each of the two experts
-        pytest.param(25, "w1 (2, 1), w2 (0, 2)", marks=pytest.mark.campaign),  # they cannot share 25 rows
+        (26, "w1 (0, 2), w2 (0, 2)"),  # each of the two experts is split by rows between two ranks
+        pytest.param(25, "w1 (2, 1), w2 (0, 2)", marks=pytest.mark.campaign),  # 25 rows are odd
     ],
 )
 def test_ranks_hold_what_is_planned(tmp_path: Path, expert_dim: int, expected: str) -> None:
@@ -131,3 +133,29 @@ def test_ranks_hold_what_is_planned(tmp_path: Path, expert_dim: int, expected: s
 def test_division_of_a_whole_tensor_is_one_part() -> None:
     assert division_of(torch.ones(3, 4)) == Division()
     assert local_box(torch.ones(3, 4)) == ((0, 3), (0, 4))
+
+
+def of_tensor_parallelism(folder: Path) -> list[object]:
+    """Return what is known of a matrix that is divided by rows and columns, as by torch's RowwiseParallel and FSDP."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
+    matrix = distribute_tensor(torch.arange(64.0).view(8, 8), mesh, [Shard(0), Shard(1)])
+    row, column = divmod(dist.get_rank(), 2)
+    assert local_box(matrix) == ((4 * row, 4 * row + 4), (4 * column, 4 * column + 4))
+    first, second = (split_last_axis(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)), 2) for _ in range(2))
+    whole = init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    record_split_mesh(first, whole)
+    record_split_mesh(second, whole)
+    del first  # as when the first of two equal trainers is collected
+    gc.collect()
+    stack = distribute_tensor(torch.ones(2, 4, 4), second, [Shard(0), Shard(1)])
+    return [division_of(matrix), division_of(stack), mesh_of(stack) == whole]
+
+
+@pytest.mark.slow
+def test_divisions_of_two_axes_are_told_apart(tmp_path: Path) -> None:
+    assert run_ranks(4, of_tensor_parallelism, tmp_path) == [[None, Division(0, 4, ranks_per_matrix=2), True]] * 4

@@ -85,21 +85,26 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
 
 
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
-    """Return a warning if there are more shards than experts and no multiple of them, otherwise an empty string.
+    """Return a warning if there are more shards than experts, and not a multiple of them; otherwise an empty string.
 
-    FSDP then shards a dimension other than the first, which takes an extra copy of weights and gradients; a multiple
-    of the experts does not (`trainer.model.stacks`).  With `mesh.expert`, each rank gathers only a few experts, so the
-    copies cost next to nothing.
+    FSDP then shards a dimension other than the first, which takes an extra copy of weights and gradients; experts that
+    are split by rows usually need none (`trainer.model.row_shards`), except with an integer
+    `fsdp.reshard_after_forward`.  With `mesh.expert`, each rank gathers only a few experts, so the copies cost next to
+    nothing.
     """
     num_experts = getattr(config.model, "num_experts", None)
     if num_experts is None or not config.recipe.declares_experts(config.model):
         return ""
-    if config.mesh.expert != 1 or shape.shard <= num_experts or shape.shard % num_experts == 0:
+    if config.mesh.expert != 1 or shape.shard <= num_experts:
+        return ""
+    setting = config.fsdp.reshard_after_forward
+    reshards_to_number = any(isinstance(entry, int) for entry in (setting if isinstance(setting, list) else [setting]))
+    if shape.shard % num_experts == 0 and not reshards_to_number:
         return ""
     shard = math.gcd(shape.shard, num_experts)
     return (
-        f"mesh.shard={shape.shard} is no multiple of the {num_experts} experts of a layer, so FSDP copies their "
-        f"weights and gradients once more; if it fits, mesh.shard={shard} "
+        f"mesh.shard={shape.shard} is more than the {num_experts} experts of a layer, so FSDP pads them or copies "
+        f"their weights and gradients once more; if it fits, mesh.shard={shard} "
         f"mesh.replicate={shape.num_ranks // shard} does not"
     )
 

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups inside `shard`."""
 OUTER, EXPERT, INNER = "outer", "expert", "inner"
-"""Names of the two axes that replace `shard`: (outer, expert) in the mesh of experts that are divided among ranks,
-(outer, inner) in that of stacks whose matrices are shared by ranks."""
+"""Names of the two axes into which `shard` is split: (outer, expert) for experts that are divided among ranks, and
+(outer, inner) for stacks whose matrices are split by rows."""
 
 
 def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
@@ -195,7 +195,7 @@ class World(Channel):
             del axes[REPLICATE]
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        self._note_groups(mesh, names)
+        self._register_groups(mesh, names)
         return mesh
 
     def split_mesh(self, mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
@@ -205,10 +205,10 @@ class World(Channel):
         """
         if (mesh, num_inner) not in self._split_meshes:
             split = self._split_meshes[mesh, num_inner] = split_last_axis(mesh, num_inner)
-            self._note_groups(split, (OUTER, INNER))
+            self._register_groups(split, split.mesh_dim_names or ())
         return self._split_meshes[mesh, num_inner]
 
-    def _note_groups(self, mesh: DeviceMesh, axes: Iterable[str]) -> None:
+    def _register_groups(self, mesh: DeviceMesh, axes: Iterable[str]) -> None:
         for axis in axes:
             # A mesh's groups do not inherit the timeout of the default group, but have torch's 30 minutes.
             _set_timeout(self.timeout, mesh.get_group(axis))

@@ -289,7 +289,7 @@ def _inspect(
     """Return the problem with a parameter (empty if none), and this rank's piece of it if there is one to compare.
 
     is_expert: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.  Two
-    axes also shard a stack whose matrices are shared by ranks (`trainer.model.stacks`), on a mesh of its own.
+    axes also shard a stack whose matrices are split by rows (`trainer.model.row_shards`), on a mesh of its own.
     is_reduced: whether its gradient does not need FSDP, because it is averaged elsewhere or there is only one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
@@ -301,24 +301,27 @@ def _inspect(
             expected = _expected_placement(mesh, is_expert)
             return f"{name} is not sharded, so that its gradient is not reduced; expected: {expected}", None
         return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
-    shares_matrices = not is_expert and parameter.device_mesh != mesh and mesh_of(parameter) == mesh
-    if shares_matrices:
+    is_row_sharded = not is_expert and parameter.device_mesh != mesh and mesh_of(parameter) == mesh
+    if is_row_sharded:
         mesh = parameter.device_mesh
-    num_split = 2 if is_expert or shares_matrices else 1
+    num_split = 2 if is_expert or is_row_sharded else 1
     outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
-    is_split = all(type(placed).__name__ in _SHARDS[is_expert] for placed in split)
-    is_by_expert = not is_expert or split[-1] == Shard(0)
-    is_by_matrix = not shares_matrices or split == (Shard(0), Shard(1))
+    if is_row_sharded:
+        is_split = split == (Shard(0), Shard(1))
+    else:
+        is_split = all(type(placed).__name__ in _SHARDS[is_expert] for placed in split)
+    if is_expert:
+        is_split = is_split and split[-1] == Shard(0)
     box = local_box(parameter)
-    is_as_expected = is_split and is_by_expert and is_by_matrix and all(placed == Replicate() for placed in outer)
+    is_as_expected = is_split and all(placed == Replicate() for placed in outer)
     if parameter.device_mesh != mesh or not is_as_expected or box is None:
         if not is_trainable:
             return "", None  # a frozen parameter may have any placement
         placed = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
-        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_expert)}", None
-    local, dim = parameter.to_local(), 1 if shares_matrices else split[0].dim  # type: ignore[attr-defined]
+        return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_expert, is_row_sharded)}", None
+    local, dim = parameter.to_local(), 1 if is_row_sharded else split[0].dim  # type: ignore[attr-defined]
     copies = mesh.size() // math.prod(mesh.shape[-num_split:])
-    facts = f"{facts}, sharded on dim {'0 and 1' if shares_matrices else dim} over {_describe_axes(mesh)}"
+    facts = f"{facts}, sharded on dim {'0 and 1' if is_row_sharded else dim} over {_describe_axes(mesh)}"
     inner = (box[dim], shape[dim]) if dim else ((0, 1), 1)
     piece = _Piece(name, facts, local, (box[0], inner[0]), (shape[0], inner[1]), copies)
     local_shape = tuple(stop - start for start, stop in box)
@@ -332,9 +335,9 @@ _SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
 first; FSDP then shards the parameter again, with strides."""
 
 
-def _expected_placement(mesh: DeviceMesh, is_expert: bool) -> str:
-    num_split = 2 if is_expert else 1
-    placements = (*[Replicate()] * (mesh.ndim - num_split), *[Shard(0)] * num_split)
+def _expected_placement(mesh: DeviceMesh, is_expert: bool, is_row_sharded: bool = False) -> str:
+    split = [Shard(0), Shard(1)] if is_row_sharded else [Shard(0)] * (2 if is_expert else 1)
+    placements = (*[Replicate()] * (mesh.ndim - len(split)), *split)
     return f"a DTensor placed {placements} on {_describe_axes(mesh)}"
 
 

@@ -94,7 +94,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     resharding = []
     """What each group does after a forward pass: None if it stays gathered, else the mesh to shard on."""
     for module in modules:
-        # The root; FSDP decides in its first forward pass.
+        # True for the root: FSDP decides about it in its first forward pass.
         stays_gathered = module._get_fsdp_state()._auto_reshard_after_forward
         for group in fsdp_param_groups(module):
             groups.append(group)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -64,13 +63,14 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
     _replicated_on[parameter] = mesh
 
 
-_mesh_of_others: WeakKeyDictionary[DeviceMesh, DeviceMesh] = WeakKeyDictionary()
-"""For each mesh whose last two axes are the shard axis of another, split in two: that other mesh."""
+_unsplit_mesh_of: dict[DeviceMesh, DeviceMesh] = {}
+"""Maps a mesh whose last two axes are the shard axis of another one, split in two, to that other mesh.  No weak
+references: meshes of equal shape are equal keys, and the entry must not go with the first of them."""
 
 
-def note_split_mesh(split_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+def record_split_mesh(split_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
     """Record that the last two axes of `split_mesh` are the last axis of `mesh`, which has the other parameters."""
-    _mesh_of_others[split_mesh] = mesh
+    _unsplit_mesh_of[split_mesh] = mesh
 
 
 def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
@@ -80,7 +80,7 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     """
     if not isinstance(parameter, DTensor):
         return _replicated_on.get(parameter)
-    return _mesh_of_others.get(parameter.device_mesh, parameter.device_mesh)
+    return _unsplit_mesh_of.get(parameter.device_mesh, parameter.device_mesh)
 
 
 def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,8 @@ def division_of(parameter: torch.Tensor) -> Division | None:
     if not rest:
         return Division(dim, parts)
     ((inner, num_ranks),) = rest
-    if dim == 0 and inner.dim == 1:  # type: ignore[attr-defined]
+    is_stack = parameter.ndim > 2 and parameter.shape[0] == parts
+    if is_stack and dim == 0 and inner.dim == 1:  # type: ignore[attr-defined]
         return Division(0, parts * num_ranks, ranks_per_matrix=num_ranks)
     return Division(dim, parts, num_ranks) if inner.dim == 0 else None  # type: ignore[attr-defined]
 

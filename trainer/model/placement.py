@@ -24,8 +24,8 @@ class Division:
     """The division of a tensor among `parts` x `expert` ranks of the shard axis.
 
     Dimension 0 is divided among the `expert` consecutive ranks of an expert group; then dimension `dim` of each piece
-    is divided among the `parts` groups.  If a stack has fewer matrices than there are ranks, each matrix is shared by
-    `ranks_per_matrix` consecutive ranks, which divide its rows (`trainer.model.stacks`).
+    is divided among the `parts` groups.  If a stack has fewer matrices than there are ranks, each matrix is split by
+    rows among `ranks_per_matrix` consecutive ranks (`trainer.model.row_shards`).
     """
 
     dim: int = 0
@@ -74,16 +74,16 @@ def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: flo
     return next((dim for dim in later if shape[dim] and shape[dim] % parts == 0), 0)
 
 
-def ranks_per_matrix(shape: Sequence[int], parts: int, num_dims: int) -> int:
-    """Return how many ranks share each matrix of a stack (N, rows, columns, ...), divided by rows; 1 if they cannot.
+def choose_ranks_per_matrix(shape: Sequence[int], parts: int, num_dims: int) -> int:
+    """Return among how many ranks to split each matrix of a stack (N, rows, columns, ...) by rows; 1: not possible.
 
-    They can if N divides `parts` and the ranks of a matrix divide its rows: then every shard is contiguous in the
-    stack, so that the gathered shards are the stack, and nothing has to be rearranged.
+    It is possible if `parts` is a multiple of N, and the rows a multiple of the result.  Then every shard is contiguous
+    in the stack, so that the gathered shards are the stack, and nothing has to be rearranged.
     """
     if len(shape) < 3 or num_dims < 2 or not 0 < shape[0] < parts or parts % shape[0]:
         return 1
     ranks = parts // shape[0]
-    return ranks if shape[1] % ranks == 0 and shape[1] > 0 else 1
+    return ranks if shape[1] % ranks == 0 and all(size > 0 for size in shape) else 1
 
 
 def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> bool:
@@ -95,7 +95,7 @@ def divides_evenly(shape: Sequence[int], shard: int, expert: int, num_dims: int)
 def divide(shape: Sequence[int], shard: int, expert: int, num_dims: int) -> Division:
     """Return the division of a parameter of `shape` among `shard` ranks, in expert groups of `expert` ranks."""
     parts = shard // expert
-    if expert == 1 and (ranks := ranks_per_matrix(shape, parts, num_dims)) > 1:
+    if expert == 1 and (ranks := choose_ranks_per_matrix(shape, parts, num_dims)) > 1:
         return Division(0, parts, ranks_per_matrix=ranks)
     if expert == 1:
         return Division(choose_dim(shape, parts, num_dims), parts)

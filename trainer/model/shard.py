@@ -5,17 +5,18 @@ Only this module calls `fully_shard`, and the training step depends on none of t
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo  # otherwise FSDP2's first hook imports it while the model is built
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.fsdp._fully_shard import _fully_shard as fully_shard_module
 from torch.distributed.tensor import DTensor, Shard
@@ -32,10 +33,10 @@ from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
-from trainer.model.parameters import note_split_mesh
+from trainer.model.parameters import record_split_mesh
 from trainer.model.placement import Division, divide, divides_evenly, num_dims_to_divide
 from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_expensive, save_only
-from trainer.model.stacks import SplitMesh, sharing_matrices
+from trainer.model.row_shards import apply_row_shards, row_shards_of
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
 from trainer.sequence import use_slices
@@ -47,18 +48,18 @@ def apply_sharding(
     config: RunConfig,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None = None,
-    split_mesh: SplitMesh = split_last_axis,
+    split_mesh: Callable[[DeviceMesh, int], DeviceMesh] = split_last_axis,
 ) -> list[ShardUnit]:
     """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
 
     The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where that
-    would need much padding, by matrices and rows (`stacks`) or on another dimension (`placement.divide`); on the meta
-    device nothing is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate`
+    would need much padding, by rows of a matrix (`row_shards`) or on another dimension (`placement.divide`); on the
+    meta device nothing is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate`
     once they have values.  With an `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded
     on that mesh.  Returns the units in the order of the forward pass.
 
     Collective only if process groups are created: one set for integer resharding, shared by all units, and one set for
-    each number of ranks that share the matrices of a stack.
+    each number of ranks among which matrices are split.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
@@ -89,7 +90,7 @@ def apply_sharding(
             # Makes the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further.
             check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
             shard_experts([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
-            note_split_mesh(expert_mesh, mesh)
+            record_split_mesh(expert_mesh, mesh)
         _shard(model, units, reshard, config, mesh, expert_mesh, split_mesh)
     return units
 
@@ -154,7 +155,7 @@ def _shard(
     config: RunConfig,
     mesh: DeviceMesh,
     expert_mesh: DeviceMesh | None,
-    split_mesh: SplitMesh,
+    split_mesh: Callable[[DeviceMesh, int], DeviceMesh],
 ) -> None:
     """Call `fully_shard` on the units, innermost first, and on the model."""
     if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
@@ -165,7 +166,6 @@ def _shard(
         raise setting_error("mesh.expert", config.expert, rule, 1)
     policy = _precision_policies(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
-    shard = partial(fully_shard, mesh=mesh, offload_policy=offload)
     num_shards = mesh.size(mesh.ndim - 1)
 
     # FSDP's description of the axes on which it shards experts; it requires one object for all parameters.
@@ -187,27 +187,29 @@ def _shard(
         assert expert_mesh_info is not None
         return fsdp_common.ShardPlacementResult(placed, expert_mesh_info)
 
-    def ranks_per_matrix(after_forward: bool | int, parameter: nn.Parameter) -> int:
-        return division(after_forward, parameter).ranks_per_matrix
+    @functools.cache
+    def split(num_ranks: int) -> DeviceMesh:
+        split = split_mesh(mesh, num_ranks)
+        record_split_mesh(split, mesh)
+        return split
+
+    def shard(modules: Sequence[nn.Module], after_forward: bool | int, reshard: bool | int | None, root: bool) -> None:
+        row_shards = row_shards_of(modules, lambda stack: division(after_forward, stack).ranks_per_matrix, split)
+        fully_shard(
+            modules[0] if len(modules) == 1 else list(modules),
+            mesh=mesh,
+            reshard_after_forward=reshard,
+            mp_policy=policy(is_root=root),
+            offload_policy=offload,
+            shard_placement_fn=partial(placement, after_forward),
+        )
+        apply_row_shards(cast(FSDPModule, modules[0]), row_shards)
 
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
-            modules = unit.modules[0] if len(unit.modules) == 1 else list(unit.modules)
-            with sharing_matrices(unit.modules, partial(ranks_per_matrix, after_forward), mesh, split_mesh):
-                shard(
-                    modules,
-                    reshard_after_forward=after_forward,
-                    mp_policy=policy(is_root=False),
-                    shard_placement_fn=partial(placement, after_forward),
-                )
+            shard(unit.modules, after_forward, after_forward, root=False)
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
-        with sharing_matrices([model], partial(ranks_per_matrix, True), mesh, split_mesh):
-            shard(
-                model,
-                reshard_after_forward=root_reshards,
-                mp_policy=policy(is_root=True),
-                shard_placement_fn=partial(placement, True),
-            )
+        shard([model], True, root_reshards, root=True)
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
 

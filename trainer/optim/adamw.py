@@ -198,7 +198,7 @@ def _shard_position(parameter: torch.Tensor, name: str, seed: int) -> tuple[int,
     first = sum(start * stride for (start, _), stride in zip(box, strides, strict=True))
     position = seed_of(seed, name) % 2**32 - 2**31, _wrap_int32(first)
     divided = [dim for dim, span in enumerate(box) if dim and span != (0, shape[dim])]
-    if not divided:
+    if not divided or all(stop - start == 1 for start, stop in box[: divided[0]]):
         return position
     (dim,) = divided
     run, full = ((stop - start) * strides[dim] for start, stop in (box[dim], (0, shape[dim])))

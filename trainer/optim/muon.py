@@ -348,7 +348,7 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
     if not isinstance(parameter, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
-    if len(axes) > 1:  # two axes that are the last axis of the other parameters' mesh, split
+    if len(axes) > 1:  # the shard axis, split in two
         return parameter.device_mesh.ndim - len(axes)
     return axes[0] if axes else None
 
