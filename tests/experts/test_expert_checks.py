@@ -331,14 +331,23 @@ def test_remedies_are_not_looked_for_where_a_choice_fits(monkeypatch: pytest.Mon
 
 
 def test_the_planner_says_when_replicas_are_faster() -> None:
-    """With more ranks than experts FSDP divides another dimension, and copies once more; with replicas it need not."""
-    config = without_data(config_of("x", *LARGE, "train.global_batch_size=128"))
+    """If the ranks are not a multiple of the experts, FSDP divides another dimension, and copies once more."""
+    config = without_data(config_of("x", *LARGE, "model.num_experts=48", "train.global_batch_size=128"))
     machine = find_machine("h100")
-    plan, replicated = (make_plan(config, shape, machine) for shape in (MeshShape(1, 128), MeshShape(2, 64)))
-    said = [line for line in advice_on_experts(plan) if "mesh.shard=64 mesh.replicate=2" in line]
+    plan, replicated = (make_plan(config, shape, machine) for shape in (MeshShape(1, 128), MeshShape(8, 16)))
+    said = [line for line in advice_on_experts(plan) if "mesh.shard=16 mesh.replicate=8" in line]
     assert replicated.time.total_s < 0.98 * plan.time.total_s
     assert f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}" in said[0]
     assert not [line for line in advice_on_experts(replicated) if "mesh.replicate" in line]
+
+
+def test_experts_split_by_rows_are_not_copied_twice() -> None:
+    """On twice as many ranks as experts, a rank copies what it copies on half of them."""
+    config = without_data(config_of("x", *LARGE, "train.global_batch_size=128"))
+    by_rows, replicated = (
+        make_plan(config, shape, find_machine("h100")).time for shape in (MeshShape(1, 128), MeshShape(2, 64))
+    )
+    assert by_rows.copy_s == pytest.approx(replicated.copy_s, rel=0.01)
 
 
 def test_an_imbalance_of_the_router_costs_time_and_memory() -> None:
