@@ -281,7 +281,7 @@ def test_end_of_turn_ends_samples_generated_text_and_the_exports_text(train_on: 
     tokenizer = find_tokenizer(trainer.config.data.tokenizer)
     ends = {tokenizer.library.token_to_id(text) for text in ("</s>", "<|im_end|>")}
     nothing: Any = None
-    assert Samples(trainer.config, nothing, nothing, nothing, nothing)._end_ids == ends
+    assert Samples(trainer.config, nothing, nothing, nothing, nothing)._stop_ids == ends
     trainer.close()
     export_checkpoint(tmp_path / "run", tmp_path / "out")
     for name in ("config.json", "generation_config.json"):
