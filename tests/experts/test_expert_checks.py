@@ -214,6 +214,7 @@ def test_more_shards_than_experts_are_advised_against() -> None:
     assert "mesh.shard=2 mesh.replicate=6" in said
     assert not advice_on_shards(config_of("x"), MeshShape(2, 4))
     assert not advice_on_shards(config_of("x"), MeshShape(1, 8))  # each expert is split by rows between two ranks
+    assert "mesh.shard=8 is more" in advice_on_shards(config_of("x", "fsdp.reshard_after_forward=2"), MeshShape(1, 8))
     assert not advice_on_shards(config_of("x", TWO), MeshShape(2, 6))
     assert not advice_on_shards(load_config("llama_small"), MeshShape(1, 512))
 

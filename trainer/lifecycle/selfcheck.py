@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -305,13 +306,13 @@ def _inspect(
     if is_row_sharded:
         mesh = parameter.device_mesh
     num_split = 2 if is_expert or is_row_sharded else 1
-    outer, split = parameter.placements[:-num_split], parameter.placements[-num_split:]
+    outer = parameter.placements[:-num_split]
+    split: tuple[Any, ...] = parameter.placements[-num_split:]
     if is_row_sharded:
         is_split = split == (Shard(0), Shard(1))
     else:
         is_split = all(type(placed).__name__ in _SHARDS[is_expert] for placed in split)
-    if is_expert:
-        is_split = is_split and split[-1] == Shard(0)
+        is_split = is_split and (not is_expert or split[-1] == Shard(0))
     box = local_box(parameter)
     is_as_expected = is_split and all(placed == Replicate() for placed in outer)
     if parameter.device_mesh != mesh or not is_as_expected or box is None:
@@ -319,9 +320,10 @@ def _inspect(
             return "", None  # a frozen parameter may have any placement
         placed = f"{tuple(parameter.placements)} on {_describe_axes(parameter.device_mesh)}"
         return f"{name} is placed {placed}; expected: {_expected_placement(mesh, is_expert, is_row_sharded)}", None
-    local, dim = parameter.to_local(), 1 if is_row_sharded else split[0].dim  # type: ignore[attr-defined]
+    local, dims = parameter.to_local(), sorted({placed.dim for placed in split})
+    dim = dims[-1]  # a second one is dimension 0
     copies = mesh.size() // math.prod(mesh.shape[-num_split:])
-    facts = f"{facts}, sharded on dim {'0 and 1' if is_row_sharded else dim} over {_describe_axes(mesh)}"
+    facts = f"{facts}, sharded on dim {' and '.join(map(str, dims))} over {_describe_axes(mesh)}"
     inner = (box[dim], shape[dim]) if dim else ((0, 1), 1)
     piece = _Piece(name, facts, local, (box[0], inner[0]), (shape[0], inner[1]), copies)
     local_shape = tuple(stop - start for start, stop in box)

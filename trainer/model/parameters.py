@@ -133,7 +133,7 @@ def division_of(parameter: torch.Tensor) -> Division | None:
         return Division(dim, parts)
     ((inner, num_ranks),) = rest
     is_stack = parameter.ndim > 2 and parameter.shape[0] == parts
-    if is_stack and dim == 0 and inner.dim == 1:  # type: ignore[attr-defined]
+    if is_stack and (placed, inner) == (Shard(0), Shard(1)):
         return Division(0, parts * num_ranks, ranks_per_matrix=num_ranks)
     return Division(dim, parts, num_ranks) if inner.dim == 0 else None  # type: ignore[attr-defined]
 

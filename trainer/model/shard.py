@@ -189,17 +189,18 @@ def _shard(
 
     @functools.cache
     def split(num_ranks: int) -> DeviceMesh:
-        split = split_mesh(mesh, num_ranks)
-        record_split_mesh(split, mesh)
-        return split
+        two_axes = split_mesh(mesh, num_ranks)
+        record_split_mesh(two_axes, mesh)
+        return two_axes
 
-    def shard(modules: Sequence[nn.Module], after_forward: bool | int, reshard: bool | int | None, root: bool) -> None:
+    def shard(modules: Sequence[nn.Module], reshard_after_forward: bool | int | None, is_root: bool = False) -> None:
+        after_forward = True if reshard_after_forward is None else reshard_after_forward  # None: FSDP decides
         row_shards = row_shards_of(modules, lambda stack: division(after_forward, stack).ranks_per_matrix, split)
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
             mesh=mesh,
-            reshard_after_forward=reshard,
-            mp_policy=policy(is_root=root),
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=policy(is_root=is_root),
             offload_policy=offload,
             shard_placement_fn=partial(placement, after_forward),
         )
@@ -207,9 +208,9 @@ def _shard(
 
     with _shared_reshard_meshes():
         for unit, after_forward in sorted(zip(units, reshard, strict=True), key=lambda pair: -pair[0].depth):
-            shard(unit.modules, after_forward, after_forward, root=False)
+            shard(unit.modules, after_forward)
         root_reshards = {"always": True, "never": False}.get(str(config.fsdp.reshard_after_forward))
-        shard([model], True, root_reshards, root=True)
+        shard([model], root_reshards, is_root=True)
     _set_prefetch(units, config.fsdp)
     _set_communication(model, units, config.fsdp)
 
