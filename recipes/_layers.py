@@ -44,6 +44,13 @@ class Router(Linear):
         return F.linear(x_SD.float(), self.weight.float(), bias)
 
 
+_FEW_TOKENS = 8
+"""Up to so many tokens, as when several texts are generated, `Output` multiplies from the left on a CPU.
+
+MKL then takes half the time: 21 instead of 35 ms for 8 tokens, 576 dimensions and a vocabulary of 49,152 in fp32.
+"""
+
+
 class Output(Linear):
     """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits.
 
@@ -51,9 +58,12 @@ class Output(Linear):
     """
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
-        if targets_BT is None:
-            return super().forward(hidden_BTD)
-        return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
+        if targets_BT is not None:
+            return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
+        if 1 < hidden_BTD.shape[:-1].numel() <= _FEW_TOKENS and hidden_BTD.device.type == "cpu":
+            logits_VS = self.weight @ hidden_BTD.flatten(0, -2).t()
+            return logits_VS.t().reshape(*hidden_BTD.shape[:-1], -1).contiguous()
+        return super().forward(hidden_BTD)
 
 
 class Head(nn.Module):

@@ -199,9 +199,9 @@ class Trainer:
         By default, that is the mean over targets; most objectives count samples instead.
 
         Collectives: one small CPU all-reduce; those of `global_sums`, which may run additional forward passes; FSDP's
-        all-gathers and one gradient reduction (with one shard, only the reduction), whose reduce-scatter runs for every
-        micro-batch with `fsdp.accumulate=sharded`; a scalar all-reduce of the loss, and with several shards one of the
-        norm; those of the optimizer (Muon), and of models with experts or split sequences.
+        all-gathers and one gradient reduction (of an unsharded model, only the reduction), whose reduce-scatter runs
+        for every micro-batch with `fsdp.accumulate=sharded`; a scalar all-reduce of the loss, and with several shards
+        one of the norm; those of the optimizer (Muon), and of models with experts or split sequences.
 
         The host waits for the device only if parameters are offloaded to the CPU, ranks exchange tokens
         (`mesh.expert_method=exchange`), the optimizer is neither our AdamW nor our Muon (`Optimizer.step` then reads

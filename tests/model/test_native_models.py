@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from trainer.recipes._layers import Rope, rotate, split_heads
+from trainer.recipes._layers import Output, Rope, rotate, split_heads
 
 from tests.helpers.ranks import merged, run_command
 from tests.weights.test_huggingface import (
@@ -168,6 +168,19 @@ def test_rotary_embedding_needs_no_copy() -> None:
     angles = torch.arange(5.0)[:, None] * 100.0 ** -(torch.arange(4) / 4)
     pairs = torch.view_as_complex(torch.stack(x.chunk(2, dim=-1), -1)) * torch.polar(torch.ones(5, 4), angles)
     torch.testing.assert_close(turned, torch.cat((pairs.real, pairs.imag), -1))
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 1), (8, 1), (2, 4), (3, 3)])
+def test_logits_of_few_tokens_are_the_product_with_the_weight(shape: tuple[int, int]) -> None:
+    """However `Output` multiplies, with its gradients."""
+    output, hidden = Output(24, 50, std=0.1), torch.randn(*shape, 24, requires_grad=True)
+    upstream = torch.randn(*shape, 50)
+    results = []
+    for logits in (output(hidden), F.linear(hidden, output.weight)):
+        assert logits.is_contiguous()
+        results.append((logits, *torch.autograd.grad(logits, (hidden, output.weight), upstream)))
+    for found, expected in zip(*results, strict=True):
+        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.slow

@@ -217,7 +217,8 @@ class Checkpoints:
         assert self.in_flight is None, "one save at a time: take_result() of the previous one first"
         started = time.perf_counter()
         if not self._has_channels:  # not opened earlier because each one costs some CPU time (see `Channel`)
-            self._channel, self._results = self._open_channel(), self._open_channel()  # for the thread; for results
+            # One for the save's thread, one for the main thread, which gathers the results.
+            self._channel, self._result_channel = self._open_channel(), self._open_channel()
             self._has_channels = True
         self._overdue_at = time.monotonic() + self._timeout_s
         snapshot, mistake, failure = None, "", ""
@@ -467,7 +468,7 @@ class Checkpoints:
             path = f"{self.storage}/{CHECKPOINT_PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
-        channel = self.world if has_ended else self._results
+        channel = self.world if has_ended else self._result_channel
         answers = channel.gather((result.error, result.lost, self.stage))
         all_lost = {lost for _, lost, _ in answers}
         if all_lost != {""}:

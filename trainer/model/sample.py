@@ -15,6 +15,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -28,9 +29,6 @@ NO_TOKEN = -1
 
 PREFILL_TOKENS = 512
 """Number of prompt tokens to process in one call, over all texts, which bounds the memory for their activations."""
-
-_NUM_SORTED = 256
-"""Number of likeliest tokens to sort first for top-p; more if their probabilities do not reach it."""
 
 _DEFAULT_CONTEXT = 1024
 """Window length for a model that has no cache and declares no maximum length."""
@@ -74,19 +72,25 @@ class Sampling:
         return (scores_BV + noise_BV).argmax(1)
 
     def _lowest_score(self, scores_BV: torch.Tensor) -> torch.Tensor:
-        """Return the score of the least likely token that may be sampled, (B, 1).
+        """Return the score of the least likely token that may be sampled, (B, 1)."""
+        if self.top_k:
+            sorted_BS = scores_BV.topk(min(self.top_k, scores_BV.shape[1])).values
+        else:
+            sorted_BS = _sorted_descending(scores_BV)
+        probs_BS = (sorted_BS - scores_BV.logsumexp(1, keepdim=True)).exp()
+        num_kept_B = (probs_BS.cumsum(1) - probs_BS < self.top_p).sum(1).clamp(min=1)
+        return sorted_BS.gather(1, num_kept_B.unsqueeze(1) - 1)
 
-        Sorts only the likeliest tokens: sorting a vocabulary of 50,000 takes as long as a call of a small model.
-        """
-        vocab_size, total_B1 = scores_BV.shape[1], scores_BV.logsumexp(1, keepdim=True)
-        num_sorted = min(self.top_k or _NUM_SORTED, vocab_size)
-        while True:
-            sorted_BS = scores_BV.topk(num_sorted).values
-            probs_BS = (sorted_BS - total_B1).exp()
-            num_kept_B = (probs_BS.cumsum(1) - probs_BS < self.top_p).sum(1).clamp(min=1)
-            if self.top_k or num_sorted == vocab_size or bool((num_kept_B < num_sorted).all()):
-                return sorted_BS.gather(1, num_kept_B.unsqueeze(1) - 1)
-            num_sorted = min(8 * num_sorted, vocab_size)
+
+def _sorted_descending(scores_BV: torch.Tensor) -> torch.Tensor:
+    """Return the scores of each row, largest first, with NaN before all others.
+
+    On a CPU NumPy sorts: torch also sorts the indices, which takes ten times as long (33 instead of 3.5 ms for 8 rows
+    of 49,152 tokens: as long as the output projection of a small model).
+    """
+    if scores_BV.device.type == "cpu":
+        return torch.from_numpy(np.sort(scores_BV.numpy(), axis=1)).flip(1)
+    return scores_BV.sort(dim=1, descending=True).values
 
 
 GREEDY = Sampling(temperature=0.0)

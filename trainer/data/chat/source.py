@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from trainer.config.rules import CHATML
 from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
 from trainer.data.chat.masking import ChatTokenizer, Encoded, Encoder
-from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_sample, get_or_tokenize
+from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_document, get_or_tokenize
 from trainer.data.chat.template import find_template
 from trainer.data.packing import best_fit
 from trainer.data.shards import Shard
@@ -145,7 +145,7 @@ class _Conversations(Source):
 
     def _read(self, number: int) -> Encoded:
         start, stop = self._offsets[number : number + 2].tolist()
-        return decode_sample(self._shard.read(start, stop - start))
+        return decode_document(self._shard.read(start, stop - start))
 
     def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
         """Write conversation `number` into a row from offset `start` on, and return the offset of its end.

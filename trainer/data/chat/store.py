@@ -111,9 +111,9 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
     try:
         with ProgressLine(lambda: f"tokenizing {spec.key}: {report.chats:,} {report.kind}"):
             _write(reader.conversations(), spec.holdout, train, held_out, report)
-        report.tokens = train.num_tokens - train.num_samples * spec.has_labels  # a label takes the place of a token
-        report.held_out, report.trained = held_out.num_samples, train.num_targets
-        report.held_out_tokens = held_out.num_tokens - held_out.num_samples * spec.has_labels
+        report.tokens = train.num_tokens - train.num_records * spec.has_labels  # a label takes the place of a token
+        report.held_out, report.trained = held_out.num_records, train.num_targets
+        report.held_out_tokens = held_out.num_tokens - held_out.num_records * spec.has_labels
         _check(spec, report, is_empty=train.is_empty)
         train.publish()
         held_out.publish()
@@ -298,12 +298,12 @@ class _SplitWriter:
     def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
         self._path, self._tokenizer = path, tokenizer
         self._writer: ShardWriter | None = None
-        self.num_samples = self.num_tokens = self.num_targets = 0
+        self.num_records = self.num_tokens = self.num_targets = 0
 
     def write(self, documents: Sequence[Encoded]) -> None:
         if self._writer is None:
             self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
-        self.num_samples += 1
+        self.num_records += 1
         for document in documents:
             self.num_tokens += len(document.ids)
             self.num_targets += int(document.loss_mask[1:].sum())
@@ -335,8 +335,8 @@ class _DoubledTokenizer:
     end_ids: tuple[int, ...] = ()
 
 
-def decode_sample(values: NDArray[np.unsignedinteger[Any]]) -> Encoded:
-    """Split stored values into token ids and their loss mask."""
+def decode_document(values: NDArray[np.unsignedinteger[Any]]) -> Encoded:
+    """Split the stored values of a document into token ids and their loss mask."""
     return Encoded((values >> 1).astype(np.int64), (values & 1).astype(bool))
 
 
@@ -375,7 +375,7 @@ class PartialResults:
         while (content := self._read_part(self._path(self._num_parts))) is not None:
             tokens, counts, sizes, metadata = content
             stored_documents = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
-            documents = [decode_sample(values) for values in stored_documents]
+            documents = [decode_document(values) for values in stored_documents]
             ends = np.cumsum(sizes)
             self.num_records = self._num_seen = metadata["num_records"]
             self._num_parts += 1
