@@ -254,6 +254,7 @@ def _main(target: Target, arguments: Sequence[Any], environment: Mapping[str, st
 
 def run_script(path: str, argv: Sequence[str]) -> int:
     """Run `python path argv...` in this process."""
+    sys.path.insert(0, os.path.dirname(os.path.abspath(path)))
     sys.argv = [path, *argv]
     runpy.run_path(path, run_name="__main__")
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -171,7 +172,9 @@ def test_peft_computes_the_same_and_loads_the_export(case: str, tmp_path: Path) 
     base = base_of(tmp_path / "base", kind)
 
     def load(folder: Path) -> Any:
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+        # The other implementations of experts do not multiply in float64.
+        options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
     trainer = Trainer(config_of(base, tmp_path / "run", kind, *overrides))
     batches = list(islice(iter(trainer.build_loader()), STEPS * trainer.num_micro_batches))
@@ -203,7 +206,9 @@ def test_peft_computes_the_same_and_loads_the_export(case: str, tmp_path: Path) 
     key_of = {name: [key for key in tensors if _same(tensors[key], in_peft(name, first[name]))] for name in own}
     assert sorted(key for keys in key_of.values() for key in keys) == sorted(tensors), "each is there once"
 
-    # Gradients and losses, from the same adapters.
+    # Gradients and losses, from the same adapters, against peft in float64.  In float32 both are up to 1.2e-6 from it
+    # in the gradient of a parameter, and peft's losses 3e-6 after three steps.
+    model.double()
     with torch.no_grad():
         for key, parameter in theirs.items():
             parameter.copy_(tensors[key])
@@ -212,13 +217,18 @@ def test_peft_computes_the_same_and_loads_the_export(case: str, tmp_path: Path) 
     )
     loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
+    errors, norms = [], []
     for name, gradient in gradients.items():
         expected = theirs[key_of[name][0]].grad
         assert expected is not None
-        assert (in_peft(name, gradient) - expected).norm() <= 1e-6 * expected.norm() + 1e-9, name
+        errors.append(float((in_peft(name, gradient) - expected).norm()))
+        norms.append(float(expected.norm()))
+        assert errors[-1] <= 1e-5 * norms[-1] + 1e-9, name
+    assert math.hypot(*errors) <= 2e-6 * math.hypot(*norms)
     model.zero_grad()
     losses = plain_loop(model, list(theirs.values()), batches, [record.lr for record in records], trainer.config)
     torch.testing.assert_close([record.loss for record in records], losses, rtol=1e-6, atol=0)
+    model.float()
 
     # The exports.
     ours = load_weights(tmp_path / "run")
