@@ -1,4 +1,4 @@
-"""The answers file for a prompts file: one JSON line per prompt, in order.  A later command can resume it.
+"""Files of answers to a file of prompts: one JSON line per prompt, in order.  A later command can resume one.
 
 FILE.provenance.json, next to it, records which model and settings produced the answers, since the lines themselves do
 not say.
@@ -47,11 +47,11 @@ class AnswerFile:
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
     def begin(self, model: str, provenance: Mapping[str, Any]) -> None:
-        """For a new file, record what produces the answers.
+        """Record what produces the answers, if the file is new.
 
-        For an existing file, check that it matches, and truncate a partial last line.
+        Otherwise, check that the recorded model and settings are the same, and remove a partial last line.
 
-        model: path of the model, for messages.
+        model: the path of the model, for messages.
         provenance: the checksum of the model's weights as `weights`, and all settings.
 
         Raises UserError if the answers in the file were produced by another model or with other settings.

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 _INTERVAL_S = {True: 0.5, False: 30.0}
-"""Seconds between two lines: on a terminal (True), where each line replaces the previous one, and in a log (False)."""
+"""Seconds between lines: on a terminal (True), where each line replaces the previous one, and in a log (False)."""
 
 
 class ProgressLine:
-    """At regular intervals until the block ends, prints the string that `line` returns.
+    """Context manager that prints the string returned by `line` at regular intervals.
 
-    In a log, a block that ends within the first interval prints nothing.
+    In a log, nothing is printed if the block ends within the first interval.
     """
 
     def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:

@@ -48,7 +48,7 @@ class RemoteFile:
     """A remote file.
 
     checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
-    version: the file's version on the server (ETag, modification time) when it was looked up; None if it was not.
+    version: the file's version on the server (ETag, modification time) when it was looked up; None if it never was.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ShardCache:
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
         self.prefetchers: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
-        """The prefetchers, which know when files are needed; this determines evictions."""
+        """The prefetchers, which know when each file is needed; this determines which files are evicted."""
 
     def read_into(self, buffer: NDArray[Any], file: RemoteFile, offset: int) -> int:
         """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
@@ -86,8 +86,8 @@ class ShardCache:
     def fetch(self, file: RemoteFile, num_steps: float = -1) -> FileVersion:
         """Return the cached version of a file, downloading it first if needed.
 
-        num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted for it;
-            raises CacheFull if that does not free enough space.  Negative: the file is needed now.
+        num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted to make
+            room; raises CacheFull if that is not enough.  Negative: the file is needed now.
 
         Raises Unreachable if the file cannot be downloaded, and OSError if the cache folder cannot be used.
         """
