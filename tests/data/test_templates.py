@@ -68,10 +68,10 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "100 MB": (b" " * 100_000_000, "100,000,000 bytes"),
     "nested too deeply": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "nested too deeply"),
     "blocks nested too deeply": ("{% if 1 %}" * 200 + "x" + "{% endif %}" * 200, "cannot be compiled"),
-    "macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + VALID, "calls itself"),
+    "macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + VALID, "recurses without end"),
     "loop that calls itself": (
         "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}" + VALID,
-        "calls itself",
+        "recurses without end",
     ),
 }
 """A template, and what the message holds."""

@@ -1,6 +1,6 @@
-"""Files of answers to a file of prompts: one JSON line per prompt, in order.  A later command can resume one.
+"""The file of answers to a file of prompts: one JSON line per prompt, in order.  A later command can resume it.
 
-FILE.provenance.json, next to it, records which model and settings produced the answers, since the lines themselves do
+Next to it, FILE.provenance.json records which model and settings produced the answers, since the lines themselves do
 not say.
 """
 
@@ -19,7 +19,7 @@ _FIX = "choose a file name that is not in use"
 
 
 class AnswerFile:
-    """An answers file, either new or being resumed.
+    """A file of answers, either new or to be resumed.
 
     num_done: number of prompts already answered.
     """
@@ -27,7 +27,7 @@ class AnswerFile:
     def __init__(self, path: Path, key: str, prompts_path: str, prompts: Sequence[Mapping[str, Any]]) -> None:
         """Read the answers in the file, if any, without changing it.
 
-        key: the option that names the file, for errors.
+        key: the option that names the file, for error messages.
 
         Raises UserError if a line does not answer the prompt with the same number.
         """
@@ -89,7 +89,7 @@ def answer_line(record: Mapping[str, Any], completion: str, finish: str) -> str:
 
 
 def _is_answer(line: bytes, prompt: Mapping[str, Any]) -> bool:
-    """Return whether a line is an answer to `prompt`."""
+    """Return whether a complete line is an answer to `prompt`."""
     try:
         answer = json.loads(line)
     except ValueError:

@@ -43,7 +43,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def in_writable_folder(
     cache_dir: str | None, content: str, use: Callable[[Path], Entry], input_bytes: int = 0
 ) -> Entry:
-    """Return `use(folder)` for the first cache folder in which it raises no OSError.
+    """Return `use(folder)` for the first cache folder with which `use` raises no OSError.
 
     content, input_bytes: what is stored in the folder, and the size of its input files in bytes, for messages.
 

@@ -34,7 +34,7 @@ _MAX_LISTED = 10
 
 
 def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
-    """Report each problem in the data on one line through `report`, and return the number of problems.
+    """Report the problems in the data through `report`, each on one line, and return their number.
 
     Raises UserError if the settings do not name any data.
     """

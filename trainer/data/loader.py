@@ -50,11 +50,11 @@ from trainer.renamed import Renamed
 from trainer.sequence import compute_cu_seqlens
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and any further entries of the source.
+"""`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries of the source.
 
-A batch with `documents` (the number of each token's document in its row) and `positions`, both of the same shape, also
-has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, all entries except `documents` and `cu_seqlens`
-hold only this rank's slice: (B, seq_len / mesh.context)."""
+B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
+in its row, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries with a value
+per token, except `documents`, hold only this rank's slice: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:

@@ -32,7 +32,8 @@ IGNORE = -100
 
 
 Samples: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]] | Mapping[str, NDArray[Any]]"
-"""(tokens, targets), or a mapping with these and further entries; the first dimension of each entry is the sample."""
+"""(tokens, targets), or a mapping with these and further entries.  The first dimension of an entry counts samples, or
+rows if a sample has several (`Source.rows_per_sample`)."""
 
 
 def as_mapping(samples: Samples) -> dict[str, NDArray[Any]]:

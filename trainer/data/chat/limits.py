@@ -43,7 +43,7 @@ TOO_MUCH_MEMORY = f"takes more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory
 
 
 class TemplateTimeout(BaseException):
-    """Raised in the rendering thread.  Not a subclass of Exception, so that Jinja does not catch it."""
+    """A rendering has used up its CPU time.  Not a subclass of Exception, so that Jinja does not catch it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -58,7 +58,9 @@ def try_in_child(work: Callable[[], str]) -> str:
     reader, writer = os.pipe()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about other threads: the child does not need them
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # it warns about other threads, which the child does not need
             child = os.fork()
     except OSError:
         os.close(reader)

@@ -121,6 +121,8 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render like `render`, but without limits on time and memory.
 
+        Null values in messages are left out, and reasoning is passed under both of its usual keys.
+
         Raises RecursionError if messages are nested too deeply, or the template recurses infinitely.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])

@@ -45,7 +45,7 @@ class Engine(ABC):
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
-    """Return the fastest engine that gives the ids of `tokenizer` on the probe texts."""
+    """Return the fastest engine that gives the same ids as the reference on the probe texts."""
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
@@ -57,7 +57,7 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
 
 
 def find_reference(tokenizer: Tokenizer) -> Engine:
-    """Return the reference engine."""
+    """Return the reference engine of a tokenizer."""
     return _TokenizersEngine(tokenizer) if isinstance(tokenizer, FileTokenizer) else _ByteEngine(tokenizer)
 
 

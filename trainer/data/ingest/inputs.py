@@ -1,6 +1,6 @@
 """Finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents.
 
-Finding files reads only their names, sizes and times, and the first bytes of index files.
+Finding files reads only their names, sizes and times, and the first bytes of index files and .json files.
 """
 
 from __future__ import annotations

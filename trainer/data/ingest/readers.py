@@ -666,8 +666,8 @@ def read_tokens(input_file: InputFile, tokenizer: Tokenizer, keys: SettingNames)
         for tokens in read(input_file, tokenizer):
             is_invalid = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
             if is_invalid.any():
-                invalid_id = tokens.ids[is_invalid.argmax()]
-                rule = f"{input_file.path} holds the id {invalid_id}, but the tokenizer has only the ids below {tokenizer.vocab_size}"
+                invalid_id, vocab_size = tokens.ids[is_invalid.argmax()], tokenizer.vocab_size
+                rule = f"{input_file.path} holds the id {invalid_id}, but the tokenizer's ids are below {vocab_size}"
                 fix = "set the tokenizer that produced the tokens"
                 raise setting_error(keys.tokenizer, tokenizer.name.partition(":")[0], rule, fix=fix)
             yield tokens

@@ -5,8 +5,8 @@
     .NAME.part    a file being downloaded; the process that downloads it holds a lock on it
     .lock         locked while files are evicted
 
-A name ends in the file's size, so that a file being downloaded counts at its full size from the start.  If the cache is
-full, the token files needed furthest in the future are evicted; indices stay.
+The name of a shard file ends in its size, so that a file being downloaded counts at its full size from the start.  If
+the cache is full, the token files needed furthest in the future are evicted; indices stay.
 
 A process verifies the checksum of a file before it first reads it.  A corrupt file is downloaded again.
 """
