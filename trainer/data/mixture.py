@@ -109,44 +109,46 @@ class Permutation(SampleOrder):
         return [], []
 
 
-_KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
+_KEYS_ALLOWING_OTHER_WEIGHTS = frozenset({"data", "data.weights", "data.phases"})
 """Keys in `checkpoint.allow_changes` that permit different weights for samples already read."""
 
 
-def shares_per_block(weights: Mapping[str, float]) -> dict[str, int]:
+def samples_per_block(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the number of samples of each source in a block (largest-remainder method; ties go to the first name)."""
     total = sum(map(Fraction, weights.values()))
     exact = {name: Fraction(weight) * MIXTURE_BLOCK / total for name, weight in weights.items()}
-    shares = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: (shares[name] - exact[name], name))
-    for name in by_remainder[: MIXTURE_BLOCK - sum(shares.values())]:
-        shares[name] += 1
-    return shares
+    counts = {name: int(count) for name, count in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in by_remainder[: MIXTURE_BLOCK - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
-def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
-    shares = shares_per_block(sizes)
-    for name, share in shares.items():
-        if not share:
+def _counts_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
+    counts = samples_per_block(sizes)
+    for name, count in counts.items():
+        if not count:
             rule = (
                 f"by size, source {name} ({sizes[name]} of {sum(sizes.values())} samples) has fewer than one "
                 f"sample in {MIXTURE_BLOCK}"
             )
             example = dict(sizes) | {name: -(-sum(sizes.values()) // (MIXTURE_BLOCK - 1))}
             raise setting_error("data.weights", None, rule, example=example)
-    return shares
+    return counts
 
 
 class _PhasePattern:
-    """The sources of a phase: from position `start` on, every complete block has `shares[j]` samples of source j."""
+    """A phase: from position `start` on, each complete block has `block_counts[j]` samples of source j."""
 
-    def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
-        self.start, self.shares, self._seed = start, shares, seed + 1
+    def __init__(self, start: int, block_counts: NDArray[np.int64], seed: int) -> None:
+        self.start, self.block_counts, self._seed = start, block_counts, seed + 1
         slots = sample_at(start * MIXTURE_BLOCK + np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed)
         # Tiled twice, so that a block can start at any offset and still cover the complete pattern.
-        self._pattern = np.tile(np.searchsorted(np.cumsum(shares), slots, side="right"), 2)
-        is_of_source = self._pattern[:, None] == np.arange(len(shares))
-        self._counts_before = np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(is_of_source, axis=0)])
+        self._pattern = np.tile(np.searchsorted(np.cumsum(block_counts), slots, side="right"), 2)
+        is_of_source = self._pattern[:, None] == np.arange(len(block_counts))
+        self._counts_before = np.concatenate(
+            [np.zeros((1, len(block_counts)), np.int64), np.cumsum(is_of_source, axis=0)]
+        )
 
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source at each offset in the phase, and the number of samples of that source before it."""
@@ -157,13 +159,15 @@ class _PhasePattern:
             self._counts_before[pattern_starts + offsets_in_block, sources]
             - self._counts_before[pattern_starts, sources]
         )
-        return sources, blocks * self.shares[sources] + num_before
+        return sources, blocks * self.block_counts[sources] + num_before
 
     def count(self, length: int) -> NDArray[np.int64]:
         """Return the number of samples of each source among the first `length` positions of the phase."""
         block, offset = divmod(length, MIXTURE_BLOCK)
         (pattern_start,) = self._pattern_offsets(np.array([block]))
-        return block * self.shares + self._counts_before[pattern_start + offset] - self._counts_before[pattern_start]
+        return (
+            block * self.block_counts + self._counts_before[pattern_start + offset] - self._counts_before[pattern_start]
+        )
 
     def _pattern_offsets(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the offset in the pattern at which each block starts, pseudorandom for each block."""
@@ -182,21 +186,22 @@ class Mixture(SampleOrder):
         self._seeds = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") for name in names]
         """The seed of each source's permutation, independent of the other sources."""
         self._index_starts = np.cumsum([0, *self.sizes.values()])
-        self.phases = [(phase.start, self._shares(phase.weights)) for phase in phases]
+        self.phases = [(phase.start, self._block_counts(phase.weights)) for phase in phases]
+        """The start of each phase, and its number of samples per block by source."""
         # Consecutive phases with the same samples per block are merged.
         self.phases = [
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
-        self._patterns = [_PhasePattern(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
+        self._patterns = [_PhasePattern(start, np.array(list(counts.values())), seed) for start, counts in self.phases]
         self.starts = [start for start, _ in self.phases]
         totals = [np.zeros(len(sizes), dtype=np.int64)]
         for pattern, end in zip(self._patterns, self.starts[1:], strict=False):
             totals.append(totals[-1] + pattern.count(end - pattern.start))
         self._totals = totals
 
-    def _shares(self, weights: Mapping[str, float] | None) -> dict[str, int]:
-        shares = _shares_by_size(self.sizes) if weights is None else shares_per_block(dict(sorted(weights.items())))
-        return {name: shares.get(name, 0) for name in self.sizes}
+    def _block_counts(self, weights: Mapping[str, float] | None) -> dict[str, int]:
+        counts = _counts_by_size(self.sizes) if weights is None else samples_per_block(dict(sorted(weights.items())))
+        return {name: counts.get(name, 0) for name in self.sizes}
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample index at each of `positions` (non-negative, any shape)."""
@@ -222,7 +227,7 @@ class Mixture(SampleOrder):
     def order_state(self, samples: int) -> dict[str, Any]:
         """Return the phases of the first `samples` samples: the start of each, and its samples per block by source."""
         phases = self.phases[: int(np.searchsorted(self.starts, samples))]
-        return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in phases]}
+        return {"phases": [[start, {n: count for n, count in counts.items() if count}] for start, counts in phases]}
 
     def changes(
         self, stored: Mapping[str, Any], samples: int, samples_per_step: int, allowed: Collection[str]
@@ -239,7 +244,7 @@ class Mixture(SampleOrder):
             f"data.phases: phase {changed + 1} {before} in the checkpoint, {now} now; the run is past step "
             f"{samples // samples_per_step}, and samples already used cannot change{hint}"
         )
-        if not _KEYS_ALLOWING_OTHER_SHARES.isdisjoint(allowed):
+        if not _KEYS_ALLOWING_OTHER_WEIGHTS.isdisjoint(allowed):
             return [], [f"{message}, but it was allowed"]
         return [f"{message} (allow it: checkpoint.allow_changes=[data.phases])"], []
 
@@ -247,8 +252,8 @@ class Mixture(SampleOrder):
 def _describe_phase(phases: Sequence[Any], samples_per_step: int) -> str:
     if not phases:
         return "had not begun"
-    start, shares = phases[0]
-    parts = ", ".join(f"{name} {share}" for name, share in shares.items())
+    start, counts = phases[0]
+    parts = ", ".join(f"{name} {count}" for name, count in counts.items())
     return f"begins with step {start // samples_per_step + 1} ({parts} of {MIXTURE_BLOCK})"
 
 
@@ -259,7 +264,7 @@ def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], samples_per
     """
     if not stored_phases or not phases or stored_phases[0][0] == phases[0][0] or stored_phases[0][0] % samples_per_step:
         return ""
-    if stored_phases[0][1] != {name: share for name, share in phases[0][1].items() if share}:
+    if stored_phases[0][1] != {name: count for name, count in phases[0][1].items() if count}:
         return ""
     return f"; `from: {stored_phases[0][0] // samples_per_step + 1}` keeps its first step, whatever train.steps is"
 

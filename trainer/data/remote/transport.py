@@ -47,7 +47,7 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts in seconds; pauses start at one second and double."""
 
 FEW_TRIES, MANY_TRIES = 3, 12
-"""Number of attempts: few while the data are opened, when the URL may be wrong; many during a run (about 7 minutes)."""
+"""Number of attempts: few while the data are opened, when the URL may be wrong; many during a run (about 6 minutes)."""
 
 _NUM_THREADS = 16
 """Number of files that are looked up at the same time."""
