@@ -296,7 +296,7 @@ class DocumentIndex:
 def best_fit(lengths: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the documents' indices grouped by row, and the offset in that array at which each row starts.
 
-    A last offset is the end of the array: shapes (num_documents,) and (num_rows + 1,).
+    The last offset is the end of the array: shapes (num_documents,) and (num_rows + 1,).
 
     The longest documents are placed first, each into the fullest row that still has space for it (best fit decreasing:
     Johnson 1973, "Near-optimal bin packing algorithms").  Deterministic.

@@ -52,7 +52,8 @@ class Source(ABC):
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
     attended: the length of a token's document within its row, averaged over all positions, with 0 for padding: causal
-        attention costs as much as with rows of this length.  None if tokens attend to their whole row: seq_len.
+        attention costs as much per token as in full rows of this length.  None if tokens attend to their whole row,
+        which makes it seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.

@@ -58,7 +58,7 @@ class BuildProgress(ProgressLine):
         return self
 
     def line(self, done: int, seconds: float) -> str:
-        """Return the line to show if `done` bytes are done after `seconds`."""
+        """Return the line to show when `done` bytes are done, `seconds` after the start."""
         rate = max(0, done - self._done_at_start) / max(seconds, 1e-3)
         message = f"tokenizing: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
         if rate <= 0:
