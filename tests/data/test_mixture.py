@@ -17,7 +17,7 @@ from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import MIXTURE_BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
-from trainer.data.mixture import MixedSource, Mixture, describe_usage, find_order, shares_per_block, usage_by_phase
+from trainer.data.mixture import MixedSource, Mixture, describe_usage, find_order, samples_per_block, usage_by_phase
 from trainer.data.opening import open_source
 
 SIZES = {"web": 5000, "code": 777, "math": 93}
@@ -86,9 +86,9 @@ def test_position_does_not_depend_on_later_phases() -> None:
 
 
 def test_weights_become_shares_by_largest_remainders() -> None:
-    assert shares_per_block({"web": 0.7, "code": 0.3}) == {"web": 717, "code": 307}
-    assert shares_per_block({"web": 2, "code": 1, "math": 0}) == {"web": 683, "code": 341, "math": 0}
-    assert shares_per_block({"b": 1, "c": 1, "a": 1}) == {"a": 342, "b": 341, "c": 341}
+    assert samples_per_block({"web": 0.7, "code": 0.3}) == {"web": 717, "code": 307}
+    assert samples_per_block({"web": 2, "code": 1, "math": 0}) == {"web": 683, "code": 341, "math": 0}
+    assert samples_per_block({"b": 1, "c": 1, "a": 1}) == {"a": 342, "b": 341, "c": 341}
     assert Mixture(SIZES, [Phase(0, None)], 0).order_state(1) == {
         "phases": [[0, {"code": 136, "math": 16, "web": 872}]]
     }

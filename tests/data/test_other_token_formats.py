@@ -104,7 +104,7 @@ def test_invalid_files_are_rejected(tmp_path: Path) -> None:
     refused("data.tokenizer=bytes: .*train.bin does not say which tokenizer", tokenizer="bytes")
     refused("data.bos=false: the tokens of .*train.bin are used unchanged", bos=False)
     plain(path, [[1, 60_000]])
-    refused("train.bin holds the id 60000, it has")
+    refused("train.bin holds the id 60000, but the tokenizer's ids are below")
     path.write_bytes(b"abc")
     refused("is not a complete token file: its size is not a multiple of 2")
     with_header(path, [[1, 2, 3]])

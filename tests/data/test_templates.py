@@ -23,7 +23,7 @@ from tests.trainer.test_sft import write_chats
 from trainer import UserError, generate, run
 from trainer.data.chat import limits
 from trainer.data.chat.formats import BadChat
-from trainer.data.chat.limits import limited, try_in_child
+from trainer.data.chat.limits import rendering_limits, try_in_child
 from trainer.data.chat.template import ChatTemplate, find_template
 from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
 from trainer.export import export_checkpoint
@@ -68,10 +68,10 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
     "100 MB": (b" " * 100_000_000, "100,000,000 bytes"),
     "nested too deeply": ("{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}", "nested too deeply"),
     "blocks nested too deeply": ("{% if 1 %}" * 200 + "x" + "{% endif %}" * 200, "cannot be compiled"),
-    "macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + VALID, "calls itself"),
+    "macro that calls itself": ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}" + VALID, "recurses without end"),
     "loop that calls itself": (
         "{% for a in [1] recursive %}{{ loop([1]) }}{% endfor %}" + VALID,
-        "calls itself",
+        "recurses without end",
     ),
 }
 """A template, and what the message holds."""
@@ -235,7 +235,7 @@ def test_interrupted_start_of_a_limit_leaves_no_limit(where: str, monkeypatch: p
         monkeypatch.setattr(limits, "_RENDER_LOCK", SimpleNamespace(acquire=acquire_and_raise, release=lock.release))
     else:
         monkeypatch.setattr(watch, "begin", begin_and_raise)
-    with pytest.raises(StopRequested), limited():
+    with pytest.raises(StopRequested), rendering_limits():
         pytest.fail("not entered")
     assert resource.getrlimit(resource.RLIMIT_AS) == before
     assert watch.renderer is None
@@ -247,7 +247,7 @@ def test_timeout_at_the_very_end_of_a_limit(monkeypatch: pytest.MonkeyPatch) -> 
     """The exception that ends a rendering may be raised just before the watchdog thread is stopped."""
     watch = limits._Watchdog()
     monkeypatch.setattr(limits, "_WATCHDOG", watch)
-    with pytest.raises(limits.TemplateTimeout), limited():
+    with pytest.raises(limits.TemplateTimeout), rendering_limits():
         watch._lock = LateLock()  # type: ignore[assignment]
     assert watch.renderer is None
     assert is_free(limits._RENDER_LOCK)

@@ -1,6 +1,6 @@
-"""The answers file for a prompts file: one JSON line per prompt, in order.  A later command can resume it.
+"""The file of answers to a file of prompts: one JSON line per prompt, in order.  A later command can resume it.
 
-FILE.provenance.json, next to it, records which model and settings produced the answers, since the lines themselves do
+Next to it, FILE.provenance.json records which model and settings produced the answers, since the lines themselves do
 not say.
 """
 
@@ -19,7 +19,7 @@ _FIX = "choose a file name that is not in use"
 
 
 class AnswerFile:
-    """An answers file, either new or being resumed.
+    """A file of answers, either new or to be resumed.
 
     num_done: number of prompts already answered.
     """
@@ -27,7 +27,7 @@ class AnswerFile:
     def __init__(self, path: Path, key: str, prompts_path: str, prompts: Sequence[Mapping[str, Any]]) -> None:
         """Read the answers in the file, if any, without changing it.
 
-        key: the option that names the file, for errors.
+        key: the option that names the file, for error messages.
 
         Raises UserError if a line does not answer the prompt with the same number.
         """
@@ -47,11 +47,11 @@ class AnswerFile:
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
     def begin(self, model: str, provenance: Mapping[str, Any]) -> None:
-        """For a new file, record what produces the answers.
+        """Record what produces the answers, if the file is new.
 
-        For an existing file, check that it matches, and truncate a partial last line.
+        Otherwise, check that the recorded model and settings are the same, and remove a partial last line.
 
-        model: path of the model, for messages.
+        model: the path of the model, for messages.
         provenance: the checksum of the model's weights as `weights`, and all settings.
 
         Raises UserError if the answers in the file were produced by another model or with other settings.
@@ -89,7 +89,7 @@ def answer_line(record: Mapping[str, Any], completion: str, finish: str) -> str:
 
 
 def _is_answer(line: bytes, prompt: Mapping[str, Any]) -> bool:
-    """Return whether a line is an answer to `prompt`."""
+    """Return whether a complete line is an answer to `prompt`."""
     try:
         answer = json.loads(line)
     except ValueError:

@@ -1,4 +1,4 @@
-"""On-disk cache of data built once and shared by all processes and later runs.
+"""On-disk cache of data that are built once, then shared by all processes and later runs.
 
 `build_entry` builds an entry: it takes a lock, checks again whether the entry exists, builds it under a temporary name,
 flushes it to disk, and renames it.  An entry therefore appears under its name only once it is complete.  A corrupt
@@ -43,7 +43,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def in_writable_folder(
     cache_dir: str | None, content: str, use: Callable[[Path], Entry], input_bytes: int = 0
 ) -> Entry:
-    """Return `use(folder)` for the first cache folder in which it raises no OSError.
+    """Return `use(folder)` for the first cache folder with which `use` raises no OSError.
 
     content, input_bytes: what is stored in the folder, and the size of its input files in bytes, for messages.
 
@@ -130,7 +130,7 @@ def build_entry(
     build: writes the entry at a temporary path: to an empty folder, or with `is_file` to a file.
     partial: a temporary name that all processes share, so that they can see what is being written.  The file is locked
         while it is written, so locks are required: see `locked`.
-    damaged: the part of the message about a corrupt entry that follows its path.
+    damaged: the message about a corrupt entry, without the path that precedes it.
 
     Raises OSError and the exceptions of `build`, after removing the temporary files.
     """

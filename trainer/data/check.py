@@ -1,8 +1,8 @@
 """Checks data for broken shards, duplicate documents, and held-out text that also occurs in the training data.
 
-Documents are compared by a hash of all their tokens.  Held-out text is found by matching 32-grams of tokens: every one
-in the held-out data, and those at every 16th position in the training data, so that no shared run of 47 or more tokens
-is missed.  All hash matches are verified token by token.
+Documents are compared by a hash of all their tokens.  Held-out text is found by matching 32-grams of tokens: those at
+every position of the held-out data with those at every 16th position of the training data, which finds every shared run
+of 47 or more tokens, except repetitions of a single token.  All hash matches are verified token by token.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ Report = Callable[[str], None]
 Hashes = NDArray[np.uint64]
 
 _GRAM, _STRIDE = 32, 16
-"""Number of tokens in a gram, and distance between the starts of those that are looked up in the training data."""
+"""Number of tokens in an n-gram, and the stride between the n-grams of the training data that are looked up."""
 _CHUNK = 1 << 16
-"""Number of tokens to hash at once, few enough to stay in the CPU's caches."""
+"""Number of tokens to hash at once: few enough to stay in the CPU's caches."""
 _MAX_LISTED = 10
-"""Maximum number of findings to list of each kind; all are counted."""
+"""Maximum number of problems of each kind that are listed; all are counted."""
 
 
 def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
-    """Report each problem in the data on one line through `report`, and return the number of problems.
+    """Report the problems in the data through `report`, each on one line, and return their number.
 
     Raises UserError if the settings do not name any data.
     """
@@ -70,7 +70,7 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
-    """Return the shards that the paths, globs and folders name, by file name, or the error if one cannot be opened."""
+    """Return, by file name, each shard that a path, glob or folder names, or the error if it cannot be opened."""
     settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
     paths = [
         path.removeprefix("file://")
@@ -124,6 +124,8 @@ def _random_table(vocab_size: int) -> Hashes:
 
 
 class _Hasher:
+    """Hashes 32-grams of tokens, and documents."""
+
     def __init__(self, vocab_size: int) -> None:
         self._random_table = _random_table(vocab_size)
         self._powers, self._inverses = _powers(_BASE, 1 << 12), _powers(_INVERSE, 1 << 12)
@@ -136,7 +138,7 @@ class _Hasher:
         return terms
 
     def grams(self, tokens: NDArray[Any]) -> Hashes:
-        """Return the hashes of all 32-grams."""
+        """Return the hash of the 32-gram that starts at each token, shape (len(tokens) - 31,)."""
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(self._terms(tokens))])
         hashes = sums[_GRAM:] - sums[:-_GRAM]
         return hashes * self._inverses[: len(hashes)]
@@ -204,7 +206,7 @@ def _report_duplicates(shards: list[Shard], report: Report) -> int:
     return len(duplicates)
 
 
-# -- held-out text that is trained on ---------------------------------------------------------------------------------
+# -- held-out text in the training data -------------------------------------------------------------------------------
 
 
 class _HeldOutIndex:

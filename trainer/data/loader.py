@@ -1,10 +1,10 @@
 """Loaders: a rank's micro-batches, in an order that does not depend on the number of ranks or workers.
 
-Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step u
-(counted from 0) reads positions u * G to (u + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
+Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step s
+(counted from 0) reads positions s * G to (s + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
 splits it into micro-batches.  Resuming therefore needs only one integer, the number of samples consumed by finished
-steps, which is valid on any mesh.  A fingerprint of the data is stored with it, since the same position in different
-data is a different sample.
+steps, which is valid on any mesh.  A fingerprint of the data is stored with it, since a position means a different
+sample in other data.
 
 Ranks are plain integers in this module, which issues no collectives.
 """
@@ -50,11 +50,11 @@ from trainer.renamed import Renamed
 from trainer.sequence import compute_cu_seqlens
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (micro_batch_size, seq_len), and any further entries of the source.
+"""`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries of the source.
 
-A batch with `documents` (the number of each token's document in its row) and `positions`, both of the same shape, also
-has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, all entries except `documents` and `cu_seqlens`
-hold only this rank's slice: (B, seq_len / mesh.context)."""
+B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
+in its row, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries with a value
+per token, except `documents`, hold only this rank's slice: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:
@@ -149,7 +149,7 @@ class TrainLoader:
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def usage_by_phase(self, steps: int) -> list[SourceUsage]:
-        """Return how much of each source a run of `steps` steps reads, by phase."""
+        """Return how much of each source a run of `steps` steps reads in each phase."""
         return usage_by_phase(self._order, self._global_batch_size, steps, self.source.seq_len)
 
     def next_samples(self, all_ranks: bool = False) -> NDArray[np.int64]:
@@ -160,7 +160,7 @@ class TrainLoader:
         return np.concatenate(list(islice(self._sample_indices(), self.micro_batches_per_step)))
 
     def first_tokens(self, num_tokens: int, slices: Slices | None = None) -> Batch:
-        """Return the first `num_tokens` tokens of this rank's next sample as a batch of one, or `slices` of them."""
+        """Return the first `num_tokens` tokens of this rank's next sample as a one-row batch, or `slices` of them."""
         complete = as_mapping(self.source.batch(self.next_samples()[:1]))
         has_token_axis = {
             name: entry.ndim > 1 and entry.shape[1] == self.source.seq_len for name, entry in complete.items()
@@ -221,7 +221,7 @@ class TrainLoader:
         self._num_yielded = 0
 
     def _open(self) -> Iterator[Batch | TrainingFailed]:
-        """Return an iterator over the next micro-batches: prefetched by workers or by a thread, or not prefetched."""
+        """Return an iterator over the next micro-batches: prefetched by workers, by a thread, or not at all."""
         reader = _BatchReader(self.source, self.slices)
         num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
@@ -246,8 +246,8 @@ class TrainLoader:
 
 
 _MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
-"""Limits on the number and the total bytes of prefetched micro-batches.  A micro-batch that leaves the CPU's caches
-before it is used costs twice as much."""
+"""Limits on the number and the total bytes of prefetched micro-batches.  A micro-batch that is evicted from the CPU's
+caches before it is used costs twice as much."""
 _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
 """The same limits for the micro-batches in a worker's message."""
 
@@ -257,8 +257,8 @@ def _micro_batch_indices(
 ) -> Iterator[NDArray[np.int64]]:
     """Yield the sample indices of a rank's micro-batches from position `start` on.
 
-    The rank takes samples `offset` to `offset + num_samples` of each global batch.  Many steps are computed at once,
-    which is cheaper.
+    The rank takes samples `offset` to `offset + num_samples` of each global batch.  The indices of many steps are
+    computed at once, which is cheaper.
     """
     num_steps = max(1, 4096 // num_samples)
     positions = np.arange(num_steps)[:, None] * global_batch + offset + np.arange(num_samples)
@@ -268,13 +268,13 @@ def _micro_batch_indices(
 
 
 def _batches_in_process(
-    batches: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
+    reader: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
 ) -> Generator[Batch | TrainingFailed]:
     """Yield the micro-batches with the given sample indices, in pinned memory if `device` is given."""
     if device is not None:
         torch.cuda.set_device(device)  # per thread: otherwise this thread would pin memory for device 0
     for batch_indices in indices:
-        yield _tensors(batches.read(batch_indices), device is not None)
+        yield _tensors(reader.read(batch_indices), device is not None)
 
 
 def _fingerprint_of(source: Source) -> Fingerprint:
@@ -323,10 +323,10 @@ def _check_labels(source: Source, config: RunConfig) -> None:
 
 
 class EvalLoader:
-    """This rank's share of the first `num_batches` global batches (0: of all samples), in order, as often as needed.
+    """This rank's micro-batches of an evaluation over `num_batches` global batches (0: over all samples).
 
-    Every rank has the same number of micro-batches, so that collectives match: the end is padded with samples that have
-    only ignored targets.
+    The samples are those of `evenly_spaced_indices`, in the same order in each iteration.  Every rank has the same
+    number of micro-batches, so that collectives match: the end is padded with samples that have only ignored targets.
     """
 
     @classmethod
@@ -356,7 +356,7 @@ class EvalLoader:
         slices: Slices | None = None,
     ) -> None:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
-        self.source, self._batches = source, _BatchReader(source, slices)
+        self.source, self._reader = source, _BatchReader(source, slices)
         self.should_abandon: Callable[[], bool] = lambda: False
         """Polled while waiting for remote data.  When it returns True, the evaluation is abandoned: one micro-batch
         without targets is yielded, and the next one raises TrainingFailed."""
@@ -368,7 +368,7 @@ class EvalLoader:
         return len(self._sample_indices())
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = (_tensors(self._batches.read(indices), pin_memory=False) for indices in self._sample_indices())
+        batches = (_tensors(self._reader.read(indices), pin_memory=False) for indices in self._sample_indices())
         if self.source.is_local or not self.source.waits_for_storage:
             yield from map(_raise_if_failed, batches)
             return
@@ -377,7 +377,7 @@ class EvalLoader:
             yield from map(_raise_if_failed, prefetcher)
         except WaitAbandoned:
             padding = np.full(self._shape[-1], -1)
-            yield _raise_if_failed(_tensors(self._batches.read(padding), pin_memory=False))
+            yield _raise_if_failed(_tensors(self._reader.read(padding), pin_memory=False))
             raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
         finally:
             prefetcher.close()
@@ -394,9 +394,9 @@ Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
 class _BatchReader:
-    """Makes micro-batches from sample indices.
+    """Reads the micro-batch of given sample indices.
 
-    Errors are returned, not raised: an exception raised in a worker would arrive with its traceback in its message.
+    Errors are returned, not raised: an exception that a worker raises reaches the rank with a traceback in its message.
     """
 
     def __init__(self, source: Source, slices: Slices | None) -> None:
@@ -634,11 +634,11 @@ class _Messages(Dataset["Message"]):
     separate shared-memory file, which costs more than making a micro-batch.
     """
 
-    def __init__(self, batches: _BatchReader) -> None:
-        self._batches = batches
+    def __init__(self, reader: _BatchReader) -> None:
+        self._reader = reader
 
     def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
-        batches = [self._batches.read(indices) for indices in message]
+        batches = [self._reader.read(indices) for indices in message]
         complete = [batch for batch in batches if not isinstance(batch, TrainingFailed)]
         if len(complete) < len(batches):
             return batches

@@ -1,16 +1,16 @@
-"""The order in which a run reads samples: of one source, or of a mixture whose weights change by phase.
+"""The order in which a run reads samples, from one source or from a mixture whose weights change by phase.
 
-A position is an index into an endless run of samples.  Its sample depends only on the position, the number of samples
-and the seed, not on ranks, workers, batch size or state.  Nothing is stored: the order is a closed form of the
-position, the seed and the phases so far, and later phases never change earlier positions.  The order must never change
-between versions: runs resume from a position, so a different order would silently repeat some samples and skip others.
+A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
+sizes of the sources, the seed and the phases so far.  It does not depend on ranks, workers, batch size or state, and
+later phases never change earlier positions.  The order must never change between versions: runs resume from a position,
+so a different order would silently repeat some samples and skip others.
 
 A single source is read in a different random permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
-that its weight prescribes.  A phase has one pattern of sources, and each block starts at a different offset in it.  The
-pattern gives the source at a position and the number of samples of that source before it; the k-th sample of a source
-is at position k of the source's permutation.  So all samples of a source are read before any of them is repeated,
-whatever the phases.
+that its weight prescribes.  Each phase has one pattern of sources, which every block goes through cyclically from a
+pseudorandom offset.  The pattern gives the source at a position and the number of samples of that source before it; the
+k-th sample of a source is at position k of the source's permutation.  So all samples of a source are read before any of
+them is repeated, whatever the phases.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def find_order(source: Source, config: RunConfig) -> SampleOrder:
 
 
 class SampleOrder(ABC):
-    """Maps each position of an endless run to a sample.
+    """Maps each position of an endless sequence to a sample.
 
     sizes: the number of samples of each source by name; a single source has the name "".
-    starts: the positions at which the sources' shares change; the first is 0.
+    starts: the positions at which the weights of the sources change; the first is 0.
     """
 
     sizes: Mapping[str, int]
@@ -65,7 +65,7 @@ class SampleOrder(ABC):
 
     @abstractmethod
     def counts(self, samples: int) -> dict[str, int]:
-        """Return the number of samples of each source among the run's first `samples` samples."""
+        """Return the number of samples of each source among the first `samples` samples."""
 
     @abstractmethod
     def order_state(self, samples: int) -> dict[str, Any]:
@@ -109,44 +109,46 @@ class Permutation(SampleOrder):
         return [], []
 
 
-_KEYS_ALLOWING_OTHER_SHARES = frozenset({"data", "data.weights", "data.phases"})
+_KEYS_ALLOWING_OTHER_WEIGHTS = frozenset({"data", "data.weights", "data.phases"})
 """Keys in `checkpoint.allow_changes` that permit different weights for samples already read."""
 
 
-def shares_per_block(weights: Mapping[str, float]) -> dict[str, int]:
+def samples_per_block(weights: Mapping[str, float]) -> dict[str, int]:
     """Return the number of samples of each source in a block (largest-remainder method; ties go to the first name)."""
     total = sum(map(Fraction, weights.values()))
     exact = {name: Fraction(weight) * MIXTURE_BLOCK / total for name, weight in weights.items()}
-    shares = {name: int(share) for name, share in exact.items()}
-    by_remainder = sorted(exact, key=lambda name: (shares[name] - exact[name], name))
-    for name in by_remainder[: MIXTURE_BLOCK - sum(shares.values())]:
-        shares[name] += 1
-    return shares
+    counts = {name: int(count) for name, count in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: (counts[name] - exact[name], name))
+    for name in by_remainder[: MIXTURE_BLOCK - sum(counts.values())]:
+        counts[name] += 1
+    return counts
 
 
-def _shares_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
-    shares = shares_per_block(sizes)
-    for name, share in shares.items():
-        if not share:
+def _counts_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
+    counts = samples_per_block(sizes)
+    for name, count in counts.items():
+        if not count:
             rule = (
                 f"by size, source {name} ({sizes[name]} of {sum(sizes.values())} samples) has fewer than one "
                 f"sample in {MIXTURE_BLOCK}"
             )
             example = dict(sizes) | {name: -(-sum(sizes.values()) // (MIXTURE_BLOCK - 1))}
             raise setting_error("data.weights", None, rule, example=example)
-    return shares
+    return counts
 
 
 class _PhasePattern:
-    """A phase: from position `start` on, every block has `shares[j]` samples of source j."""
+    """A phase: from position `start` on, each complete block has `block_counts[j]` samples of source j."""
 
-    def __init__(self, start: int, shares: NDArray[np.int64], seed: int) -> None:
-        self.start, self.shares, self._seed = start, shares, seed + 1
+    def __init__(self, start: int, block_counts: NDArray[np.int64], seed: int) -> None:
+        self.start, self.block_counts, self._seed = start, block_counts, seed + 1
         slots = sample_at(start * MIXTURE_BLOCK + np.arange(MIXTURE_BLOCK), MIXTURE_BLOCK, seed)
         # Tiled twice, so that a block can start at any offset and still cover the complete pattern.
-        self._pattern = np.tile(np.searchsorted(np.cumsum(shares), slots, side="right"), 2)
-        is_of_source = self._pattern[:, None] == np.arange(len(shares))
-        self._counts_before = np.concatenate([np.zeros((1, len(shares)), np.int64), np.cumsum(is_of_source, axis=0)])
+        self._pattern = np.tile(np.searchsorted(np.cumsum(block_counts), slots, side="right"), 2)
+        is_of_source = self._pattern[:, None] == np.arange(len(block_counts))
+        self._counts_before = np.concatenate(
+            [np.zeros((1, len(block_counts)), np.int64), np.cumsum(is_of_source, axis=0)]
+        )
 
     def locate(self, offsets: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the source at each offset in the phase, and the number of samples of that source before it."""
@@ -157,13 +159,15 @@ class _PhasePattern:
             self._counts_before[pattern_starts + offsets_in_block, sources]
             - self._counts_before[pattern_starts, sources]
         )
-        return sources, blocks * self.shares[sources] + num_before
+        return sources, blocks * self.block_counts[sources] + num_before
 
     def count(self, length: int) -> NDArray[np.int64]:
-        """Return the number of positions of each source among the first `length` positions."""
+        """Return the number of samples of each source among the first `length` positions of the phase."""
         block, offset = divmod(length, MIXTURE_BLOCK)
         (pattern_start,) = self._pattern_offsets(np.array([block]))
-        return block * self.shares + self._counts_before[pattern_start + offset] - self._counts_before[pattern_start]
+        return (
+            block * self.block_counts + self._counts_before[pattern_start + offset] - self._counts_before[pattern_start]
+        )
 
     def _pattern_offsets(self, blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the offset in the pattern at which each block starts, pseudorandom for each block."""
@@ -173,7 +177,7 @@ class _PhasePattern:
 class Mixture(SampleOrder):
     """The order of a mixture.  Sample indices are those of `MixedSource`: its sources are concatenated in name order.
 
-    Raises UserError if the weights default to the sizes and a source is too small to have a share.
+    Raises UserError if the weights default to the sizes and a source is too small for one sample per block.
     """
 
     def __init__(self, sizes: Mapping[str, int], phases: Sequence[Phase], seed: int) -> None:
@@ -182,21 +186,22 @@ class Mixture(SampleOrder):
         self._seeds = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") for name in names]
         """The seed of each source's permutation, independent of the other sources."""
         self._index_starts = np.cumsum([0, *self.sizes.values()])
-        self.phases = [(phase.start, self._shares(phase.weights)) for phase in phases]
-        # Consecutive phases with the same shares are merged.
+        self.phases = [(phase.start, self._block_counts(phase.weights)) for phase in phases]
+        """The start of each phase, and its number of samples per block by source."""
+        # Consecutive phases with the same samples per block are merged.
         self.phases = [
             phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
         ]
-        self._patterns = [_PhasePattern(start, np.array(list(shares.values())), seed) for start, shares in self.phases]
+        self._patterns = [_PhasePattern(start, np.array(list(counts.values())), seed) for start, counts in self.phases]
         self.starts = [start for start, _ in self.phases]
         totals = [np.zeros(len(sizes), dtype=np.int64)]
         for pattern, end in zip(self._patterns, self.starts[1:], strict=False):
             totals.append(totals[-1] + pattern.count(end - pattern.start))
         self._totals = totals
 
-    def _shares(self, weights: Mapping[str, float] | None) -> dict[str, int]:
-        shares = _shares_by_size(self.sizes) if weights is None else shares_per_block(dict(sorted(weights.items())))
-        return {name: shares.get(name, 0) for name in self.sizes}
+    def _block_counts(self, weights: Mapping[str, float] | None) -> dict[str, int]:
+        counts = _counts_by_size(self.sizes) if weights is None else samples_per_block(dict(sorted(weights.items())))
+        return {name: counts.get(name, 0) for name in self.sizes}
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample index at each of `positions` (non-negative, any shape)."""
@@ -214,15 +219,15 @@ class Mixture(SampleOrder):
         return indices.reshape(np.shape(positions))
 
     def counts(self, samples: int) -> dict[str, int]:
-        """Return the number of samples of each source among the run's first `samples` samples."""
+        """Return the number of samples of each source among the first `samples` samples."""
         phase = int(np.searchsorted(self.starts, samples, side="right")) - 1
         counted = self._totals[phase] + self._patterns[phase].count(samples - self._patterns[phase].start)
         return dict(zip(self.sizes, counted.tolist(), strict=True))
 
     def order_state(self, samples: int) -> dict[str, Any]:
-        """Return the starts and the shares of the phases of the first `samples` samples."""
+        """Return the phases of the first `samples` samples: the start of each, and its samples per block by source."""
         phases = self.phases[: int(np.searchsorted(self.starts, samples))]
-        return {"phases": [[start, {n: share for n, share in shares.items() if share}] for start, shares in phases]}
+        return {"phases": [[start, {n: count for n, count in counts.items() if count}] for start, counts in phases]}
 
     def changes(
         self, stored: Mapping[str, Any], samples: int, samples_per_step: int, allowed: Collection[str]
@@ -239,7 +244,7 @@ class Mixture(SampleOrder):
             f"data.phases: phase {changed + 1} {before} in the checkpoint, {now} now; the run is past step "
             f"{samples // samples_per_step}, and samples already used cannot change{hint}"
         )
-        if not _KEYS_ALLOWING_OTHER_SHARES.isdisjoint(allowed):
+        if not _KEYS_ALLOWING_OTHER_WEIGHTS.isdisjoint(allowed):
             return [], [f"{message}, but it was allowed"]
         return [f"{message} (allow it: checkpoint.allow_changes=[data.phases])"], []
 
@@ -247,19 +252,19 @@ class Mixture(SampleOrder):
 def _describe_phase(phases: Sequence[Any], samples_per_step: int) -> str:
     if not phases:
         return "had not begun"
-    start, shares = phases[0]
-    parts = ", ".join(f"{name} {share}" for name, share in shares.items())
+    start, counts = phases[0]
+    parts = ", ".join(f"{name} {count}" for name, count in counts.items())
     return f"begins with step {start // samples_per_step + 1} ({parts} of {MIXTURE_BLOCK})"
 
 
 def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], samples_per_step: int) -> str:
     """Return advice on keeping the old start of a phase, if only its start has changed, otherwise "".
 
-    If `from` is a share of the run, the start changes with `train.steps`.
+    If `from` is a fraction of the run, the start changes with `train.steps`.
     """
     if not stored_phases or not phases or stored_phases[0][0] == phases[0][0] or stored_phases[0][0] % samples_per_step:
         return ""
-    if stored_phases[0][1] != {name: share for name, share in phases[0][1].items() if share}:
+    if stored_phases[0][1] != {name: count for name, count in phases[0][1].items() if count}:
         return ""
     return f"; `from: {stored_phases[0][0] // samples_per_step + 1}` keeps its first step, whatever train.steps is"
 
@@ -267,7 +272,7 @@ def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], samples_per
 # -- the permutation of an epoch --------------------------------------------------------------------------------------
 
 _NUM_ROUNDS = 8
-"""Luby and Rackoff prove four rounds pseudorandom for wide halves; since these halves are narrow, there are more."""
+"""Luby and Rackoff prove four rounds pseudorandom for wide halves; these halves are narrow, so there are more."""
 
 _MIN_BITS = 6
 """With one-bit halves, 20,000 permutations of 5 samples were measurably uneven (chi-square 142 for 16 degrees of
@@ -383,19 +388,19 @@ class MixedSource(Source):
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """The facts of all sources, with the names of the sources appended to the keys."""
+        """The facts of all sources, each key followed by the name of its source."""
         return {
             f"{fact}_{name}": value for name, source in self.sources.items() for fact, value in source.facts.items()
         }
 
     @property
     def summary(self) -> str:
-        """The summaries of the sources, each on a line with its name."""
+        """The summaries of the sources, each preceded by the name of its source."""
         return "\n".join(f"{name}: {source.summary}" for name, source in self.sources.items() if source.summary)
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
-        """The mean over the sources, weighted by size; None if it is None for any source."""
+        """The mean of the sources' values, weighted by size; None if any of them is None."""
         lengths = [source.attended for source in self.sources.values()]
         sizes = [len(source) for source in self.sources.values()]
         weighted = [length * size for length, size in zip(lengths, sizes, strict=True) if length is not None]
@@ -412,8 +417,8 @@ class MixedSource(Source):
 def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]:
     """Return the indices of an evaluation's samples, shape (num_samples,).
 
-    These are the first samples; with several sources, the first of each, in proportion to its size.
-    Depends only on the sizes.
+    These are the first samples; of a mixture, the first of each source, in proportion to the sources' sizes.  They
+    depend only on the sizes.
     """
     if not isinstance(source, MixedSource):
         return np.arange(num_samples)
@@ -429,7 +434,7 @@ class SourceUsage:
     """The samples of one source that are read in one phase.
 
     source: the source's name, or "" if there is only one source.
-    share: the source's share of the phase's samples.
+    share: the fraction of the phase's samples that come from the source.
     epochs: passes over the source by the end of the phase, including earlier phases.
     """
 
@@ -443,7 +448,7 @@ class SourceUsage:
 
 
 def usage_by_phase(order: SampleOrder, samples_per_step: int, steps: int, seq_len: int) -> list[SourceUsage]:
-    """Return the usage of each source in each phase that starts within `steps` steps of `batch` samples."""
+    """Return the usage of each source in each phase that starts within the first `steps` steps."""
     usages, starts = [], [start for start in order.starts if start < samples_per_step * steps]
     counts_before = order.counts(0)
     for start, end in pairwise([*starts, samples_per_step * steps]):
@@ -487,5 +492,5 @@ def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
 
 
 def epochs(order: SampleOrder, samples: int) -> dict[str, float]:
-    """Return the number of passes over each source in the run's first `samples` samples."""
+    """Return the number of passes over each source in the first `samples` samples."""
     return {name: count / order.sizes[name] for name, count in order.counts(samples).items()}

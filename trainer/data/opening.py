@@ -1,9 +1,9 @@
-"""Opens the source that the data settings describe: finds the files, tokenizes text that is not cached, and checks it.
+"""Opens the source that the data settings describe: finds its files, tokenizes uncached text, and checks the result.
 
 `open_source` handles each kind of data: chats, synthetic patterns, standard library text, mixtures, and paths of token
-shards or text.  `find_shards` resolves a path to shards: it may name token shards, a manifest, text, JSONL or parquet
-files, a folder or glob of them, or a URL.  Text is tokenized into `data.cache_dir` on first use; later processes and
-runs find the shards there.
+shards or text.  `find_shards` resolves a path to shards: the path may name token shards, a manifest, text, JSONL or
+parquet files, a folder or glob of them, or a URL.  Text is tokenized into `data.cache_dir` on first use; later
+processes and runs find the shards there.
 
 This module does not import torch: the source is opened to check the data settings before any process is spawned.
 """
@@ -64,7 +64,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
     """Return the source that the settings describe, or None if `split` is `eval` and nothing is held out.
 
-    Without `data.eval_path`, the last windows of token shards are held out: the share `data.holdout` of them.
+    Without `data.eval_path`, the fraction `data.holdout` of chats, text and shards is held out; see `_open_path`.
 
     vocab_size: the model's vocabulary size, or None to skip the comparison.
 
@@ -103,16 +103,16 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
     """Return the source over the data at a path, or None if `split` is `eval` and nothing is held out.
 
-    For text, `data.holdout` is a share of the documents, chosen by a hash of their text.  For shards, and for text if
-    either split would otherwise be empty, it is a share of the samples, taken from the end.
+    For text, `data.holdout` is a fraction of the documents, chosen by a hash of their text.  For shards, and for text
+    if either split would otherwise be empty, it is a fraction of the samples, taken from the end.
 
-    key: the setting that contains the path: `data.path`, or `data.eval_path`, which is not divided.
+    key: the setting that contains the path: `data.path`, or `data.eval_path`, all of which is held out.
     """
-    holdout = _holdout_share(data, key)
+    holdout = _holdout_fraction(data, key)
     resolved = find_shards(setting, data, key)
-    is_divided = bool(holdout and resolved.train and resolved.held_out)
+    is_split = bool(holdout and resolved.train and resolved.held_out)
     shards, content = resolved.train, resolved.train_content
-    if (is_divided and split == "eval") or not shards:
+    if (is_split and split == "eval") or not shards:
         shards, content = resolved.held_out, resolved.held_out_content
     try:
         _check_same_tokenizer(shards)
@@ -125,7 +125,7 @@ def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: S
         rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
     _check_size(source, data, vocab_size, split, key, setting)
-    if is_divided or key == "data.eval_path":
+    if is_split or key == "data.eval_path":
         return source
     # Hold out the last windows: at least one if there are two or more.
     num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
@@ -153,8 +153,8 @@ def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") 
     return source
 
 
-_MAX_EMPTY_SHARE = 0.01
-"""Share of empty documents above which a warning is printed; a few are normal."""
+_MAX_EMPTY_FRACTION = 0.01
+"""Fraction of empty documents above which a warning is printed; a few are normal."""
 
 
 def _skipped_warnings(shards: Sequence[Shard]) -> str:
@@ -166,13 +166,13 @@ def _skipped_warnings(shards: Sequence[Shard]) -> str:
             counts.add(DocumentCounts.from_manifest(ShardManifest.read(folder / MANIFEST)))
     total = counts.documents + counts.bad
     lines = [f"warning: {describe_bad_documents(counts)}"] if counts.bad else []
-    if counts.empty > _MAX_EMPTY_SHARE * total:
+    if counts.empty > _MAX_EMPTY_FRACTION * total:
         lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and were skipped")
     return "\n".join(lines)
 
 
-def _holdout_share(data: DataSection, key: str) -> float:
-    """Return the share of the data to hold out: none of `data.eval_path`, nor of `data.path` if both are set."""
+def _holdout_fraction(data: DataSection, key: str) -> float:
+    """Return the fraction of a path's data to hold out: `data.holdout`, or 0 if `data.eval_path` is set."""
     return (data.holdout or 0.0) if key == "data.path" and data.eval_path is None else 0.0
 
 
@@ -209,7 +209,7 @@ def _open_mixture(
 
 @contextmanager
 def _prefix_errors(source: str) -> Iterator[None]:
-    """Prefix the messages of UserErrors with the name of the source."""
+    """Context manager that prefixes the messages of UserErrors with the name of the source."""
     try:
         yield
     except UserError as error:
@@ -281,7 +281,7 @@ def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
 
 
 def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
-    """Return the manifest that a path names, or the paths of shards, or neither.
+    """Return the manifest that a path names, or the paths of the shards that it names, or neither.
 
     Raises UserError for likely mistakes, such as the path of a shard's metadata.
     """
@@ -318,7 +318,7 @@ def _find_bin_files(pattern: str) -> list[str]:
 
 
 def _are_all_foreign(paths: Sequence[str]) -> bool:
-    """Return whether there are .bin files, all in other trainers' formats."""
+    """Return whether there are any .bin files, all of them in other trainers' formats."""
     return bool(paths) and all(map(is_foreign_token_file, paths))
 
 
@@ -392,7 +392,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
 # -- text, tokenized on first use -------------------------------------------------------------------------------------
 
 _LAYOUT_VERSION = 1
-"""Increment when the same text and settings give different shards, so that older cached shards are not used."""
+"""Increment when a code change gives the same text different shards, so that older cached shards are not used."""
 
 
 def _tokenize_text(
@@ -451,7 +451,7 @@ def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> Buil
     parse_limit(data.bad, keys.bad)
     tokenizer = tokenizer_of(data)
     check_tokens(inputs, tokenizer, data.bos, keys)
-    holdout = 0.0 if all(file.kind == "tokens" for file in inputs) else _holdout_share(data, key)
+    holdout = 0.0 if all(file.kind == "tokens" for file in inputs) else _holdout_fraction(data, key)
     return BuildJob(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
 
 
@@ -623,7 +623,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
 # -- settings that depend on the data ---------------------------------------------------------------------------------
 
 _ROW_MULTIPLE = 64
-"""The length of trimmed rows is a multiple of this, which kernels handle efficiently."""
+"""Trimmed rows have a length that is a multiple of this, which kernels handle efficiently."""
 
 
 def resolve_from_data(config: RunConfig, resolution: Resolution | None = None) -> RunConfig:

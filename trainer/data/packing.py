@@ -3,9 +3,9 @@
 Document boundaries come from the shards' index, never from the tokens: text may contain the end-of-document token.
 
 A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece; a longer one
-is split into several.  The layout depends only on the documents and the row length.  With few documents, it is held in
-memory; with many, it is stored in the cache, and all ranks of a node memory-map it, so that even a billion documents
-need no private memory.
+is split into several.  The layout depends only on the documents, the row length, and whether rows are packed.  With few
+documents, the layout is held in memory; with many, it is stored in the cache and memory-mapped by all ranks of a node,
+so that even a billion documents need no private memory.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 _NUM_SAMPLED_WINDOWS = 64
-"""Number of windows from which the mean attention length is estimated."""
+"""Number of windows from which `MaskedSource.attended` is estimated."""
 
 
 def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-    """Return the batch entries `documents` and `positions`, both (B, T).
+    """Return the batch entries `documents` (the number of a token's document in its row) and `positions`, both (B, T).
 
     is_start: True at the start of each document except the first of a row, (B, T).
     """
@@ -46,7 +46,7 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 
 
 class MaskedSource(TokenSource):
-    """Windows as in `TokenSource`, with each token's position in its document, and its document's number in the row.
+    """Windows as in `TokenSource`, with each token's position in its document, and that document's number in the row.
 
     A document split between two windows counts as two.  The last token of a document has no target.
     """
@@ -73,10 +73,10 @@ class MaskedSource(TokenSource):
 
     @cached_property
     def attended(self) -> float:  # type: ignore[override]
-        """The mean attention length, estimated from evenly spaced windows."""
+        """See `Source.attended`; estimated from evenly spaced windows."""
         sampled = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
         entries: Any = self.batch(sampled)
-        # A document of n tokens adds 0 + 1 + ... + n - 1.
+        # The positions in a document of n tokens add up to n * (n - 1) / 2, so this is sum(n**2) / sum(n).
         return float(2.0 * entries["positions"].mean(dtype=np.float64) + 1.0)
 
 
@@ -85,7 +85,7 @@ class PackedSource(TokenSource):
 
     The first token of a document is never a target, and its last token has no target.
 
-    packs: whether to put as many documents as fit into each row, instead of one each.
+    packs: whether to put as many documents as fit into each row, instead of one document per row.
     """
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
@@ -145,7 +145,7 @@ _BLOCK = 2**16
 
 @dataclass(frozen=True)
 class PieceTotals:
-    """Sums over all pieces: of the number of targets, and of its square."""
+    """The sums, over all pieces, of the number of targets and of its square."""
 
     targets: int = 0
     squares: int = 0
@@ -170,7 +170,7 @@ def load_row_layout(
 ) -> RowLayout:
     """Return the layout for rows of at most `seq_len` targets.
 
-    packs: whether to put as many pieces as fit into each row, instead of one each in document order.
+    packs: whether to put as many pieces as fit into each row, instead of one piece per row, in document order.
     content: a digest of the shards' content, which identifies a large layout in the cache.
 
     Raises ShardError, or UserError if the cache is not writable; see `get_or_build`.
@@ -280,7 +280,7 @@ class DocumentIndex:
         self._starts = np.concatenate([documents[:, 0] for documents in _document_blocks(shards)]) if is_small else None
 
     def starts_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the positions in [first, last) at which a document starts."""
+        """Return the positions in [first, last) at which documents start."""
         if self._starts is not None:
             return self._starts[slice(*np.searchsorted(self._starts, (first, last)).tolist())]
         starts, shard_number = [np.empty(0, np.int64)], bisect.bisect_right(self._ends, first)
@@ -294,7 +294,9 @@ class DocumentIndex:
 
 
 def best_fit(lengths: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the documents grouped by row, and the offset at which each row starts in that list, plus its end.
+    """Return the documents' indices grouped by row, and the offset in that array at which each row starts.
+
+    The last offset is the end of the array: shapes (num_documents,) and (num_rows + 1,).
 
     The longest documents are placed first, each into the fullest row that still has space for it (best fit decreasing:
     Johnson 1973, "Near-optimal bin packing algorithms").  Deterministic.

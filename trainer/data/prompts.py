@@ -57,7 +57,9 @@ class ChatPrompts:
     """Encodes conversations for the assistant to answer, using a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
-        """tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
+        """Load the template and the tokenizer.
+
+        tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
         key, value: the setting or option to name in error messages.
 
         Raises UserError if there is no template.
@@ -90,9 +92,9 @@ class ChatPrompts:
 def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, record) for each prompt in a file; locations are for error messages.
 
-    Each record of a file of records (`.jsonl`, `.parquet`, or another form of `data.source=chat`) has either `prompt`
-    (text) or `messages` (as in `data.format=messages`); other keys are kept.  In any other file, every nonblank line is
-    a prompt.
+    In a file of records, such as .jsonl, .parquet or another file type that `data.source=chat` reads, each record has
+    either `prompt` (text) or `messages` (as in `data.format=messages`); other keys are kept.  In any other file, every
+    nonblank line is a prompt.
 
     Raises UserError, naming `key`, if the file or a line cannot be read.
     """

@@ -1,7 +1,7 @@
 """Reads records from JSON files (other than JSONL) and CSV files, one at a time, in constant memory.
 
-A .json file holds records if it is an array of objects, or a sequence of objects.  Other JSON files, such as a model's
-configuration or a shard's metadata, do not.
+A .json file holds records if it is an array of objects, or has one object per line.  Other JSON files, such as a
+model's configuration or a shard's metadata, hold none.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class BadRecord(ValueError):
 
 
 def is_record_file(path: str | Path) -> bool:
-    """Return whether a .json, .csv or .tsv file holds records; compressed files are assumed to."""
+    """Return whether a .json, .csv or .tsv file holds records; compressed files are assumed to hold some."""
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)
@@ -41,7 +41,7 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield (number, record) for each record of an open file, counted from 1.
+    """Yield (number, record) for each record of an open file, numbered from 1.
 
     name: the name of the file, which determines its format.
 

@@ -11,9 +11,9 @@ A manifest lists the shards of a dataset with their metadata, so that thousands 
 single file.
 
 Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
-its storage fails, SIGBUS kills the process.  A mapping also keeps its descriptor open, and touching a page reads
-neighboring pages ahead, a hundred times what a sample needs.  `preadv` has none of these problems, and no file
-position that processes or threads would share.
+its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page reads
+neighboring pages ahead, a hundred times what a sample needs.  `preadv` has none of these problems, and needs no file
+position, which processes or threads would share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUFFIXES = (".bin", ".idx", ".crc", ".json")
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
 """Maximum total bytes of shards whose checksums are all verified when the data are opened, within half a second.  In
-larger data, each page is verified when it is read."""
+larger data, pages are verified as they are read."""
 
 _PAGE_BYTES = 4096
 """Bytes covered by each checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that verifying
@@ -86,7 +86,7 @@ class ShardInfo:
 
     @property
     def shared_properties(self) -> tuple[str, int, str, int]:
-        """The properties that must agree in all shards of a dataset."""
+        """The properties that must be the same in all shards of a dataset."""
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 
 
@@ -102,7 +102,7 @@ class Shard:
     is_remote = False
     """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
-    """Whether the next start rebuilds the shard if its file is missing, as in a cache.  If so, a corrupt file is
+    """Whether the next start rebuilds the shard if its file is missing, as for cached shards.  If so, a corrupt file is
     renamed."""
 
     def __init__(self, path: str | Path) -> None:
@@ -173,7 +173,7 @@ class Shard:
         return offsets
 
     def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the positions in [first, last) at which a document starts."""
+        """Return the positions in [first, last) at which documents start."""
         documents = range(self.info.num_documents)
         find_document = functools.partial(
             bisect.bisect_left, documents, key=lambda number: self._read_offsets(number, 1)[0]
@@ -499,7 +499,7 @@ def find_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class ShardSet:
-    """The files that a path or URL names, and its shards: shards to train on, and held-out shards.
+    """The files that a path or URL names, and the shards to train on and to hold out.
 
     train_content, held_out_content: digests from `sample_content`, or "" if unknown.
     """
@@ -517,8 +517,8 @@ MANIFEST = "manifest.json"
 """The file name of a manifest in a folder."""
 
 ShardRow: TypeAlias = "tuple[str, int, int, int]"
-"""A shard: its path, absolute or relative to the manifest's folder, and its numbers of tokens, of documents, and of
-bytes of raw text."""
+"""A shard in a manifest: its path, absolute or relative to the manifest's folder, and its numbers of tokens, of
+documents, and of bytes of raw text."""
 
 _MANIFEST_FORMAT = 1
 
@@ -631,7 +631,7 @@ def _check_types(manifest: ShardManifest) -> None:
 
 
 def manifest_rows(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
-    """Return the rows of shards for a manifest in `folder`."""
+    """Return the rows that describe `shards` in a manifest in `folder`."""
     names = [shard.path.relative_to(folder).as_posix() for shard in shards]
     infos = [shard.info for shard in shards]
     return [
@@ -646,7 +646,7 @@ MAX_OPEN_FILES = 128
 
 
 class _Descriptor:
-    """An open file.  It is closed with its last reference, so that readers can finish after its eviction."""
+    """An open file, closed when its last reference is dropped, so that readers can finish after its eviction."""
 
     number = -1
 

@@ -1,4 +1,4 @@
-"""Sources: random access to samples by index, and the fingerprints that identify their samples.
+"""Sources, which give random access to samples by index, and the fingerprints that identify their samples.
 
 A sample is `seq_len` tokens and, for each of them, the target: the next token.  Sources do not know about the sample
 order, ranks or batches.  This module does not import torch.
@@ -32,7 +32,8 @@ IGNORE = -100
 
 
 Samples: TypeAlias = "tuple[NDArray[np.int64], NDArray[np.int64]] | Mapping[str, NDArray[Any]]"
-"""(tokens, targets), or a mapping with these and further entries; the first dimension of each entry is the sample."""
+"""(tokens, targets), or a mapping with these and further entries.  The first dimension of an entry counts samples, or
+rows if a sample has several (`Source.rows_per_sample`)."""
 
 
 def as_mapping(samples: Samples) -> dict[str, NDArray[Any]]:
@@ -50,14 +51,15 @@ class Source(ABC):
     vocab_size: exclusive upper bound of the token ids.
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
-    attended: attention length: twice the mean number of tokens that a token attends to; None if tokens attend to their
-        complete row, which makes it seq_len.
+    attended: the length of a token's document within its row, averaged over all positions, with 0 for padding: causal
+        attention costs as much per token as in full rows of this length.  None if tokens attend to their whole row,
+        which makes it seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
     is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
         directly when that is faster than using a thread.
-    rows_per_sample: sequences per sample; 2 for preference pairs.
+    rows_per_sample: sequences per sample; 2 for preference pairs and for mismatched responses.
     num_labels: number of distinct labels, which count from 0; 0 if samples have no labels.
     only_label: the label shared by all samples; None if there are several labels or none.
     shards: the token shards that the source reads, if any.
@@ -161,15 +163,15 @@ class SourceSubset(Source):
 
     @property
     def summary(self) -> str:
-        """The underlying source's summary, with the share of its samples in this subset."""
+        """The underlying source's summary, with the number of its samples that are in this subset."""
         kind = "held out" if self._start else "trained on, the others held out"
-        share = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
+        part = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
         first_line, newline, other_lines = self.base.summary.partition("\n")
-        return f"{first_line}; {share}{newline}{other_lines}" if first_line else share
+        return f"{first_line}; {part}{newline}{other_lines}" if first_line else part
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]
-        """The attention length of the underlying source."""
+        """The value of the underlying source."""
         return self.base.attended
 
     @property
@@ -241,10 +243,10 @@ class TokenSource(Source):
 
     @property
     def summary(self) -> str:
-        """The number of tokens, the share of targets, and warnings about skipped documents."""
+        """The number of tokens, the fraction of them that are targets, and warnings about skipped documents."""
         num_tokens = self._shard_starts[-1]
-        share = self.num_targets / max(1, num_tokens)
-        counts = f"{num_tokens:,} tokens, {share:.1%} of them are targets"
+        fraction = self.num_targets / max(1, num_tokens)
+        counts = f"{num_tokens:,} tokens, {fraction:.1%} of them are targets"
         return f"{counts}\n{self.warnings}" if self.warnings else counts
 
     def _count_targets(self) -> int:
@@ -298,13 +300,13 @@ class TokenSource(Source):
         return tokens, targets
 
     def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
-        """Return the first token of each sample if every sample is one full, contiguous window; otherwise None."""
+        """Return the position of each sample's first token if all are full, contiguous windows; otherwise None."""
         if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self._shard_starts[-1]:
             return None
         return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
-        """Return (first token, number of targets) for each piece of a sample; an empty list for index -1."""
+        """Return (position of the first token, number of targets) for each piece of a sample; nothing for index -1."""
         start = index * self.seq_len
         return [(start, min(self.seq_len, self._shard_starts[-1] - 1 - start))] if index >= 0 else []
 

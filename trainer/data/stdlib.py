@@ -1,4 +1,4 @@
-"""The source code of Python's standard library, as training data that need no download."""
+"""Training data that need no download: the source code of Python's standard library."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A source file, with its size and modification time, which reveal changes."""
+    """A source file; its size and modification time are used to detect changes."""
 
     name: str
     """Path relative to the library's folder, with `/` as separator."""
@@ -55,23 +55,23 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
 
 
 class StdlibCorpus:
-    """The source code of the running Python's standard library; identical on all ranks that run this Python.
+    """The source code of the running interpreter's standard library.
 
-    Tests and generated files (encoding tables and the texts of `help()`) are excluded.  About one file in twenty is
-    held out, chosen by a hash of its name.
+    It is the same on all ranks that use the same Python installation.  Tests, the `encodings` package and the topics of
+    `help()` (`pydoc_data`) are excluded.  About one file in twenty is held out, chosen by a hash of its name.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder or Path(sysconfig.get_path("stdlib"))
         self._files = find_source_files(self._folder)
-        if not all(self._find_names(split) for split in ("train", "eval")):
+        if not all(self._names_in(split) for split in ("train", "eval")):
             rule = f"this Python has no source files of its standard library in {self._folder}"
             raise setting_error("data.source", "stdlib", rule, "synthetic")
 
     def documents(self, split: Split) -> list[bytes]:
         """Return the contents of a split's files, in the order of their names."""
         try:
-            return [(self._folder / name).read_bytes() for name in self._find_names(split)]
+            return [(self._folder / name).read_bytes() for name in self._names_in(split)]
         except OSError as error:
             rule = f"{error.filename} cannot be read ({error.strerror})"
             raise setting_error("data.source", "stdlib", rule, "synthetic") from error
@@ -95,12 +95,12 @@ class StdlibCorpus:
             shard.verify()
             return shard
 
-        # Everything that the tokens depend on, without reading the files.
+        # All that the tokens depend on; sizes and modification times stand in for the content of the files.
         identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         name = f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)
 
-    def _find_names(self, split: Split) -> list[str]:
+    def _names_in(self, split: Split) -> list[str]:
         return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
 
 
@@ -109,5 +109,5 @@ def _is_held_out(name: str) -> bool:
 
 
 def gzip_bits_per_byte(text: bytes) -> float:
-    """Return the size of `text` after `gzip -9`, in bits per byte."""
+    """Return the size of `text` compressed with `gzip -9`, in bits per byte of `text`."""
     return 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)

@@ -1,4 +1,4 @@
-"""Tokenizers: convert text to token ids and back, and know the special tokens around a document, such as BOS and EOS.
+"""Tokenizers convert text to token ids and back, and know the special tokens around a document, such as BOS and EOS.
 
 Every tokenizer has an end-of-document token.  The post-processor in tokenizer.json defines the tokens that the
 tokenizer adds itself; only the configuration files next to tokenizer.json name the EOS token.
@@ -34,13 +34,13 @@ _BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[
 """Common names of the beginning-of-text token."""
 
 _RULES_VERSION = "text is text"
-"""Change when the same tokenizer file gives different tokens, so that cached tokens are not used."""
+"""Change this when a code change gives the same tokenizer file different tokens, so that cached ones are not used."""
 
 
 class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
-    name: identifies the tokenizer: equal only for tokenizers that give the same ids.  Stored with the tokens.
+    name: identifies the tokenizer, and is stored with the tokens; equal only for tokenizers that give the same ids.
     end_id: the end-of-document token.
     start_ids, end_ids: all special tokens before and after a document; `encode` does not add them.
     """
@@ -90,8 +90,8 @@ class FileTokenizer(Tokenizer):
     bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
     key: the setting to name in error messages.
 
-    Raises UserError if the library or the file is missing, the file is not a tokenizer, or there is no end-of-document
-    token or no required beginning-of-text token.
+    Raises UserError if the library or the file is missing, if the file is not a tokenizer, if there is no
+    end-of-document token, or if `bos` is True and there is no beginning-of-text token.
     """
 
     def __init__(self, path: str, key: str = "data.tokenizer", bos: bool | None = None) -> None:

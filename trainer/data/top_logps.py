@@ -1,7 +1,7 @@
-"""Files with a teacher's log-probabilities of the most likely next tokens, for each token of a source's samples.
+"""Files with a teacher's top-k log-probabilities of the next token, for each token of a source's samples.
 
-A folder holds `ids.npy` (samples, seq_len, k) in int32, `logps.npy` of the same shape in float32, and `top.json`, which
-identifies the samples.  `python -m trainer.teach` writes it.  This module does not import torch.
+A folder, written by `python -m trainer.teach`, holds `ids.npy` (the token ids: int32, shape (samples, seq_len, k)),
+`logps.npy` (float32, same shape), and `top.json`, which identifies the samples.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.files import write_atomically
 
 
 class TopLogps(SourceSubset):
-    """All samples of a source, with the entries `top_ids` and `top_logps` (samples, seq_len, k) from a folder.
+    """All samples of a source, with the entries `top_ids` and `top_logps` from a folder, both (samples, seq_len, k).
 
     Raises UserError if the folder belongs to other samples.
     """
@@ -47,7 +47,7 @@ def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
 
 
 def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
-    """Create empty arrays.  Raises UserError if the folder has already been written."""
+    """Create both arrays, without their values.  Raises UserError if the folder has already been written."""
     if (folder / TOP_FILE).exists():
         raise setting_error("--out", folder, "has been written already", fix="choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)

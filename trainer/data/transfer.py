@@ -66,10 +66,10 @@ class HostScalars:
         return self._values.tolist()
 
     def arrived_at(self, previous: HostScalars | None, previous_arrived_at: float) -> float | None:
-        """Wait for the values, and return when they arrived, or None if they were on the host from the start.
+        """Wait for the values, and return the `time.perf_counter` at which they arrived, or None if there was no copy.
 
-        If they arrived before the host checked, their arrival is computed from that of an earlier copy, by the time
-        between the two events on the device.  Times are those of `time.perf_counter`.
+        If they arrived before the host first checked, the result is the arrival time of an earlier copy, plus the time
+        between the two copies according to their CUDA events.
 
         previous, previous_arrived_at: the earlier copy, and when it arrived.
         """
@@ -97,9 +97,9 @@ def stack_scalars(values: Sequence[float | torch.Tensor], device: torch.device) 
 
 
 def _copy_to_host(values: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-    """Start a copy to pinned host memory; return the host tensor, and the event of its arrival.
+    """Start a copy to pinned host memory; return the host tensor, and the event that records the end of the copy.
 
-    Values that are on the host are returned as they are, with None.
+    Values that are already on the host are returned unchanged, with None.
     """
     if values.device.type != "cuda":
         return values, None

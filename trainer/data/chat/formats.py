@@ -1,7 +1,7 @@
 """Reads chat files: converts the records of JSONL, parquet, JSON and CSV files to conversations.
 
-The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs.  Records are plain JSON.  Errors
-give the path of the invalid value in the record, such as `messages[2].role`.
+The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  Records
+are plain JSON.  Errors give the path of the invalid value in the record, such as `messages[2].role`.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Sample: TypeAlias = "Conversation | Completion"
 
 @dataclass(frozen=True)
 class Pair:
-    """A preference pair: two answers to the same prompt."""
+    """A preference pair: two responses to the same prompt."""
 
     chosen: Sample
     rejected: Sample
@@ -88,7 +88,7 @@ SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
 _LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
 _ONE_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
-"""Advice for files that contain anything else."""
+"""Advice for files whose lines or records are not JSON objects."""
 
 
 def find_files(key: str, setting: str) -> list[Path]:
@@ -122,7 +122,7 @@ def find_files(key: str, setting: str) -> list[Path]:
 
 
 def holds_records(path: Path) -> bool:
-    """Return whether `read_records` reads such a file, by its name and, for .json, its first bytes."""
+    """Return whether `read_records` can read a file, judging by its name and, for .json, its first bytes."""
     return path.name.endswith(_LINE_SUFFIXES) or is_record_file(path)
 
 
@@ -303,7 +303,7 @@ class Format:
                 return _read_alpaca(values)
             case "prompt_completion":
                 tools = _tools(values["tools"])
-                return _prompt_with_answer(values["prompt"], values["completion"], "completion", tools)
+                return _join_prompt_and_response(values["prompt"], values["completion"], "completion", tools)
             case "text":
                 return Completion(_text(values["text"], "text"), "")
             case _:
@@ -414,7 +414,7 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
     sides: list[Sample] = []
     for key in ("chosen", "rejected"):
         if prompt is not None:
-            sides.append(_prompt_with_answer(prompt, values[key], key, tools))
+            sides.append(_join_prompt_and_response(prompt, values[key], key, tools))
         else:
             messages = _messages(values[key], key)
             last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
@@ -435,40 +435,40 @@ def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
     return [(message["role"], message["content"].strip()) for message in messages]
 
 
-def _prompt_with_answer(prompt: Any, answer: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
-    """Join a prompt and its answer, each of which is text or a list of messages."""
-    if isinstance(prompt, str) and isinstance(answer, str):
-        if not answer.strip():
-            raise BadChat(f"{key}={answer!r} is empty")
-        return Completion(_text(prompt, "prompt"), _text(answer, key))
+def _join_prompt_and_response(prompt: Any, response: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
+    """Join a prompt and a response, each of which is text or a list of messages."""
+    if isinstance(prompt, str) and isinstance(response, str):
+        if not response.strip():
+            raise BadChat(f"{key}={response!r} is empty")
+        return Completion(_text(prompt, "prompt"), _text(response, key))
     prompt_messages = (
         [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt", "text or ")
     )
-    answer_messages = (
-        [{"role": "assistant", "content": answer}] if isinstance(answer, str) else _list(answer, key, "text or ")
+    response_messages = (
+        [{"role": "assistant", "content": response}] if isinstance(response, str) else _list(response, key, "text or ")
     )
-    prompt_turns, answer_turns = _messages(prompt_messages, "prompt"), _messages(answer_messages, key)
-    role = answer_turns[0]["role"]
+    prompt_turns, response_turns = _messages(prompt_messages, "prompt"), _messages(response_messages, key)
+    role = response_turns[0]["role"]
     restarts = role in ("system", "developer") or (role == "user" and prompt_turns[-1]["role"] in ("user", "tool"))
-    if not restarts:  # the first message of the answer can follow the prompt
-        return Conversation([*prompt_turns, *answer_turns], tools, first_trainable=len(prompt_turns))
-    # The answer repeats the prompt: a repetition at its start takes precedence, then the last one.
-    prompt_texts, answer_texts = _roles_and_texts(prompt_turns), _roles_and_texts(answer_turns)
-    starts = (0, *range(len(answer_texts) - len(prompt_texts), 0, -1))
+    if not restarts:  # the first message of the response can follow the prompt
+        return Conversation([*prompt_turns, *response_turns], tools, first_trainable=len(prompt_turns))
+    # The response repeats the prompt: a repetition at its start takes precedence, otherwise the last one counts.
+    prompt_texts, response_texts = _roles_and_texts(prompt_turns), _roles_and_texts(response_turns)
+    starts = (0, *range(len(response_texts) - len(prompt_texts), 0, -1))
     first = next(
         (
             start + len(prompt_texts)
             for start in starts
-            if answer_texts[start : start + len(prompt_texts)] == prompt_texts
+            if response_texts[start : start + len(prompt_texts)] == prompt_texts
         ),
         None,
     )
     if first is None:
         rule = f"{key} begins with a {role} message, but does not repeat the prompt"
         raise BadChat(rule, fix="start it with the assistant's message, or with the complete prompt")
-    if first == len(answer_turns):
+    if first == len(response_turns):
         raise BadChat(f"{key} repeats the prompt, but has no answer to it")
-    return Conversation(answer_turns, tools, first)
+    return Conversation(response_turns, tools, first)
 
 
 # ---------------------------------------------------------------------------------------------------------------

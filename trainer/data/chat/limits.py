@@ -1,12 +1,13 @@
-"""Limits the CPU time and memory of chat templates.
+"""Limits the CPU time and memory of rendering chat templates.
 
 A template comes with a model, which may come from an untrusted source.  Jinja's sandbox restricts what a template can
-access, but not its CPU time and memory.  These are limited in two ways:
+access, but not how much CPU time and memory it uses.  Two limits apply:
 
 - `try_in_child`: a forked child compiles and renders a template before this process does, under the kernel's limits on
   CPU time and address space.  Only the kernel can interrupt a single long call into C.
-- `limited`: a template that passes the trial may still misbehave on a particular conversation.  So each rendering is
-  limited too: its memory by the kernel, its CPU time by a thread that raises an exception in the rendering thread.
+- `rendering_limits`: a template that passes the trial may still misbehave on a particular conversation.  So each
+  rendering is limited too: the kernel limits its memory, and a watchdog thread that raises an exception in the
+  rendering thread limits its CPU time.
 
 The overhead for ordinary chats is negligible: one fork per template, and a few microseconds per rendering.
 """
@@ -27,22 +28,22 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 TRIAL_CPU_S = 0.5
-"""Maximum CPU time of the trial in seconds; ordinary templates take a few hundredths of a second.  Wall-clock time
-would reject valid templates on a busy machine."""
+"""Maximum CPU time of the trial in seconds; ordinary templates take a few hundredths of a second.  A limit on
+wall-clock time would reject valid templates on a busy machine."""
 
 RENDERING_CPU_S = 2
 """Maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and even
 rendering a hundred megabytes takes less than this."""
 
 MAX_EXTRA_MEMORY_BYTES = 1 << 30
-"""Maximum bytes that a rendering may allocate in addition to the memory in use."""
+"""Maximum bytes that a rendering may allocate beyond the memory that the process already uses."""
 
 TOO_MUCH_TIME = "takes too long: its CPU time is limited"
 TOO_MUCH_MEMORY = f"takes more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory"
 
 
 class TemplateTimeout(BaseException):
-    """Raised in the rendering thread.  Not a subclass of Exception, so that Jinja does not catch it."""
+    """A rendering has used up its CPU time.  Not a subclass of Exception, so that Jinja does not catch it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -57,7 +58,9 @@ def try_in_child(work: Callable[[], str]) -> str:
     reader, writer = os.pipe()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # about other threads: the child does not need them
+            warnings.simplefilter(
+                "ignore", DeprecationWarning
+            )  # it warns about other threads, which the child does not need
             child = os.fork()
     except OSError:
         os.close(reader)
@@ -119,12 +122,12 @@ def _run_in_child(work: Callable[[], str], writer: int) -> None:
 # Limits in this process
 
 
-class limited:
+class rendering_limits:
     """Context manager that limits the CPU time and memory of its block.
 
-    TemplateTimeout or MemoryError is raised in the block.  Only one thread of a process can be in such a block at any
-    time.  Blocks may be nested: each has a separate time limit, but only the outermost sets the memory limit.  This is
-    a class instead of a generator so that entering a nested block costs almost nothing.
+    If a limit is exceeded, TemplateTimeout or MemoryError is raised in the block.  Only one thread of a process can be
+    in such a block at any time.  Blocks may be nested: each has its own time limit, but only the outermost sets the
+    memory limit.  This is a class rather than a generator, so that entering a nested block costs almost nothing.
     """
 
     def __enter__(self) -> None:

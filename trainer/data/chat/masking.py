@@ -1,10 +1,10 @@
-"""Tokenizes conversations and computes loss masks: the targets are the assistant's text and its end-of-turn token.
+"""Tokenizes conversations and computes loss masks: by default, the targets are the assistant's turns.
 
 Unless it uses the `{% generation %}` tag, a template does not mark which part of its text the assistant wrote.  But the
-conversation can be rendered up to where the assistant starts to write (`add_generation_prompt`), and up to the end of
-its turn.  If both are prefixes of the full text, the span between them is what the model has to generate.  If they are
-not, the template renders a turn differently when other turns follow: the model would be trained on text that it never
-sees at inference time, and no mask can correct that.
+conversation can be rendered twice: up to where the assistant starts to write (`add_generation_prompt`), and up to the
+end of the assistant's turn.  If both renderings are prefixes of the full text, the model has to generate what the
+second adds to the first.  If they are not, the template renders a turn differently when other turns follow: the model
+would be trained on text that it never sees at inference time, and no mask can correct that.
 
 Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
 prompt before the header of the assistant's turn.  The model has to generate the header, so the header is a target.
@@ -23,40 +23,41 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.chat.formats import BadChat, Completion, Conversation, Sample
-from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, Rendered
+from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, RenderedChat
 from trainer.data.tokenizer import Tokenizer, find_tokenizer, tokenizer_file
 from trainer.stopping import stop_if_asked
 
 
 @dataclass(frozen=True)
-class Encoded:
-    """Token ids and loss mask of a conversation, both of shape (num_tokens,).
+class EncodedSample:
+    """Token ids and loss mask of a conversation or completion, both of shape (num_tokens,).
 
     loss_mask: True for the tokens that are targets.
-    spelled_token: a special token spelled out in the text, or "".  It suggests that a chat template has already been
-        applied to the file.
+    spelled_token: a special token that the conversation spells out as text, or "".  It suggests that a chat template
+        has already been applied to the file.
     """
 
     ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     spelled_token: str = ""
 
-    def truncated(self, num_tokens: int, targets_only_end: bool) -> Encoded:
+    def truncated(self, num_tokens: int, targets_only_end: bool) -> EncodedSample:
         """Return the first `num_tokens` tokens.  targets_only_end: train only on the last of them."""
         loss_mask = self.loss_mask[:num_tokens]
-        return Encoded(self.ids[:num_tokens], only_last(len(loss_mask)) if targets_only_end else loss_mask)
+        return EncodedSample(self.ids[:num_tokens], last_token_mask(len(loss_mask)) if targets_only_end else loss_mask)
 
 
-def only_last(num_tokens: int) -> NDArray[np.bool_]:
-    """Return a mask of the last of `num_tokens` tokens."""
+def last_token_mask(num_tokens: int) -> NDArray[np.bool_]:
+    """Return a mask of `num_tokens` tokens that selects only the last one."""
     return np.arange(num_tokens) == num_tokens - 1
 
 
 class Encoder:
     """Encodes conversations as token ids with a loss mask.
 
-    train_on: `assistant`, all assistant turns; `last`, the last assistant turn; `completion`, the assistant turns after
-        the last user message; `all`, every token; `end`, the last token.  Messages with weight 0 are never trained on.
+    train_on: the targets: `assistant`, all assistant turns; `last`, the last assistant turn; `completion`, the
+        assistant turns after the last user message; `all`, every token; `end`, only the last token.  Messages with
+        weight 0 are never targets.
     setting: the value of `data.chat_template`, for error messages.
     """
 
@@ -72,7 +73,7 @@ class Encoder:
         template = self._template
         return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
-    def encode(self, sample: Sample, max_tokens: int | None = None) -> Encoded:
+    def encode(self, sample: Sample, max_tokens: int | None = None) -> EncodedSample:
         """Encode a conversation or a completion.  Raises BadChat.
 
         max_tokens: the mask may be wrong from this token on, since the rest will be truncated.  Masking a turn renders
@@ -80,20 +81,20 @@ class Encoder:
         """
         if isinstance(sample, Conversation):
             text, ids, _, loss_mask = self._encode_with_spans(sample, max_tokens)
-            return Encoded(ids, loss_mask, self.tokenizer.find_spelled_token(text))
+            return EncodedSample(ids, loss_mask, self.tokenizer.find_spelled_token(text))
         # Prompt and completion are encoded separately, so that the prompt has the same tokens as at inference time.
         plain = self.tokenizer.plain
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
         num_tokens = len(prompt) + len(completion)
         loss_mask = np.arange(num_tokens) >= (0 if self._train_on == "all" else len(prompt))
-        loss_mask = only_last(num_tokens) if self.targets_only_end else loss_mask
+        loss_mask = last_token_mask(num_tokens) if self.targets_only_end else loss_mask
         spelled_token = self.tokenizer.find_special_token(sample.prompt + sample.completion)
-        return Encoded(np.concatenate([prompt, completion]), loss_mask, spelled_token)
+        return EncodedSample(np.concatenate([prompt, completion]), loss_mask, spelled_token)
 
     @property
     def targets_only_end(self) -> bool:
-        """True if the only target of a conversation is its last token, at which a head scores it."""
+        """True if the last token is the only target: there, a reward or classification head scores the conversation."""
         return self._train_on == "end"
 
     @property
@@ -107,12 +108,12 @@ class Encoder:
         if template is None:
             return []
         system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
-        answer = {"role": "assistant", "content": "Hello"}
+        response = {"role": "assistant", "content": "Hello"}
         for prompt_messages in ([user], [system, user]):
             try:
                 prompt = template.render(prompt_messages, add_generation_prompt=True).text
-                full = template.render([*prompt_messages, answer]).text
-                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*prompt_messages, answer]))
+                full = template.render([*prompt_messages, response]).text
+                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*prompt_messages, response]))
             except BadChat:  # a template may require a system message, or reject one
                 continue
             notes = []
@@ -123,8 +124,8 @@ class Encoder:
                     "it has to at inference time"
                 )
             targets = encoded.ids[encoded.loss_mask]
-            has_answer = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
-            if has_answer and self._train_on != "all" and not self.tokenizer.is_added_token(int(targets[-1])):
+            has_response = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
+            if has_response and self._train_on != "all" and not self.tokenizer.is_added_token(int(targets[-1])):
                 end = full[full.rfind("Hello") + 5 :].strip()
                 notes.append(
                     f"warning: the chat template ends turns with {end!r}, which is not a single token: generation "
@@ -152,7 +153,7 @@ class Encoder:
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return a conversation's text, its ids, the character span of each id, and the loss mask.
 
-        Turns that start after the first `max_tokens` ids are not masked.
+        Turns that start after the first `max_tokens` ids are missing from the mask.
         """
         template = self._template
         if template is None:
@@ -168,19 +169,19 @@ class Encoder:
             raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_all_included(chat, full.text)
         ids, spans = self.tokenizer.encode(full.text)
-        is_of_turn = np.zeros(len(ids), bool)
+        is_in_turn = np.zeros(len(ids), bool)
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
         with template.shared_limits():
             for turn in self._turns(chat):
                 stop_if_asked()
                 turn_spans = _message_spans(template, chat, full, turn)
                 for start, end in turn_spans:
-                    is_of_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
+                    is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
                 if turn_spans and turn_spans[0][0] >= needed_chars:
                     break
         if self.targets_only_end:
-            return full.text, ids, spans, only_last(len(ids))
-        return full.text, ids, spans, ~is_of_turn if self._train_on == "all" else is_of_turn
+            return full.text, ids, spans, last_token_mask(len(ids))
+        return full.text, ids, spans, ~is_in_turn if self._train_on == "all" else is_in_turn
 
     def _turns(self, chat: Conversation) -> list[int]:
         """Return the indices of the messages to train on; for `all`, those of the messages to exclude."""
@@ -236,7 +237,9 @@ def _check_all_included(chat: Conversation, text: str) -> None:
             raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
-def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, number: int) -> list[tuple[int, int]]:
+def _message_spans(
+    template: ChatTemplate, chat: Conversation, full: RenderedChat, number: int
+) -> list[tuple[int, int]]:
     """Return the character spans of a message in the full text; for the assistant, only of the text that it generates.
 
     Raises BadChat if the template renders the message, or the text before it, differently when other turns follow.
@@ -251,7 +254,9 @@ def _message_spans(template: ChatTemplate, chat: Conversation, full: Rendered, n
     return [(len(text_before), len(text_with_turn))]
 
 
-def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered, turn: int) -> list[tuple[int, int]]:
+def _assistant_spans(
+    template: ChatTemplate, chat: Conversation, full: RenderedChat, turn: int
+) -> list[tuple[int, int]]:
     """Return the (start, end) character spans that the assistant generates in a turn, including the end-of-turn token.
 
     A span starts at the end of the prompt that a client would render (`add_generation_prompt`), so that training and
@@ -269,7 +274,8 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
     if template.marks_generation:
         if not full.text.startswith(text_before.rstrip()):
             raise _changed_turn_error(turn)
-        spans = [(start, min(stop, end)) for start, stop in full.generated if len(text_before.rstrip()) <= start < end]
+        first = len(text_before.rstrip())
+        spans = [(start, min(stop, end)) for start, stop in full.assistant_spans if first <= start < end]
         if not spans:
             return []
         spans[-1] = (spans[-1][0], end)
@@ -287,13 +293,13 @@ def _assistant_spans(template: ChatTemplate, chat: Conversation, full: Rendered,
 def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: int) -> int:
     """Return the end of a text's last turn: after its end-of-turn token, before trailing white space.
 
-    Raises BadChat if only white space follows the message: answers contain white space too, so generation could not
+    Raises BadChat if only white space follows the message: responses contain white space too, so generation could not
     stop there.
     """
     end = len(text.rstrip())
     content = (chat.messages[turn].get("content") or "").rstrip()
     if content and text[:end].endswith(content):
-        # An answer such as ">" also matches the end of "<|im_end|>"; a marker rendered instead of it does not.
+        # A response such as ">" also matches the end of "<|im_end|>"; a marker rendered instead of it does not.
         message = {**chat.messages[turn], "content": _MARKER}
         if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARKER):
             rule = (

@@ -1,4 +1,4 @@
-"""Data sources for chats: conversations isolated from each other, preference pairs, and labeled conversations."""
+"""Data sources for chats: packed conversations, preference pairs, and labeled conversations."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trainer.config.rules import CHATML
 from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
-from trainer.data.chat.masking import ChatTokenizer, Encoded, Encoder
+from trainer.data.chat.masking import ChatTokenizer, EncodedSample, Encoder
 from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_document, get_or_tokenize
 from trainer.data.chat.template import find_template
 from trainer.data.packing import best_fit
@@ -87,8 +87,8 @@ def _tokenize(data: DataSection, key: str, path: str, holdout: float, encoder: E
     return chat_shards
 
 
-class _Conversations(Source):
-    """Base class of the sources over tokenized conversations, which are the documents of a shard.
+class _ConversationSource(Source):
+    """Base class of sources whose conversations are the documents of a shard.
 
     report: statistics of the conversations in the files.
     longest: the smallest row length, in tokens, that fits every conversation.
@@ -109,7 +109,7 @@ class _Conversations(Source):
 
     @property
     def facts(self) -> Mapping[str, float]:
-        """The share of targets among the training tokens, and the shares of tokens that were dropped and truncated."""
+        """The fraction of training tokens that are targets, and the fractions of all tokens dropped and truncated."""
         return self.report.shares
 
     @property
@@ -119,9 +119,9 @@ class _Conversations(Source):
         return "\n".join([self.report.summary(self._encoder.has_template), *notes])
 
     def first_prompt(self) -> list[int] | None:
-        """Return a conversation's tokens up to its first target, as a prompt for the model.
+        """Return the tokens before the first target of a conversation, as a prompt for the model.
 
-        Returns None if all of the first 100 conversations start with a target.
+        Returns None if each of the first 100 conversations starts with a target.
         """
         for number in range(min(len(self._offsets) - 1, 100)):
             encoded = self._read(number)
@@ -143,7 +143,7 @@ class _Conversations(Source):
             "targets": np.full(shape, IGNORE, np.int64),
         }
 
-    def _read(self, number: int) -> Encoded:
+    def _read(self, number: int) -> EncodedSample:
         start, stop = self._offsets[number : number + 2].tolist()
         return decode_document(self._shard.read(start, stop - start))
 
@@ -165,10 +165,10 @@ class _Conversations(Source):
         return stop
 
 
-class ChatSource(_Conversations):
-    """Rows of conversations that do not attend to each other.
+class ChatSource(_ConversationSource):
+    """Rows of one or more conversations, which do not attend to each other.
 
-    pack: whether to pack conversations by best fit, instead of one per row.
+    pack: whether to pack conversations into rows by best fit, instead of one per row.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
@@ -184,7 +184,7 @@ class ChatSource(_Conversations):
         return len(self._starts) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`; packed rows with `documents`, the number of each token's conversation."""
+        """Return the rows at `indices`; if packed, with `documents`: each token's conversation within its row."""
         rows = self._empty_rows(len(indices))
         documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
@@ -196,8 +196,8 @@ class ChatSource(_Conversations):
         return {**rows, "documents": documents} if self._packs else rows
 
 
-class PairSource(_Conversations):
-    """Preference pairs: in a batch, row 2i is the chosen answer of its i-th sample and row 2i + 1 the rejected one."""
+class PairSource(_ConversationSource):
+    """Preference pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected response of its i-th sample."""
 
     rows_per_sample = 2
 
@@ -214,12 +214,12 @@ class PairSource(_Conversations):
         return rows
 
 
-class LabeledSource(_Conversations):
+class LabeledSource(_ConversationSource):
     """Labeled conversations, one per row.
 
     A batch has `labels`, one per sample; with `data.train_on=end`, the label is also the target at the last token.
-    With mismatched answers, row 2i is the conversation of sample i, and row 2i + 1 combines its prompt with the answer
-    of the next conversation that has a different prompt.  A prompt ends before the first target.
+    With mismatched responses, row 2i is the conversation of sample i, and row 2i + 1 combines its prompt with the
+    response of the next conversation that has a different prompt.  A prompt ends before the first target.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool) -> None:
@@ -238,6 +238,7 @@ class LabeledSource(_Conversations):
         return len(self._offsets) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
+        """Return `tokens`, `targets` and `labels` of the samples at `indices`; see the class."""
         rows, labels = self._empty_rows(self.rows_per_sample * len(indices)), np.zeros(len(indices), np.int64)
         for sample, index in enumerate(np.asarray(indices).tolist()):
             if index < 0:
@@ -251,31 +252,31 @@ class LabeledSource(_Conversations):
                 self._write_mismatched(rows, row + 1, index, self._next_with_another_prompt(index))
         return {**rows, "labels": labels}
 
-    def _read(self, number: int) -> Encoded:
+    def _read(self, number: int) -> EncodedSample:
         encoded = super()._read(number)
-        return Encoded(encoded.ids[1:], encoded.loss_mask[1:])
+        return EncodedSample(encoded.ids[1:], encoded.loss_mask[1:])
 
     def _next_with_another_prompt(self, number: int) -> int:
         """Return the next conversation after `number` with a different prompt.  Raises UserError if there is none."""
-        chat, start = self._prompt_and_answer(number)
+        chat, start = self._read_and_find_response(number)
         for distance in range(1, len(self)):
             other = (number + distance) % len(self)
-            other_chat, other_start = self._prompt_and_answer(other)
+            other_chat, other_start = self._read_and_find_response(other)
             if not np.array_equal(other_chat.ids[:other_start], chat.ids[:start]):
                 return other
         rule = "compares answers to different prompts, but all conversations of the data have the same one"
         raise setting_error("train.objective", "kto", rule, fix="add answers to another prompt")
 
-    def _prompt_and_answer(self, number: int) -> tuple[Encoded, int]:
-        """Return a conversation, and the position of its first target, where its answer starts."""
+    def _read_and_find_response(self, number: int) -> tuple[EncodedSample, int]:
+        """Return a conversation, and the position of its first target, where the response starts."""
         encoded = self._read(number)
         return encoded, int(np.argmax(encoded.loss_mask))
 
     def _write_mismatched(self, rows: Mapping[str, NDArray[Any]], row: int, number: int, other: int) -> None:
-        """Write the prompt of conversation `number` and the answer of conversation `other` into a row."""
-        (prompt, end), (answer, start) = self._prompt_and_answer(number), self._prompt_and_answer(other)
-        ids = np.concatenate([prompt.ids[:end], answer.ids[start:]])[: self.seq_len + 1]
-        loss_mask = np.concatenate([prompt.loss_mask[:end], answer.loss_mask[start:]])[: self.seq_len + 1]
+        """Write the prompt of conversation `number` and the response of conversation `other` into a row."""
+        (prompt, end), (response, start) = self._read_and_find_response(number), self._read_and_find_response(other)
+        ids = np.concatenate([prompt.ids[:end], response.ids[start:]])[: self.seq_len + 1]
+        loss_mask = np.concatenate([prompt.loss_mask[:end], response.loss_mask[start:]])[: self.seq_len + 1]
         rows["tokens"][row, : len(ids) - 1] = ids[:-1]
         rows["targets"][row, : len(ids) - 1] = np.where(loss_mask[1:], ids[1:], IGNORE)
 
@@ -288,7 +289,7 @@ class LabeledSource(_Conversations):
 class DisplayedChat:
     """A conversation for display.
 
-    location: its file and line, followed by `chosen` or `rejected` for an answer of a pair.
+    location: its file and line, followed by `chosen` or `rejected` for a response of a pair.
     pieces: (text, is_trained) for each piece of its text.
     """
 
@@ -297,7 +298,7 @@ class DisplayedChat:
 
 
 def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[DisplayedChat]:
-    """Yield the first `number` conversations of some files, or both answers of the first `number` pairs.
+    """Yield the first `number` conversations of some files, or both responses of the first `number` pairs.
 
     Raises UserError that names the setting `key`.
     """

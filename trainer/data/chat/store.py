@@ -1,8 +1,8 @@
 """Tokenizes the conversations of chat files once, and stores their tokens, loss masks and statistics in the cache.
 
-Each conversation is a document of a token shard.  Every stored value is 2 * id + is_trained, so that a single read
-returns both the token and its mask.  The two answers of a pair are consecutive documents.  With labels, the first value
-of a document is 2 * label.
+Each conversation is a document of a token shard.  Every stored value is 2 * id + loss_mask, so that a single read
+returns both the token and its mask.  The two responses of a pair are consecutive documents.  With labels, each document
+starts with the additional value 2 * label.
 
 If several processes request the same files at once, on any machines that share the cache, one of them tokenizes the
 files while the others wait; see `get_or_build`.
@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, write_value
 from trainer.data.chat.formats import BadChat, Completion, Format, Pair, Sample, read_records
-from trainer.data.chat.masking import Encoded, Encoder
+from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
@@ -33,10 +33,10 @@ from trainer.files import atomic_replace
 from trainer.stopping import StopRequested, stop_if_asked
 
 _VERSION = 4
-"""Increment when the same files and settings give different tokens, so that older cache entries are not used."""
+"""Increment when a code change gives the same files different tokens, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
-"""Total bytes of the files above which a message announces that they are being tokenized."""
+"""Total size of the files, in bytes, above which a message announces that they are being tokenized."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> 
 
 
 def _write(
-    conversations: Iterator[Sequence[Encoded]],
+    conversations: Iterator[Sequence[EncodedSample]],
     holdout: float,
     train: _SplitWriter,
     held_out: _SplitWriter,
@@ -138,7 +138,7 @@ def _write(
     """
     digest = hashlib.blake2b(digest_size=8)
     # Until a conversation is held out, the one with the lowest hash so far (and its duplicates) is undecided.
-    undecided: list[Sequence[Encoded]] = []
+    undecided: list[Sequence[EncodedSample]] = []
     lowest_fraction = 1.0
     for documents in conversations:
         ids_hash = hashlib.blake2b(b"".join(document.ids.tobytes() for document in documents), digest_size=8).digest()
@@ -170,8 +170,8 @@ class _ChatReader:
         self._spec, self._encoder, self._report, self._partial_results = spec, encoder, report, partial_results
         self._format: Format | None = None
 
-    def conversations(self) -> Iterator[Sequence[Encoded]]:
-        """Yield the documents of each record: one conversation, or both answers of a pair.
+    def conversations(self) -> Iterator[Sequence[EncodedSample]]:
+        """Yield the documents of each record: one conversation, or both responses of a pair.
 
         Raises UserError for an invalid record.
         """
@@ -197,7 +197,7 @@ class _ChatReader:
             progress = f"{self._report.chats:,} {self._report.kind} are tokenized; the next run continues from there"
             raise StopRequested(request.name, progress if self._report.chats else "") from request
 
-    def _encode(self, location: str, record: Mapping[str, Any]) -> list[Encoded]:
+    def _encode(self, location: str, record: Mapping[str, Any]) -> list[EncodedSample]:
         """Return a record's documents, or an empty list if it is dropped as too long or has no targets."""
         try:
             samples = self._samples(record)
@@ -213,7 +213,7 @@ class _ChatReader:
         if label is None or not documents:
             return documents
         self._report.labels[str(label)] = self._report.labels.get(str(label), 0) + 1
-        return [Encoded(np.insert(d.ids, 0, label), np.insert(d.loss_mask, 0, False)) for d in documents]
+        return [EncodedSample(np.insert(d.ids, 0, label), np.insert(d.loss_mask, 0, False)) for d in documents]
 
     @property
     def _max_tokens(self) -> int:
@@ -227,7 +227,7 @@ class _ChatReader:
         parsed = self._format.read(record)
         return [parsed.chosen, parsed.rejected] if isinstance(parsed, Pair) else [parsed]
 
-    def _count(self, samples: Sequence[Sample], documents: Sequence[Encoded], location: str) -> None:
+    def _count(self, samples: Sequence[Sample], documents: Sequence[EncodedSample], location: str) -> None:
         report = self._report
         report.chats += 1
         report.plain += any(isinstance(sample, Completion) for sample in samples)
@@ -237,7 +237,7 @@ class _ChatReader:
             report.token = report.token or token
             report.spelled += [location] if report.spelling <= 5 else []
 
-    def _fit_length(self, documents: list[Encoded]) -> list[Encoded]:
+    def _fit_length(self, documents: list[EncodedSample]) -> list[EncodedSample]:
         """Apply `data.too_long`: return a record's documents unchanged or truncated, or an empty list to drop them."""
         max_tokens, longest = self._max_tokens, max(len(document.ids) for document in documents)
         if longest <= max_tokens:
@@ -271,8 +271,8 @@ class _ChatReader:
         return setting_error(key, value, f"{location}: {error}", error.legal, fix=error.fix)
 
 
-_MAX_UNUSED_SHARE = 0.01
-"""Share of conversations without targets above which the files are rejected."""
+_MAX_UNUSED_FRACTION = 0.01
+"""Fraction of conversations without targets above which the files are rejected."""
 
 
 def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
@@ -280,9 +280,9 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     files = ", ".join(map(str, spec.files))
     if not report.chats:
         raise setting_error(spec.key, files, "it contains no conversations", fix="give a file with some")
-    if len(report.unused) > _MAX_UNUSED_SHARE * report.chats:
-        share = len(report.unused) / report.chats
-        rule = f"{share:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_SHARE:.0%}"
+    if len(report.unused) > _MAX_UNUSED_FRACTION * report.chats:
+        fraction = len(report.unused) / report.chats
+        rule = f"{fraction:.1%} of {report.chats} {report.kind} have no targets, more than {_MAX_UNUSED_FRACTION:.0%}"
         locations = _list_locations(report.unused)
         fix = "remove these records, or choose other targets with data.train_on"
         raise setting_error(spec.key, files, f"{rule}: {locations} (data.train_on={spec.train_on})", fix=fix)
@@ -300,7 +300,7 @@ class _SplitWriter:
         self._writer: ShardWriter | None = None
         self.num_records = self.num_tokens = self.num_targets = 0
 
-    def write(self, documents: Sequence[Encoded]) -> None:
+    def write(self, documents: Sequence[EncodedSample]) -> None:
         if self._writer is None:
             self._writer = ShardWriter(self._path, self._tokenizer)  # type: ignore[arg-type]
         self.num_records += 1
@@ -335,9 +335,9 @@ class _DoubledTokenizer:
     end_ids: tuple[int, ...] = ()
 
 
-def decode_document(values: NDArray[np.unsignedinteger[Any]]) -> Encoded:
+def decode_document(values: NDArray[np.unsignedinteger[Any]]) -> EncodedSample:
     """Split the stored values of a document into token ids and their loss mask."""
-    return Encoded((values >> 1).astype(np.int64), (values & 1).astype(bool))
+    return EncodedSample((values >> 1).astype(np.int64), (values & 1).astype(bool))
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -363,14 +363,14 @@ class PartialResults:
         self.num_records = 0
         """Number of records that the parts cover, including records without documents."""
         self._num_parts = 0
-        self._pending: list[Sequence[Encoded]] = []
+        self._pending: list[Sequence[EncodedSample]] = []
         self._flushed_at = time.monotonic()
         self._num_seen = 0
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{self._name}.part-{number:05d}"
 
-    def read(self) -> Iterator[tuple[list[list[Encoded]], dict[str, Any]]]:
+    def read(self) -> Iterator[tuple[list[list[EncodedSample]], dict[str, Any]]]:
         """Yield the conversations of each part, and the statistics up to its end."""
         while (content := self._read_part(self._path(self._num_parts))) is not None:
             tokens, counts, sizes, metadata = content
@@ -390,7 +390,7 @@ class PartialResults:
         except Exception:  # missing or corrupt: the exception type depends on what is corrupt
             return None
 
-    def add(self, documents: Sequence[Encoded], report: ChatReport) -> None:
+    def add(self, documents: Sequence[EncodedSample], report: ChatReport) -> None:
         """Add the documents of one record."""
         self._num_seen += 1
         if documents:
@@ -450,7 +450,7 @@ class ChatReport:
     held_out, held_out_tokens: number of held-out conversations, and of their tokens.
     dropped, truncated: number of conversations dropped or truncated because they are longer than a sequence.
     longer: number of dropped conversations by required sequence length, rounded up to a multiple of 64.
-    unused: locations of the conversations without targets.
+    unused: locations of the conversations without targets, which are not used.
     plain: number of records with plain-text prompts and completions.
     spelling, spelled, token: number of conversations with a special token spelled out in their text, the locations of
         the first few, and one such token.
@@ -484,7 +484,7 @@ class ChatReport:
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of targets among the training tokens, and the shares of tokens that were dropped and truncated."""
+        """The fraction of training tokens that are targets, and the fractions of all tokens dropped and truncated."""
         num_written = self.tokens + self.held_out_tokens
         total = max(1, num_written + self.dropped_tokens + self.truncated_tokens)
         return {
@@ -494,17 +494,17 @@ class ChatReport:
         }
 
     @property
-    def max_dropped_share(self) -> float:
-        """The dropped share of conversations or of tokens, whichever is larger."""
+    def max_dropped_fraction(self) -> float:
+        """The fraction of conversations or of tokens that were dropped, whichever is larger."""
         return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
 
     def describe_dropped(self) -> str:
-        """Describe how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
-        share = self.shares["dropped_share"]
-        return f"{self.dropped:,} of {self.chats:,} {self.kind} ({share:.1%} of the tokens)"
+        """Say how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
+        fraction = self.shares["dropped_share"]
+        return f"{self.dropped:,} of {self.chats:,} {self.kind} ({fraction:.1%} of the tokens)"
 
     def suggested_lengths(self) -> str:
-        """Suggest the `data.seq_len` that keeps all conversations, and the one that keeps 95% if much smaller."""
+        """Suggest the `data.seq_len` that keeps all conversations, and the one that keeps 95% if it is much smaller."""
         lengths = sorted((int(length), count) for length, count in self.longer.items())
         if not lengths:
             return ""
@@ -518,7 +518,7 @@ class ChatReport:
         return f"data.seq_len={longest} keeps them all"
 
     def summary(self, has_template: bool = False) -> str:
-        """Summarize the conversations: one line of counts, and one line for each warning or note.
+        """Return one line of counts, and one line for each warning or note.
 
         has_template: whether there is a chat template, which plain-text records do not use.
         """
@@ -534,7 +534,7 @@ class ChatReport:
         lines = [", ".join(facts)]
         if self.unused:
             lines.append(f"  no targets in {_list_locations(self.unused)}")
-        if self.max_dropped_share > _WARN_DROPPED_SHARE:
+        if self.max_dropped_fraction > _WARN_DROPPED_FRACTION:
             lines.append(f"warning: {self.describe_dropped()} are not trained on; {self.suggested_lengths()}")
         if self.plain and has_template:
             lines.append(
@@ -549,11 +549,11 @@ class ChatReport:
         return "\n".join(lines)
 
 
-_WARN_DROPPED_SHARE = 0.01
-"""Share of dropped conversations or tokens above which a warning is printed."""
+_WARN_DROPPED_FRACTION = 0.01
+"""Fraction of dropped conversations or tokens above which a warning is printed."""
 
-_MAX_DROPPED_SHARE = 0.5
-"""Share of dropped conversations or tokens above which a run does not start, unless `data.too_long=drop` is set."""
+_MAX_DROPPED_FRACTION = 0.5
+"""Fraction of dropped conversations or tokens above which a run does not start, unless `data.too_long=drop` is set."""
 
 
 def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
@@ -561,7 +561,7 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
 
     key: the setting that names the files.
     """
-    if report.max_dropped_share <= _MAX_DROPPED_SHARE:
+    if report.max_dropped_fraction <= _MAX_DROPPED_FRACTION:
         return
     files = "" if key == "data.path" else f" of {key}"
     rule = f"{report.describe_dropped()}{files} are longer than a sequence, and would be dropped"

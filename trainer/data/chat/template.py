@@ -1,8 +1,9 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  It
-has the same environment as in transformers (filters, functions, the `generation` tag, the tokenizer's special tokens),
-so it renders the same text.  `limits.py` limits its CPU time and memory.
+A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  The
+environment offers the filters, functions, `generation` tag and special tokens that transformers offers, so a template
+renders the same text here, except that `strftime_now` returns a fixed date by default.  Private names in namespaces and
+huge integers are refused.  `limits.py` limits the CPU time and memory of rendering.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.formats import BadChat, Message
-from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, limited, try_in_child
+from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, rendering_limits, try_in_child
 from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may hold its reasoning; templates read one of the first two."""
+"""Keys of a message that may hold its reasoning; templates usually read one of the first two."""
 
 DEFAULT_DATE = datetime(2024, 7, 26)
-"""The default date in Llama 3.1's template."""
+"""The date that Llama 3.1's template uses if no other is given."""
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """A rendered text, and the (start, end) character spans that the template marks as the assistant's."""
+class RenderedChat:
+    """The rendered text, and the (start, end) character spans that the template marks as the assistant's."""
 
     text: str
-    generated: tuple[tuple[int, int], ...] = ()
+    assistant_spans: tuple[tuple[int, int], ...] = ()
 
 
 class ChatTemplate:
     """The chat template of a tokenizer.
 
     templates: Jinja sources by name: `default`, and optionally `tool_use` for conversations with tools.
-    tokens: special tokens that the template may refer to: {"eos_token": "</s>"}.
+    tokens: special tokens by the names that templates use for them: {"eos_token": "</s>"}.
     now: returns the current time, for templates that print the date; by default a fixed date, so that training data do
         not change from day to day.
     """
@@ -60,8 +61,8 @@ class ChatTemplate:
     ) -> None:
         self.sources, self.tokens, self._now = dict(templates), dict(tokens), now
         self._environment = _make_environment(now or (lambda: DEFAULT_DATE))
-        generation = self._environment.extensions[_Generation.identifier]
-        assert isinstance(generation, _Generation)
+        generation = self._environment.extensions[_GenerationTag.identifier]
+        assert isinstance(generation, _GenerationTag)
         self._generation = generation
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
 
@@ -73,7 +74,7 @@ class ChatTemplate:
     def marks_generation(self) -> bool:
         """True if the template marks the assistant's text with `{% generation %}`."""
         return any(
-            node.name == "_record_span" and node.identifier == _Generation.identifier
+            node.name == "_record_span" and node.identifier == _GenerationTag.identifier
             for text in self.sources.values()
             for node in self._environment.parse(text).find_all(nodes.ExtensionAttribute)
         )
@@ -95,36 +96,39 @@ class ChatTemplate:
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), add_generation_prompt: bool = False
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render `messages`; with `add_generation_prompt`, end with the header of the assistant's next message.
 
-        Raises BadChat, with the template's error message if the template rejects the messages.
+        Raises BadChat; if the template itself rejects the messages, it contains the template's error message.
         """
         try:
-            with limited():
+            with rendering_limits():
                 return self.render_unlimited(messages, tools, add_generation_prompt)
         except (TemplateTimeout, MemoryError) as error:
-            raise _too_costly(error) from error
+            raise _limit_error(error) from error
 
     @contextmanager
     def shared_limits(self) -> Iterator[None]:
-        """Context manager that makes many renderings cheaper: it sets the limits once, but limits the time of each."""
+        """Context manager for many renderings: sets the memory limit once, and a separate CPU time limit for each."""
         try:
-            with limited():
+            with rendering_limits():
                 yield
         except (TemplateTimeout, MemoryError) as error:
-            raise _too_costly(error) from error
+            raise _limit_error(error) from error
 
     def render_unlimited(
         self, messages: Sequence[Message], tools: Sequence[Any], add_generation_prompt: bool
-    ) -> Rendered:
+    ) -> RenderedChat:
         """Render like `render`, but without limits on time and memory.
+
+        Null values in messages are left out, and reasoning is passed under both of its usual keys.
 
         Raises RecursionError if messages are nested too deeply, or the template recurses infinitely.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
-        filled = [{key: value for key, value in message.items() if value is not None} for message in messages]
-        values = {"messages": list(map(_with_reasoning_keys, filled)), "tools": list(tools) or None, "documents": None}
+        without_nones = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        with_reasoning = list(map(_with_reasoning_keys, without_nones))
+        values = {"messages": with_reasoning, "tools": list(tools) or None, "documents": None}
         pieces: list[str] = []
         self._generation.begin(pieces)
         try:
@@ -145,10 +149,10 @@ class ChatTemplate:
         if any(not text.startswith(part, start) for start, part in marked):
             rule = "the chat template has {% generation %} in an unsupported place: in a macro, or in {% set %}"
             raise BadChat(rule, "data.chat_template")
-        return Rendered(text, tuple((start, start + len(part)) for start, part in marked))
+        return RenderedChat(text, tuple((start, start + len(part)) for start, part in marked))
 
 
-def _too_costly(error: BaseException) -> BadChat:
+def _limit_error(error: BaseException) -> BadChat:
     problem = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
     return BadChat(f"the chat template {problem}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
 
@@ -156,11 +160,11 @@ def _too_costly(error: BaseException) -> BadChat:
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 """Matches an unpaired surrogate, which is not a valid character."""
 
-_FIX_OTHER_TEMPLATE = "give another template, in a .jinja file"
+_FIX_OTHER_TEMPLATE = "use a different template, in a .jinja file"
 
 
 def _with_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both keys that templates read."""
+    """Return a message with its reasoning, if any, under both of the keys that templates usually read."""
     reasoning = next((message[name] for name in REASONING_KEYS if name in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
@@ -174,8 +178,8 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
 
     tokenizer: the value of `data.tokenizer`, a tokenizer.json or its folder.
 
-    Returns None for `model` if that folder has no template.  Raises UserError that names the setting `key` if the
-    template cannot be read, or takes too much time or memory.
+    Returns None if `setting` is `model` and the tokenizer's folder has no template.  Raises UserError that names the
+    setting `key` if the template cannot be read, or takes too much time or memory.
     """
     folder = _folder_of(tokenizer)
     config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
@@ -189,7 +193,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         if "default" not in templates:
             return None
     for text in templates.values():
-        _check_size(len(text), key, setting)
+        _check_size(len(text), "characters", key, setting)
     if not templates["default"].strip():
         raise setting_error(key, setting, "the template is empty", fix=_FIX_OTHER_TEMPLATE)
     problem = _try_templates(tuple(templates.items()), tuple(tokens.items()))
@@ -202,13 +206,14 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         raise setting_error(key, setting, rule, fix="correct it, or give another .jinja file") from error
 
 
-_MAX_TEMPLATE_BYTES = 1 << 20
-"""Maximum size of a template in bytes; real templates have a few thousand."""
+_MAX_TEMPLATE_SIZE = 1 << 20
+"""Maximum size of a template: in bytes for a file, in characters once it is text.  Real templates have a few
+thousand."""
 
 
-def _check_size(size: int, key: str, setting: str) -> None:
-    if size > _MAX_TEMPLATE_BYTES:
-        rule = f"the template has {size:,} bytes; at most {_MAX_TEMPLATE_BYTES:,} are supported"
+def _check_size(size: int, unit: str, key: str, setting: str) -> None:
+    if size > _MAX_TEMPLATE_SIZE:
+        rule = f"the template has {size:,} {unit}; at most {_MAX_TEMPLATE_SIZE:,} are supported"
         raise setting_error(key, setting, rule, fix=_FIX_OTHER_TEMPLATE)
 
 
@@ -216,7 +221,7 @@ def _read_template(path: Path, key: str, setting: str) -> str:
     """Return the text of a template file.  Raises UserError."""
     try:
         if path.is_file():  # otherwise read_text raises an error
-            _check_size(path.stat().st_size, key, setting)
+            _check_size(path.stat().st_size, "bytes", key, setting)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         rule = f"{path.name} is not UTF-8 ({error.reason})"
@@ -247,7 +252,7 @@ def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[s
         except MemoryError:
             return TOO_MUCH_MEMORY
         except RecursionError:
-            return "is nested too deeply, or calls itself infinitely"
+            return "is nested too deeply, or recurses without end"
         except Exception as error:  # a template can raise any Python exception
             return f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})"
         return ""
@@ -268,7 +273,10 @@ _TRIAL_CONVERSATIONS: list[tuple[list[Message], list[Any], bool]] = [
 
 
 def template_path(tokenizer: str) -> Path | None:
-    """Return the file with the chat template of the tokenizer that `data.tokenizer` names, or None if there is none."""
+    """Return the file that contains the chat template of a tokenizer, or None if it has no template.
+
+    tokenizer: the value of `data.tokenizer`, a tokenizer.json or its folder.
+    """
     folder = _folder_of(tokenizer)
     if folder is None:
         return None
@@ -321,8 +329,8 @@ def _read_json(path: Path, key: str) -> dict[str, Any]:
 # The Jinja environment of templates
 
 
-class _Generation(Extension):
-    """The `{% generation %}` tag, which encloses the assistant's text; records the positions of that text."""
+class _GenerationTag(Extension):
+    """Implements the `{% generation %}` tag, which encloses the assistant's text, and records where that text is."""
 
     tags = {"generation"}
 
@@ -353,16 +361,16 @@ class _Generation(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without names that could be used to escape the sandbox."""
+    """Jinja's namespace without private names, which could be used to escape the sandbox."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
-            raise SecurityError(f"a namespace has no {name!r}")
+            raise SecurityError(f"namespace names must not start with '_': {name!r}")
         super().__setitem__(name, value)
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a limit on integers: the computation of a huge power cannot be interrupted."""
+    """Jinja's sandbox, with a limit on the size of integers: computing a huge power cannot be interrupted."""
 
     intercepted_binops = frozenset(("*", "**"))
 
@@ -380,7 +388,7 @@ _MAX_INTEGER_BITS = 1 << 16
 
 
 def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
-    extensions = [_Generation, "jinja2.ext.loopcontrols"]
+    extensions = [_GenerationTag, "jinja2.ext.loopcontrols"]
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, namespace=_Namespace)

@@ -1,7 +1,7 @@
-"""Builds token shards from text, code, JSONL and parquet files, compressed or not.
+"""Builds token shards from text, code, JSONL, JSON, CSV, parquet and Arrow files.
 
 inputs      finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents
-readers     read documents from text, JSONL, parquet and Arrow files, and from other trainers' token files
+readers     read documents from these files, and tokens from other trainers' token files
 encode      tokenizes documents, with a faster library if it gives the same ids, and splits long ones
 build       splits the input into units, tokenizes each in one of several processes, and publishes the shards
 progress    shows the progress on stderr

@@ -1,4 +1,4 @@
-"""Builds the shards of a job, in this process and in workers, alongside other processes that do the same.
+"""Builds the shards of a job in this process and its workers, alongside other processes that do the same.
 
 The input is split into units, and each unit becomes one or more shards.  Any number of processes, on any machines that
 share the folder, can build there at the same time, join late, or be killed.  File locks decide which process builds
@@ -68,8 +68,8 @@ class BuildJob:
     """Everything that the shards depend on, and the names of the settings for messages.
 
     bad: the limit for `BadDocuments`.
-    holdout: share of documents to hold out.
-    shard_tokens: a shard ends with the first document that reaches this many tokens; 0 for one shard per unit.
+    holdout: the fraction of documents to hold out.
+    shard_tokens: a shard ends with the document that brings it to this many tokens; 0 for one shard per unit.
     """
 
     inputs: tuple[InputFile, ...]
@@ -137,7 +137,7 @@ def _build(job: BuildJob, path: Path, procs: int) -> ShardManifest:
 
 
 _POLL_S, _MAX_POLL_S = 0.002, 0.05
-"""Initial and maximum polling interval for a unit that another process is building, in seconds.
+"""Initial and maximum interval, in seconds, at which to check on a unit that another process is building.
 
 The interval doubles each time: most processes wait only briefly for the last units, but a large build can take minutes.
 """
@@ -338,7 +338,7 @@ class _Workers:
         """Fork a worker, which inherits the tokenizer but creates its own engine.
 
         An engine updates its tables as it sees text.  If processes shared them, every page would be copied on its first
-        write and huge pages would be split, which is 10 to 40 % slower.
+        write and huge pages would be split, which is 10% to 40% slower.
         """
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
@@ -380,7 +380,7 @@ CHECK_INTERVAL_BYTES = 1 << 26
 
 
 class UnitWriter:
-    """Writes the shards of one unit with one engine.  They get their final names only in `publish`."""
+    """Writes the shards of one unit, using one engine.  `publish` gives the shards their final names."""
 
     def __init__(self, job: BuildJob, unit: BuildUnit, number: int, folder: BuildFolder, engine: Engine) -> None:
         self._job, self._unit, self._engine = job, unit, engine

@@ -1,8 +1,8 @@
 """Tokenizes documents: splits long ones, and encodes batches of texts with an engine.
 
 The reference engine is the library that the tokenizer was written for.  A faster engine is used only if it gives the
-same ids: before any input is read, on texts designed to expose differences, and then on a sample of each unit.  If a
-single id differs, the unit is tokenized again with the reference engine.
+same ids.  This is tested on texts designed to expose differences before any input is read, and then on samples of each
+unit's text.  If a single id of these samples differs, the unit is tokenized again with the reference engine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
 _NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Number of texts to check an engine on, and number of bytes to use of each."""
+"""Number of texts on which an engine is checked, and number of bytes to use of each."""
 
 
 class TokenizationMismatch(Exception):
@@ -45,7 +45,7 @@ class Engine(ABC):
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
-    """Return the fastest engine that gives the ids of `tokenizer` on the probe texts."""
+    """Return the fastest engine that gives the same ids as the reference on the probe texts."""
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
@@ -57,7 +57,7 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
 
 
 def find_reference(tokenizer: Tokenizer) -> Engine:
-    """Return the reference engine."""
+    """Return the reference engine of a tokenizer."""
     return _TokenizersEngine(tokenizer) if isinstance(tokenizer, FileTokenizer) else _ByteEngine(tokenizer)
 
 
@@ -124,7 +124,7 @@ def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
 
 
 class _FastEngine(Engine):
-    """Base class of fast engines, which do not know added tokens: the reference encodes texts that contain one."""
+    """Base class of fast engines.  They do not handle added tokens, so the reference encodes texts that contain one."""
 
     _encode_text: Callable[[bytes], NDArray[np.uint32]]
     """Returns the ids of one text."""
@@ -150,7 +150,7 @@ class _FastEngine(Engine):
         return joined, counts
 
     def _contains_added_token(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether `ids` contains an added token.  Cheap if all are at one end of the vocabulary, as usual."""
+        """Return whether `ids` contains an added token.  Cheap if these are at one end of the vocabulary, as usual."""
         if (
             not len(self._added_ids)
             or not len(ids)
@@ -380,7 +380,7 @@ def _example_characters(extra_characters: str) -> list[str]:
 
 
 _CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"), ("the ", " end"))
-"""Texts to put before and after a pair, to vary its context."""
+"""Texts to put before and after a pair of texts, to vary its context."""
 
 
 def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:

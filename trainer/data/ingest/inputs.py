@@ -1,6 +1,6 @@
 """Finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents.
 
-Finding files reads only their names, sizes and times, and the first bytes of index files.
+Finding files reads only their names, sizes and times, and the first bytes of index files and .json files.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class InputFile:
     """A file of documents.
 
     size: in bytes.  mtime_ns: the modification time in ns.  key: the setting that names the file, for messages.
-    checksum: the checksum of the content, if known without reading the file; path and time then do not matter.
+    checksum: the checksum of the content, if known without reading the file, otherwise "".  If known, it identifies
+        the file in place of its path.
     """
 
     path: str
@@ -93,7 +94,7 @@ class InputFile:
 
 
 def kind_of(path: str) -> tuple[Kind, Compression] | None:
-    """Return the kind and the compression of a file, judging by its name; None if it holds no documents."""
+    """Return the kind and the compression of a file, judging by its name; None if its kind is not supported."""
     stem, suffix = os.path.splitext(path.lower())
     compression = _COMPRESSION_OF_SUFFIX.get(suffix, "")
     kind = _KIND_OF_SUFFIX.get(os.path.splitext(stem)[1] if compression else suffix)
@@ -159,7 +160,7 @@ def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
 
 
 def is_foreign_token_file(path: str) -> bool:
-    """Return whether a .bin file comes from another trainer: it has neither our metadata nor our index next to it."""
+    """Return whether a .bin file comes from another trainer: neither our metadata nor our index is next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
         return False
@@ -297,7 +298,7 @@ class _ZstFile(io.RawIOBase):
 
 
 MAX_LISTED_PLACES = 20
-"""Maximum number of bad documents to list with their locations in a unit's record; all are counted."""
+"""Maximum number of bad documents whose locations are kept; all are counted."""
 
 
 @dataclass(frozen=True)
@@ -315,10 +316,10 @@ class SettingNames:
 
 @dataclass
 class DocumentCounts:
-    """Counts of documents.
+    """How many documents were read or rejected.
 
-    documents: the documents that were read.  empty: the empty ones among them.  bad: the documents that could not be
-    read.  places: messages about some of the bad ones, with their locations.
+    documents: the number of documents that were read.  empty: how many of these are empty.  bad: the number of
+    documents that could not be read.  places: messages about some of the bad ones, with their locations.
     """
 
     documents: int = 0
@@ -343,7 +344,8 @@ class DocumentCounts:
 class BadDocuments:
     """Handles documents that cannot be read.
 
-    limit: `error` (raise an error at the first one), `skip` (skip them all), or the maximum share of documents to skip.
+    limit: `error` (raise an error at the first one), `skip` (skip them all), or the maximum fraction of documents to
+        skip.
     """
 
     def __init__(self, limit: str, keys: SettingNames) -> None:
@@ -363,7 +365,7 @@ class BadDocuments:
     def reject_file(self, value: str, rule: str, **advice: Any) -> None:
         """Count a file that cannot be read to its end as a bad document, or raise UserError.
 
-        Also raises if the limit is a share, since the number of documents in the file is unknown.
+        Also raises UserError if the limit is a fraction, since the number of documents in the file is unknown.
         """
         if self._limit not in ("error", "skip"):
             fix = f"{self.keys.bad}=skip skips the whole file; a share counts documents"
@@ -378,7 +380,7 @@ _CHAT_KEYS = (
     {"prompt", "completion"},
     {"prompt", "chosen", "rejected"},
 )
-"""Sets of keys by which records of conversations are recognized."""
+"""Sets of keys that identify a record as a conversation or a preference pair."""
 
 
 def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
@@ -391,25 +393,25 @@ def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
 
 
 def parse_limit(setting: str, key: str) -> float:
-    """Parse `data.bad` into the allowed share of bad documents: 0 for `error`, 1 for `skip`.  Raises UserError."""
+    """Parse `data.bad` into the allowed fraction of bad documents: 0 for `error`, 1 for `skip`.  Raises UserError."""
     named_limits: Mapping[str, float] = {"error": 0.0, "skip": 1.0}
     if setting in named_limits:
         return named_limits[setting]
     with contextlib.suppress(ValueError):
-        if 0 < (share := float(setting)) < 1:
-            return share
+        if 0 < (fraction := float(setting)) < 1:
+            return fraction
     rule = "must be error, skip, or the share of documents that may be skipped, between 0 and 1"
     raise setting_error(key, setting, rule, example="0.001")
 
 
 def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None:
-    """Raise UserError if the share of bad documents exceeds the limit in `setting`."""
+    """Raise UserError if the fraction of bad documents exceeds the limit in `setting`."""
     allowed = parse_limit(setting, keys.bad)
-    share = tally.bad / max(1, tally.bad + tally.documents)
-    if tally.bad and share > allowed:
+    fraction = tally.bad / max(1, tally.bad + tally.documents)
+    if tally.bad and fraction > allowed:
         examples = "\n  ".join(tally.places[:5])
         rule = f"{tally.bad:,} of {tally.bad + tally.documents:,} documents cannot be read\n  {examples}"
-        raise setting_error(keys.bad, setting, rule, "skip" if share >= 0.5 else f"{share * 1.01:.2g}")
+        raise setting_error(keys.bad, setting, rule, "skip" if fraction >= 0.5 else f"{fraction * 1.01:.2g}")
 
 
 def describe_bad_documents(tally: DocumentCounts) -> str:

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from typing import TextIO
 
 _INTERVAL_S = {True: 0.5, False: 30.0}
-"""Seconds between two lines: on a terminal (True), where each line replaces the previous one, and in a log (False)."""
+"""Seconds between lines: on a terminal (True), where each line replaces the previous one, and in a log (False)."""
 
 
 class ProgressLine:
-    """At regular intervals until the block ends, prints the string that `line` returns.
+    """Context manager that prints the string returned by `line` at regular intervals.
 
-    In a log, a block that ends within the first interval prints nothing.
+    In a log, nothing is printed if the block ends within the first interval.
     """
 
     def __init__(self, line: Callable[[], str], stream: TextIO | None = None) -> None:
@@ -58,7 +58,7 @@ class BuildProgress(ProgressLine):
         return self
 
     def line(self, done: int, seconds: float) -> str:
-        """Return the line to show if `done` bytes are done after `seconds`."""
+        """Return the line to show when `done` bytes are done, `seconds` after the start."""
         rate = max(0, done - self._done_at_start) / max(seconds, 1e-3)
         message = f"tokenizing: {done / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
         if rate <= 0:

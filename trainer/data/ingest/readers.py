@@ -1,7 +1,7 @@
-"""Reads documents from text and JSONL files, from tables (parquet, Arrow), and from other trainers' token files.
+"""Reads documents from text, JSONL, JSON and CSV files, from tables (parquet, Arrow), and other trainers' token files.
 
-Readers yield lists of UTF-8 documents.  A document too long to hold in memory is yielded as a `LongDocument`, which
-reads the file again whenever its text is needed.  Token files yield `TokenChunk`s.
+Readers yield lists of documents, as UTF-8 bytes.  A document too long to hold in memory is yielded as a `LongDocument`,
+which reads the file again whenever its text is needed.  The readers of token files yield `TokenChunk`s.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class LongDocument(ABC):
     def pieces(self) -> Iterator[bytes]:
         """Yield the text in pieces of a few kB to a few MB, each valid UTF-8.
 
-        Raises BadLine or UnicodeDecodeError if the text is invalid, one of `READ_ERRORS` if the file cannot be read.
+        Raises BadLine or UnicodeDecodeError if the text is invalid, or one of `READ_ERRORS` if the file cannot be read.
         """
 
     @abstractmethod
@@ -146,7 +146,7 @@ def read_lines(
 
 
 def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes | None]]:
-    """Yield blocks of complete lines with their byte positions; None means a line too long for memory."""
+    """Yield (byte position, block of complete lines); the block is None for a line too long to hold in memory."""
     position, pending = start, b""
     if start:
         seek_to(file, start - 1)
@@ -666,8 +666,8 @@ def read_tokens(input_file: InputFile, tokenizer: Tokenizer, keys: SettingNames)
         for tokens in read(input_file, tokenizer):
             is_invalid = (tokens.ids < 0) | (tokens.ids >= tokenizer.vocab_size)
             if is_invalid.any():
-                invalid_id = tokens.ids[is_invalid.argmax()]
-                rule = f"{input_file.path} holds the id {invalid_id}, it has {tokenizer.vocab_size}"
+                invalid_id, vocab_size = tokens.ids[is_invalid.argmax()], tokenizer.vocab_size
+                rule = f"{input_file.path} holds the id {invalid_id}, but the tokenizer's ids are below {vocab_size}"
                 fix = "set the tokenizer that produced the tokens"
                 raise setting_error(keys.tokenizer, tokenizer.name.partition(":")[0], rule, fix=fix)
             yield tokens

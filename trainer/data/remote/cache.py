@@ -5,8 +5,8 @@
     .NAME.part    a file being downloaded; the process that downloads it holds a lock on it
     .lock         locked while files are evicted
 
-A name ends in the file's size, so that a file being downloaded counts at its full size from the start.  If the cache is
-full, the token files needed furthest in the future are evicted; indices stay.
+The name of a shard file ends in its size, so that a file being downloaded counts at its full size from the start.  If
+the cache is full, the token files needed furthest in the future are evicted; indices stay.
 
 A process verifies the checksum of a file before it first reads it.  A corrupt file is downloaded again.
 """
@@ -48,7 +48,7 @@ class RemoteFile:
     """A remote file.
 
     checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
-    version: the file's version on the server (ETag, modification time) when it was looked up; None if it was not.
+    version: the file's version on the server (ETag, modification time) when it was looked up; None if it never was.
     """
 
     name: str
@@ -66,7 +66,7 @@ class ShardCache:
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
         self.prefetchers: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
-        """The prefetchers, which know when files are needed; this determines evictions."""
+        """The prefetchers, which know when each file is needed; this determines which files are evicted."""
 
     def read_into(self, buffer: NDArray[Any], file: RemoteFile, offset: int) -> int:
         """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
@@ -86,8 +86,8 @@ class ShardCache:
     def fetch(self, file: RemoteFile, num_steps: float = -1) -> FileVersion:
         """Return the cached version of a file, downloading it first if needed.
 
-        num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted for it;
-            raises CacheFull if that does not free enough space.  Negative: the file is needed now.
+        num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted to make
+            room; raises CacheFull if that is not enough.  Negative: the file is needed now.
 
         Raises Unreachable if the file cannot be downloaded, and OSError if the cache folder cannot be used.
         """

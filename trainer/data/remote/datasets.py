@@ -1,8 +1,8 @@
-"""Data sets on the Hugging Face Hub: finds the files that a name refers to, and fetches them.
+"""Datasets on the Hugging Face Hub: finds the files that a name refers to, and fetches them.
 
     hf://datasets/org/name                                   the split `train` of the default configuration
     hf://datasets/org/name?config=en&split=validation        another configuration or split
-    hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, by a path, folder or glob
+    hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, selected by path, folder or glob
     hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
 
 Configurations and splits are those declared in the repository's README.md, otherwise those suggested by the names of
@@ -42,7 +42,7 @@ _SPLITS = {
 
 @dataclass(frozen=True)
 class HubData:
-    """The files that the name of a data set refers to.
+    """The files that the name of a dataset refers to.
 
     repository: the repository, at one commit.
     files: their entries in the repository, in order.
@@ -54,11 +54,11 @@ class HubData:
     column: str | None
 
     def paths(self) -> list[str]:
-        """Return the paths of the files in the cache; the files need not be there yet."""
+        """Return the files' paths in the cache, whether or not the files have been fetched."""
         return [str(self.repository.folder / file.path) for file in self.files]
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the files as input files, which are identified by their checksums."""
+        """Return the files that hold documents; their checksums identify them."""
         inputs = []
         for file, path in zip(self.files, self.paths(), strict=True):
             kind, compression = kind_of(file.path) or ("tokens", "")
@@ -71,7 +71,7 @@ class HubData:
         return [replace(self.repository.name, path=file.path, options="") for file in self.files]
 
     def settings(self, data: DataSection) -> DataSection:
-        """Return the data settings, with the column that the name of the data set specifies."""
+        """Return the data settings, with the column that the name of the dataset specifies."""
         return data if self.column is None else replace(data, text_key=self.column)
 
     def fetch(self) -> None:
@@ -80,7 +80,7 @@ class HubData:
 
 
 def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace the branches and tags of data sets in `data.path` and `data.eval_path` with the commits they point to.
+    """Replace the branches and tags of datasets in `data.path` and `data.eval_path` with the commits they point to.
 
     A resumed run keeps the commits that it started with.  Raises UserError as `hub.open_repository` does.
     """
@@ -109,7 +109,7 @@ def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def find_data(setting: str, key: str) -> HubData:
-    """Return the files that the name of a data set refers to.  Fetches only the list of files, and README.md.
+    """Return the files that the name of a dataset refers to.  Fetches only the list of files, and README.md.
 
     Raises UserError that names the setting `key` if there are none.
     """

@@ -32,13 +32,13 @@ from trainer.urls import has_pattern, join, parent, split_query, with_suffix, wi
 
 
 class NoShardsFound(Exception):
-    """Raised when a URL has no token shards."""
+    """There are no token shards at a URL."""
 
 
 def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardSet:
-    """Return the shards at a URL, the value `setting` of the key `key`.
+    """Return the shards at a URL.  Each is downloaded into the cache when it is first read.
 
-    Each is downloaded into the cache when it is first read.
+    setting, key: the URL, and the configuration key whose value it is.
 
     Raises NoShardsFound if there are none, ShardError if they are unusable, and UserError if the cache is unusable or
     too small.
@@ -167,7 +167,7 @@ class CacheSettings:
 
 
 _CACHES: dict[tuple[CacheSettings, int], ShardCache] = {}
-"""The caches of this process and, if it was forked, of its parents; by settings and process ID."""
+"""The caches of this process and, if it was forked, of its ancestors, by settings and process ID."""
 
 
 class RemoteShard(Shard):
@@ -253,7 +253,7 @@ class _Step:
 
 
 class ShardPrefetcher:
-    """Prefetches the files of upcoming steps in a thread, which runs while samples are taken from `follow`.
+    """Prefetches the token files of upcoming steps in a thread, which runs while `follow` is being iterated over.
 
     shards: the source's shards; only remote ones are downloaded.
     find_shards: maps samples to the positions of their remote shards, in order.

@@ -93,14 +93,14 @@ class RemoteText:
 
 
 def is_text(url: str) -> bool:
-    """Return whether a URL or a URL glob names text files, judging by its suffix."""
+    """Return whether a URL, which may be a glob, names text files, judging by its suffix."""
     kind = kind_of(split_query(url)[0])
-    is_manifest = kind == ("records", "") and not split_query(url)[0].lower().endswith((".csv", ".tsv"))
-    return kind is not None and kind[0] != "tokens" and not is_manifest  # other JSON may be the manifest of shards
+    may_be_manifest = kind == ("records", "") and not split_query(url)[0].lower().endswith((".csv", ".tsv"))
+    return kind is not None and kind[0] != "tokens" and not may_be_manifest
 
 
 def find_text(setting: str, cache_dir: str | None) -> RemoteText:
-    """Return the text files that a URL, a URL glob or a folder names, possibly none.
+    """Return the text files that a URL, which may be a glob or a folder, names; possibly none.
 
     If the server cannot be reached, prints a message and returns the files of the last look-up with the same cache,
     since their tokens may be cached.  Raises ShardError if there was no look-up, and UserError if there is no folder to
@@ -133,7 +133,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
     """Find the text files that paths, folders, globs and URLs name, without duplicates.
 
     Yields the files, and a function that downloads the remote ones.  After the block, downloaded files are removed,
-    unless another process needs them.  Both raise UserError that names the setting `key`.
+    unless another process needs them.  Finding and downloading raise UserError that names the setting `key`.
     """
     with ExitStack() as stack:
         inputs: list[InputFile] = []
@@ -142,7 +142,7 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
             if local_path(setting) is not None:
                 inputs += find_inputs([setting.removeprefix("file://")], key)
                 continue
-            with _naming_setting(key, setting):
+            with _as_user_error(key, setting):
                 text = remote_texts[setting] = find_text(setting, None)
             if not text.items:
                 raise setting_error(
@@ -153,15 +153,15 @@ def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFi
 
         def fetch() -> None:
             for setting, text in remote_texts.items():
-                with _naming_setting(key, setting):
+                with _as_user_error(key, setting):
                     text.fetch()
 
         yield list({file.path: file for file in inputs}.values()), fetch
 
 
 @contextmanager
-def _naming_setting(key: str, setting: str) -> Iterator[None]:
-    """Turn a ShardError into a UserError that names the setting."""
+def _as_user_error(key: str, setting: str) -> Iterator[None]:
+    """Context manager that turns a ShardError into a UserError that names the setting."""
     try:
         yield
     except ShardError as error:

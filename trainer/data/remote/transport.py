@@ -1,6 +1,6 @@
 """Downloads files: over HTTP with the standard library, from all other URLs with fsspec.
 
-Failed attempts are reported and repeated after increasing pauses, unless that cannot help, as with a missing file.
+Failed attempts are reported, and repeated after increasing pauses unless retrying is pointless, as for a missing file.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts in seconds; pauses start at one second and double."""
 
 FEW_TRIES, MANY_TRIES = 3, 12
-"""Number of attempts: few while the data are opened, when the URL may be wrong; many during a run (about 7 minutes)."""
+"""Number of attempts: few while the data are opened, when the URL may be wrong; many during a run (about 6 minutes)."""
 
 _NUM_THREADS = 16
 """Number of files that are looked up at the same time."""
@@ -96,7 +96,7 @@ def read(url: str, tries: int = FEW_TRIES) -> bytes:
 
 
 def read_range(url: str, start: int, stop: int, tries: int = FEW_TRIES) -> bytes | None:
-    """Return bytes `start` to `stop` of a file; None if its server only sends complete files.  Raises Unreachable."""
+    """Return bytes `start` to `stop` of a file; None if its server sends only complete files.  Raises Unreachable."""
     return with_retries(url, tries, lambda: _read_range(url, start, stop))
 
 
@@ -257,7 +257,7 @@ def map_urls(function: Callable[[str], Result], urls: Sequence[str]) -> list[Res
 
 
 def _is_final(error: Exception) -> bool:
-    """Return whether another attempt cannot help."""
+    """Return whether retrying is pointless."""
     if isinstance(error, urllib.error.HTTPError):
         return 400 <= error.code < 500 and error.code not in _RETRY_STATUSES
     is_local = isinstance(error, OSError) and error.errno in _LOCAL_ERRORS
@@ -311,7 +311,7 @@ def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
 def _body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     """Yield the body of a response.
 
-    Raises DamagedDownload if the connection ends early, SlowServer if it is too slow.
+    Raises DamagedDownload if the connection ends early, and SlowServer if the data arrive too slowly.
     """
     expected, count = response.length, 0
     window_start, count_at_start = time.monotonic(), 0
