@@ -321,7 +321,7 @@ class SaveSchedule:
     def begin(self, step: int) -> list[int]:
         """Record that a save of step `step` has started; return the earlier steps whose due saves it replaces."""
         self.is_postponed = False
-        self.policy.began()
+        self.policy.record_start()
         return [due for due in self._unsaved_steps if due < step]
 
     def failed(self) -> None:
@@ -350,7 +350,7 @@ class SavePolicy:
         """Return whether a save is due after step `step`; call it after the step's all-reduce.  Not collective."""
         raise NotImplementedError
 
-    def began(self) -> None:
+    def record_start(self) -> None:
         """Record that a save has started."""
 
     def update(self, history: RunHistory) -> None:
@@ -411,7 +411,7 @@ class AdaptiveInterval(SavePolicy):
     def is_due(self, step: int) -> bool:
         return self._is_time.any_yes or (self._keep_every > 0 and step % self._keep_every == 0)
 
-    def began(self) -> None:
+    def record_start(self) -> None:
         self._last_save = self._clock()
 
     def update(self, history: RunHistory) -> None:
