@@ -81,7 +81,7 @@ def this_process() -> Process:
 
 
 def describe_dead(ranks: Sequence[Process], timeout_s: float) -> str:
-    """Describe which ranks on this machine have died and, if it can still be told, how; empty if none has died.
+    """Describe which ranks on this machine have died and, if still known, how; empty if none has died.
 
     Polls for `timeout_s` seconds, because the connections of a dying process close before it dies.
     """

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Variable that is set in the workers that `nproc=N` starts: their parent has already printed all messages."""
+"""Environment variable set in the workers that `nproc=N` starts: their parent has already printed all messages."""
 
 START_TIME = "MESHTRAINER_STARTED"
-"""Variable with the start time of the command (`metrics.record.uptime`), for its workers on this machine."""
+"""Environment variable with the command's start time (`metrics.record.uptime`), for its workers on this node."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
-"""Variable with the launcher's PID, set in the workers that `nproc=N` starts."""
+"""Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""
 
 EXPANDABLE = "expandable_segments:True"
 """The CUDA allocator's configuration, unless the user sets a different one."""

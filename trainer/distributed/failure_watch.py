@@ -26,7 +26,7 @@ _GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
 class FailureWatch(threading.Thread):
     """A thread that ends this process a few seconds after another rank has failed or the launcher has died.
 
-    The main thread may be blocked, for example in a collective, and would otherwise wait until the timeout.
+    The main thread may be blocked, for example in a collective, and would otherwise wait until its timeout.
     """
 
     def __init__(

@@ -347,7 +347,7 @@ _openings = itertools.count()
 """Numbers the process groups that this process opens, so that each gets its own prefix in the store."""
 
 _DEATH_S = 1.0
-"""Longest time that a dying rank takes, after its connections have closed, until it is dead."""
+"""Longest time between the closing of a dying rank's connections and its death."""
 
 _ONCE_S = 30.0
 """Longest time that ranks wait for another one in `once`."""

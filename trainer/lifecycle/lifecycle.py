@@ -446,7 +446,7 @@ class StepAbandoner:
 END_COMMAND_TIMEOUT_S = 30.0
 """The command's time limit in seconds; short, because a stop request may be pending."""
 _GRACE_S = 5.0
-"""Seconds past the limit after which `timeout` kills the command, if this process has been killed and cannot."""
+"""Seconds past the limit after which `timeout` kills the command, in case this process no longer can."""
 
 
 def run_end_command(command: str, facts: Mapping[str, object]) -> str:

@@ -1,7 +1,7 @@
 """The self-check before the first step verifies across all ranks that the run is set up as configured.
 
 It finds errors that would otherwise stay silent: a parameter that FSDP does not manage is trained separately on each
-rank, replicas that differ stay different, and samples that two ranks read count twice.
+rank, replicas that differ stay different, and samples that are read by two ranks count twice.
 
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
 compares the ones it stores); and models other than `Trainer.model`, such as a teacher or an average.

@@ -45,7 +45,7 @@ from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
 _POLL_S, _POLLS_PER_REQUEST = 0.5, 4
-"""Seconds between checks of the limits; how many checks make one poll for another rank's request to report."""
+"""Seconds between checks of the limits, and the number of checks per poll for another rank's request to report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """Seconds that rank 0 waits for the other ranks' reports, and that they wait for its verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
