@@ -41,6 +41,7 @@ DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint, which become prefixes of its name."""
 _QUARANTINED = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
+"""In a file system, prefixes of the temporary names of folders that are being written, deleted or replaced."""
 _UNFINISHED = ".unfinished"
 """In an object store, the marker file of a folder that is being written or deleted."""
 

@@ -80,7 +80,7 @@ class Watchdog(Callback):
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[Callable[[str], None]] = []
         """Functions to call with each phase that this rank enters, from any thread."""
-        self._round = 0
+        self._num_reports = 0
         """Number of completed reports.  Each report uses its own keys in the store."""
         self._limit: _Limit | None = None
         self._num_steps = 0
@@ -218,7 +218,7 @@ class Watchdog(Callback):
             return False
 
     def _key(self, name: str | int) -> str:
-        return f"meshtrainer/watchdog/{self._round}/{name}"
+        return f"meshtrainer/watchdog/{self._num_reports}/{name}"
 
     def _report(self, reason: str) -> None:
         """Report this rank's status; on rank 0, print the table of all ranks.  Then all ranks exit.
@@ -265,7 +265,7 @@ class Watchdog(Callback):
             print_stderr(f"{status_table(reason, [self.status(reason)])}\nrank 0 does not answer rank {rank}: {error}")
             self._exit(is_stuck=True)
         if verdict == "continue":
-            self._round += 1
+            self._num_reports += 1
             if self._limit is not None and time.monotonic() > self._limit.expires:
                 self._set_limit(self._limit.key, self._limit.seconds)
         elif rank == 0:
@@ -350,7 +350,7 @@ class Watchdog(Callback):
             is_within_limit=is_within_limit,
             stack=stack,
             collectives=collectives,
-            device="" if progress is None else progress.waiting_for,
+            pending_collective="" if progress is None else progress.waiting_for,
             group=exchange.purpose_of(main_frame),
         )
 
@@ -476,8 +476,8 @@ class RankStatus:
     """The main thread's stack, plus the saving thread's if the main thread waits for it."""
     collectives: list[int] = field(default_factory=list)
     """How many collectives its GPU has completed, started and enqueued; empty without a GPU."""
-    device: str = ""
-    """Description of the collective that its GPU waits for."""
+    pending_collective: str = ""
+    """The collective that its GPU waits for; empty if it is not known to wait for one."""
     group: str = ""
     """`context` if the rank is in a collective of its context-parallel group; otherwise empty."""
 
@@ -520,7 +520,7 @@ def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
     worst = stragglers[0]
     if not worst.is_responding:
         return f"watchdog: {names} did not answer ({cause})"
-    device = f", the device in {worst.device}" if worst.device else ""
+    device = f", the device in {worst.pending_collective}" if worst.pending_collective else ""
     return (
         f"watchdog: {names} made no progress in {worst.phase} of step {worst.step} for {worst.phase_s:g} s{device} "
         f"({cause})"
