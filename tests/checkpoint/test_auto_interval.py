@@ -104,7 +104,7 @@ class Simulated:
             assert policy.is_time()
             self.now += STEP_S
             worked_s += num_steps * STEP_S
-            policy.began()
+            policy.record_start()
             if self.now + TOTAL_S < ends:
                 saved = round(worked_s / STEP_S)
                 self._note("checkpoint", at=self.now + TOTAL_S, blocked_s=BLOCKED_S, total_s=TOTAL_S)

@@ -277,7 +277,7 @@ def test_rank_that_saves_within_its_limit_is_not_late(dog: Watchdog, capsys: pyt
     dog._main_thread = threading.get_ident()
     with dog.during("save"):
         dog._report("another rank waits for this one")
-        assert dog._round == 1
+        assert dog._num_reports == 1
         assert not dog._is_report_requested(), "next time there is a question of its own"
     assert capsys.readouterr().err == ""
 
@@ -337,7 +337,9 @@ def test_rank_with_the_least_device_progress_is_named() -> None:
     """All hosts wait for their device and have made the same progress."""
 
     def rank(number: int, completed: int) -> RankStatus:
-        return RankStatus(number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], device="reduce number 8")
+        return RankStatus(
+            number, "device", 7.0, 6, 4, True, collectives=[completed, 0, 9], pending_collective="reduce number 8"
+        )
 
     statuses = [rank(0, 7), rank(1, 6), rank(2, 7)]
     assert find_stragglers(statuses) == [statuses[1]]

@@ -775,7 +775,7 @@ def train_with_a_slow_disk(folder: Path) -> int:
 
     def slow(*arguments: Any, **options: Any) -> Any:
         until = time.monotonic() + 120
-        while own.watchdog._round == 0:
+        while own.watchdog._num_reports == 0:
             if time.monotonic() > until:
                 raise AssertionError("nobody has asked")
             time.sleep(0.1)

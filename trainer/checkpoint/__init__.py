@@ -12,11 +12,12 @@ They use these modules, lowest first:
     manifest     the names of checkpoints; the list of a checkpoint's files, used to verify them
     retention    which checkpoints to keep, and whether they will fit on the disk
     interval     the save interval that loses the least time
-    layout       the bytes of each tensor in the files; which rank writes and reads which
-    state_parts  the interface of a part of the state; splitting a state dict into tensors and JSON, without pickle
+    layout       where the bytes of each tensor are in the files; which rank writes and reads which of them
+    state_parts  the interface for a part of the state; splits a state dict into tensors and JSON, without pickle
 
-The first four of these do not import torch, so commands that only list or plan start fast.  The package treats
-`TrainState` only as a collection of objects with `state_dict` and `load_state_dict`, and imports no model.
+The first four of these do not import torch, so commands that only list checkpoints or plan a run start fast.  The
+package treats `TrainState` only as a collection of objects with `state_dict` and `load_state_dict`, and imports no
+model.
 
 The command that lists and compares checkpoints, `python -m trainer.checkpoints`, is in `trainer/checkpoints.py`.
 """

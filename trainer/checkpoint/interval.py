@@ -1,6 +1,6 @@
 """The Young/Daly save interval, and the goodput that a run can expect from it.
 
-A save costs the time for which training pauses; a failure costs the work since the newest checkpoint, and the time
+A save costs the time for which training pauses.  A failure costs the work since the newest checkpoint and the time
 until training resumes.  Failures are assumed to occur at random with a constant rate.  Sources: Young 1974, "A first
 order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
 interval for restart dumps".
@@ -16,9 +16,9 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 MAX_INTERVAL_S = 7200.0
-"""Upper limit of the interval, since checkpoints protect against more than node failures."""
+"""Upper limit of the interval, because checkpoints protect against more than node failures."""
 MIN_INTERVAL_S = 1.0
-"""Lower limit of the interval, for saves too short to measure."""
+"""Lower limit of the interval, for saves that are too short to measure."""
 _SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
 _WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
@@ -82,8 +82,8 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: Run
     """Return the costs of saves and failures: measured if possible, otherwise from settings and assumptions.
 
     The failure rate is the posterior mean of a gamma distribution: `checkpoint.node_mtbf_h` counts as one observed
-    failure, so that a few early failures change little and many outweigh the setting.
-    shard_bytes: bytes that a rank writes in one save.  history: the run's measurements; None before it has started.
+    failure, so that a few early failures change the rate little, while many outweigh the setting.
+    shard_bytes: bytes that a rank writes in one save.  history: the run's measurements; None before the run starts.
     """
     history = history or RunHistory()
     rate = (history.num_failures + 1) / (history.node_seconds + 3600 * config.checkpoint.node_mtbf_h)
@@ -102,7 +102,7 @@ def estimated_save_s(shard_bytes: float) -> float:
 
 
 def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
-    """Describe the expected goodput with a save every `every_s` seconds, and how to improve it; one text per topic."""
+    """Describe the expected goodput with a save every `every_s` seconds, and how to improve it, by topic."""
     lost = costs.lost_time_fractions(every_s)
     worst = max(lost, key=lambda cause: lost[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
@@ -134,5 +134,5 @@ def format_duration(seconds: float) -> str:
     return f"{seconds:.2g} s" if seconds >= 0.1 else f"{1000 * seconds:.2g} ms"
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2g}%" if share < 0.095 else f"{100 * share:.1f}%"
+def _percent(fraction: float) -> str:
+    return f"{100 * fraction:.2g}%" if fraction < 0.095 else f"{100 * fraction:.1f}%"

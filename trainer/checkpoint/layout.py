@@ -1,13 +1,14 @@
 """Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes the chunk.
 
 The layout is stored as compact JSON.  It is also stored as the `.metadata` of torch.distributed.checkpoint (DCP), so
-that torch's own tools can load a checkpoint.  That file is never read here: it is a pickle, and a single flipped bit in
-one once made loading allocate 20 GB.
+that torch's own tools can load a checkpoint.  That file is never read here, because it is a pickle: in one case a
+single flipped bit made loading allocate 20 GB.
 
 Chunk offsets and sizes are kept in integer columns, with one row per chunk, instead of one object per chunk.  A 70B
-model and its moments have 1.1 million chunks on 512 ranks.  As objects they take a gigabyte of memory and ten seconds
-to build; as columns, tens of megabytes and well under a second.  A column is stored as a few runs (arithmetic
-progressions), since equal shards have equal sizes, evenly spaced offsets and the same position in each rank's file.
+model and its optimizer moments have 1.1 million chunks on 512 ranks.  As objects, these take a gigabyte of memory and
+ten seconds to build; as columns, tens of megabytes and well under a second.  A column is stored as a few runs
+(arithmetic progressions), since equal shards have equal sizes, evenly spaced offsets and the same position in each
+rank's file.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def padded_rows(tuples: Sequence[Ints], width: int, padding: int) -> IntArray:
 
 @dataclass(frozen=True)
 class Boxes:
-    """Boxes of many tensors, one row each, in the form that ranks send to each other.
+    """A table of boxes from many tensors, one box per row, in the form that ranks send to each other.
 
     All boxes are padded to the largest number of dimensions: a missing dimension has offset 0 and size 1.
     """
@@ -106,7 +107,7 @@ class Boxes:
         return len(self.keys)
 
     def tensor_indices(self, keys: Iterable[str]) -> IntArray:
-        """Return the index of each box's key in `keys`.  Raises ValueError for a box of another tensor."""
+        """Return the index of each box's key in `keys`.  Raises ValueError if a key is not in `keys`."""
         indices = {key: index for index, key in enumerate(keys)}
         try:
             return np.fromiter(map(indices.__getitem__, self.keys), dtype=np.int64, count=len(self.keys))
@@ -123,16 +124,17 @@ Tensors = Mapping[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of one tensor, and where its bytes are in a file."""
+    """A stored box of one tensor, and where its bytes are in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     file: str
     start: int
-    """Start of DCP's item, which is a `torch.save` archive inside the file."""
+    """Where the chunk's `torch.save` archive (an item, in DCP's terms) starts in the file."""
     length: int
+    """Size of that archive in bytes."""
     data_start: int
-    """Start of the tensor's raw bytes."""
+    """Where the tensor's raw bytes start in the file."""
 
 
 class Chunks:
@@ -201,7 +203,7 @@ Layout = dict[str, StoredTensor]
 
 @dataclass(frozen=True)
 class ReadRequest:
-    """One read of a rank: a box within a chunk, and the tensor to read it into."""
+    """One read by a rank: a box within a chunk, and the tensor to read it into."""
 
     chunk: Chunk
     dtype: torch.dtype
@@ -209,7 +211,7 @@ class ReadRequest:
     """Start of the box within the chunk."""
     sizes: tuple[int, ...]
     target: torch.Tensor
-    """Of shape `sizes`."""
+    """The destination, of shape `sizes`."""
 
 
 @dataclass(frozen=True)
@@ -223,7 +225,7 @@ class Box:
 
 
 def local_boxes(tensors: Tensors) -> list[Box]:
-    """Return the boxes of `tensors` on this rank: a DTensor's local shard, all of a plain tensor.  No collective."""
+    """Return this rank's boxes of `tensors`: the local shard of a DTensor, all of a plain tensor.  No collective."""
     # Imported here because it pulls in some 70 modules (2.5 MiB, 0.05 s).
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
@@ -292,7 +294,7 @@ class WrittenChunks:
 
 @dataclass
 class WriteResult:
-    """The data file that one rank wrote: its chunks, with the key of each tensor, and its checksums."""
+    """The data file that one rank wrote: its checksums, and its chunks with the keys of their tensors."""
 
     file: str
     blocks: Blocks
@@ -397,8 +399,8 @@ def choose_writers(
 ) -> tuple[list[np.ndarray[Any, Any]], dict[str, PlannedTensor]]:
     """Return which of its boxes each rank writes (one bool mask per rank), and the planned chunks of each tensor.
 
-    The writer of a box is chosen among the ranks that hold a copy of it, so that the load is balanced.  DCP's planner
-    compares objects for this, which takes some 16 seconds for a 70B model on 512 ranks, while all ranks wait.
+    The writer of a box is one of the ranks that hold a copy of it, chosen to balance the load.  DCP's planner compares
+    Python objects for this and takes some 16 seconds for a 70B model on 512 ranks, while all ranks wait.
 
     boxes_by_rank: the boxes that each rank holds.  Raises ValueError unless they cover every tensor without overlap.
     """

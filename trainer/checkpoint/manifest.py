@@ -7,7 +7,7 @@ state.json                  small state other than tensors: counters, position i
 layout.json                 which bytes of which file hold which chunk of which tensor
 __0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
 __0_0.blocks.json ...       the block checksums of that file
-ranks/00000.safetensors     per-rank state, such as random states
+ranks/00000.safetensors     per-rank state, such as the states of random number generators
 config.yaml                 the configuration of the run that wrote the checkpoint
 .metadata                   for torch's own tools; never read here
 """
@@ -28,7 +28,7 @@ from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READABLE_VERSIONS = (2, 3)
-"""Formats that can be read.  In format 2 the layout has one row per chunk."""
+"""Formats that can be read.  In format 2, the layout lists one row per chunk instead of runs."""
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
@@ -220,17 +220,17 @@ class StoredBlocks(Mapping[str, Blocks]):
         return len(self._names)
 
 
-def find_damage(storage: Storage, manifest: Manifest, depth: str, share: int = 0, num_shares: int = 1) -> list[str]:
-    """Return the problems in one share of the files, one line each; empty if there are none.
+def find_damage(storage: Storage, manifest: Manifest, depth: str, rank: int = 0, num_ranks: int = 1) -> list[str]:
+    """Return the problems in the files that `rank` checks, one line each; empty if there are none.
 
     depth: `sizes` checks sizes only; `metadata` checks all bytes except those of tensors, which `read_tensors` verifies
-    as it reads them; `full` checks all bytes.  `share` and `num_shares` divide the files among ranks.  The index for
-    torch's tools is not checked, since nothing here depends on it.
+    as it reads them; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one checks
+    all.  `.metadata`, which is for torch's tools, is not checked, since nothing here depends on it.
     """
     damage = []
     checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != TORCH_METADATA)
     for number, (name, size) in enumerate(checked):
-        if number % num_shares != share:
+        if number % num_ranks != rank:
             continue
         try:
             _check_file(storage, manifest, name, size, depth)

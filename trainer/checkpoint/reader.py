@@ -104,7 +104,7 @@ class RestoreRequest:
     allowed: frozenset[str]
     """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
     verify_first: bool
-    """Verify every byte before anything is overwritten, because the current state must not be lost."""
+    """Verify every byte before anything is overwritten, so that a damaged checkpoint cannot spoil the current state."""
 
 
 class CheckpointReader:
@@ -136,7 +136,7 @@ class CheckpointReader:
         return not list_configured_folder(self.storage)
 
     def restore(self, request: RestoreRequest) -> RestoredCheckpoint | None:
-        """Restore a state from the newest good checkpoint; return None if there are no checkpoints.
+        """Restore a state from the newest good checkpoint; return None if the folder has no checkpoints.
 
         Damaged checkpoints are quarantined once a good one has been restored.  A checkpoint that was saved while steps
         were skipped is used only if there is no other.
@@ -170,7 +170,7 @@ class CheckpointReader:
         return None
 
     def load(self, storage: Storage, request: RestoreRequest) -> RestoredCheckpoint:
-        """Restore a state from the checkpoint at `storage`, on any mesh.
+        """Restore a state from the checkpoint at `storage`, which may have been saved on another mesh.
 
         Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
         """
@@ -292,7 +292,7 @@ def _raise_if_damaged(storage: Storage, manifest: Manifest, depth: str, world: W
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 _MAX_LINES, _MAX_CHARACTERS = 4, 300
-"""Limits of the error message.  A single cause, such as a different width, shows up in every tensor."""
+"""Limits of the error message, because a single cause, such as a different width, shows up in every tensor."""
 
 
 class IncompatibleCheckpoint(UserError):
@@ -303,8 +303,8 @@ class IncompatibleCheckpoint(UserError):
 
     def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]]) -> None:
         """settings: one line per differing setting.  by_part: other differences, by part of the state."""
-        of_parts = [line for lines in by_part.values() for line in lines]
-        self.lines = [*settings, *of_parts]
+        part_lines = [line for lines in by_part.values() for line in lines]
+        self.lines = [*settings, *part_lines]
         has_new_optimizer = any(line.startswith("optim.name:") for line in settings)  # explains its state
         to_advise_on = [
             line for name, lines in by_part.items() if name != "optimizer" or not has_new_optimizer for line in lines
@@ -312,9 +312,9 @@ class IncompatibleCheckpoint(UserError):
         parts = [name for name, lines in by_part.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
         self._storage, self._advice = storage, advice_for(settings, to_advise_on, parts)
         limit = _MAX_LINES if len(self.lines) <= _MAX_LINES else _MAX_LINES - 1  # one line for the number of others
-        first_of_parts = [lines[0] for lines in by_part.values()]
-        others = [line for line in of_parts if line not in first_of_parts]
-        self._shown = [*settings, *first_of_parts, *others][:limit]
+        first_lines = [lines[0] for lines in by_part.values()]
+        others = [line for line in part_lines if line not in first_lines]
+        self._shown = [*settings, *first_lines, *others][:limit]
         super().__init__(self.message())
 
     @property
@@ -355,11 +355,11 @@ def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[
             StatePart.of(part).prepare(stored)
             _, tensors = split_state(part.state_dict(), (name,))
             live = {".".join(path): tensor for path, tensor in tensors.items()}
-            for key_in_part, like in stored.items():
+            for key_in_part, stored_tensor in stored.items():
                 key = f"{name}.{key_in_part}"
                 tensor = live.get(key)
-                if tensor is None or tuple(tensor.shape) != like.shape:
-                    tensor = torch.empty(like.shape, dtype=like.dtype)
+                if tensor is None or tuple(tensor.shape) != stored_tensor.shape:
+                    tensor = torch.empty(stored_tensor.shape, dtype=stored_tensor.dtype)
                 targets[key] = tensor.detach()
     return targets
 
@@ -371,7 +371,7 @@ def _part_of_layout(layout: Layout, part: str) -> dict[str, StoredTensor]:
 def check_compatible(
     storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the parts to leave out, which differ from the checkpoint but may (`allowed`), and remarks to print.
+    """Return the parts to leave out, which differ from the checkpoint as `allowed` permits, and remarks to print.
 
     settings: forbidden differences in settings, one line each.  Raises IncompatibleCheckpoint with these and all
     forbidden differences in the state.
@@ -420,15 +420,15 @@ def check_compatible(
     return left_out, all_remarks
 
 
-def advice_for(settings: list[str], of_parts: list[str], parts: Sequence[str] = ()) -> str:
+def advice_for(settings: list[str], part_lines: list[str], parts: Sequence[str] = ()) -> str:
     """Return advice on a checkpoint that was refused.
 
-    settings, of_parts: the differences in settings and in the state, one line each.  parts: the parts of the state with
-    a difference that does not include advice on how to allow it.
+    settings, part_lines: the differences in settings and in parts of the state, one line each.  parts: the parts that
+    have a difference without advice on how to allow it.
     """
     keys = [line.partition(":")[0] for line in settings]
-    keys += [key for line in of_parts for key in _ALLOW_HINT.findall(line)]
-    if len(keys) < len(settings) + len(of_parts):
+    keys += [key for line in part_lines for key in _ALLOW_HINT.findall(line)]
+    if len(keys) < len(settings) + len(part_lines):
         names = [f"state.{name}" for name in parts if name != "optimizer" or "model" not in parts]  # model implies it
         keys = ["model" if key == "model.name" else key for key in keys]  # covers all its settings
         allowed = shlex.quote(f"checkpoint.allow_changes=[{','.join(dict.fromkeys([*keys, *names]))}]")
@@ -564,7 +564,7 @@ def _configured_folder(run: Storage) -> list[Storage]:
 # Weights by name, all or some of their rows, in one process and without a process group
 
 _MAX_ATTEMPTS = 50
-"""Maximum number of attempts to open the newest checkpoint of a live run, which may prune it meanwhile."""
+"""Maximum number of attempts to open the newest checkpoint of a live run, which may delete it meanwhile."""
 _AVERAGE_PREFIX = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
@@ -657,7 +657,7 @@ def read_tensors(
 
 
 class ChunkReader:
-    """Reads boxes within chunks from the data files of one checkpoint."""
+    """Reads chunks, or boxes within them, from the data files of one checkpoint."""
 
     _NUM_THREADS = 2
     """The threads take turns at the blocks of a file: one waits for the disk while the other computes a checksum.  With
@@ -719,7 +719,7 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _PendingRead:
-    """A read in progress of a box within a chunk."""
+    """The read of a box within a chunk, in progress."""
 
     jobs: Sequence[Future[None]]
     source: torch.Tensor | None

@@ -1,5 +1,4 @@
-"""Retention: decides which published checkpoints to keep, which of them are good, and whether they will fit on the
-disk.
+"""Retention: decides which published checkpoints to keep, which are good, and whether they will fit on the disk.
 
 A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder is named
 after a different step.  Such a checkpoint never replaces a good one.
@@ -67,7 +66,7 @@ class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
 
     The policy keeps the newest good checkpoints (`checkpoint.keep_last`), those of every `checkpoint.keep_every`-th
-    step, and those whose evaluation has the lowest `metric`, or the highest (`checkpoint.keep_best`).
+    step, and those with the best `metric` in their evaluation (`checkpoint.keep_best`).
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
@@ -98,10 +97,10 @@ class RetentionPolicy:
         return num_better < self._keep_best
 
     def obsolete(self, before_next: bool = False) -> list[str]:
-        """Return the names of the checkpoints to prune: older than the newest good ones, and kept by no other rule.
+        """Return the names of checkpoints to prune: older than the newest good ones to keep, and kept by no other rule.
 
-        `before_next`: include those that could be pruned once the next good checkpoint is published.  They are pruned
-        beforehand if the disk is too full for it.  At least one good checkpoint always remains.
+        `before_next`: include those that will be obsolete once the next good checkpoint is published; they are pruned
+        before that if the disk is too full for the new one.  At least one good checkpoint always remains.
 
         Propagates errors of the storage.
         """

@@ -43,8 +43,8 @@ _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 class Saver:
     """Saves a state at intervals, on request and at the end.  Methods are collective unless documented otherwise.
 
-    With `checkpoint.mode=async` at most one save is in flight.  Through the all-reduce of each step, all ranks know
-    when it has ended on every rank, so taking its result never waits for the storage.
+    With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether it has
+    ended on every rank, so `take_finished_save` never waits for the storage.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Saver:
 
         While steps are being skipped the state is not worth saving, so the save is postponed until the next good step.
         """
-        is_started = self._started_key == self._state_key(state)  # as one of the best
+        is_started = self._started_key == self._state_key(state)  # by `save_if_best`
         if self._checkpoints.in_flight and (is_started or (may_skip and self._config.when_busy == "skip")):
             return
         self._step_metrics.finish_pending_step()
@@ -289,7 +289,8 @@ class Saver:
 class SaveSchedule:
     """Schedules saves by a policy, and retries failed ones after a pause that doubles with each failure.
 
-    All ranks make the same calls.  Only rank 0 reads the clock; the step's all-reduce sends `may_retry` to the others.
+    All ranks make the same calls.  Only rank 0's clock counts: each step's all-reduce sends its `may_retry` to the
+    others.
     """
 
     FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
@@ -302,14 +303,14 @@ class SaveSchedule:
         self.is_postponed = False
         """True if a due save was postponed until the next step, because the state was not worth saving."""
         self._unsaved_steps: list[int] = []
-        """Steps after which a save was due but none has succeeded since."""
+        """Steps after which a save was due, and after which no save has succeeded yet."""
 
     def may_retry(self) -> bool:
         """Return whether the pause after a failed save is over."""
         return self.num_failures > 0 and self._clock() >= self._retry_at
 
     def is_due(self, step: int, may_retry: bool) -> bool:
-        """Return whether to save after step `step`.  `may_retry`: rank 0's answer."""
+        """Return whether to save after step `step`.  `may_retry`: what `may_retry()` returned on rank 0."""
         is_due = self.policy.is_due(step)
         if is_due:
             self._unsaved_steps.append(step)
@@ -320,7 +321,7 @@ class SaveSchedule:
     def begin(self, step: int) -> list[int]:
         """Record that a save of step `step` has started; return the earlier steps whose due saves it replaces."""
         self.is_postponed = False
-        self.policy.began()
+        self.policy.record_start()
         return [due for due in self._unsaved_steps if due < step]
 
     def failed(self) -> None:
@@ -349,7 +350,7 @@ class SavePolicy:
         """Return whether a save is due after step `step`; call it after the step's all-reduce.  Not collective."""
         raise NotImplementedError
 
-    def began(self) -> None:
+    def record_start(self) -> None:
         """Record that a save has started."""
 
     def update(self, history: RunHistory) -> None:
@@ -371,7 +372,7 @@ class FixedInterval(SavePolicy):
 
 
 class AdaptiveInterval(SavePolicy):
-    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce sends its decision.
+    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce tells the other ranks.
 
     Steps that are multiples of `checkpoint.keep_every` are saved as well.
     """
@@ -401,7 +402,7 @@ class AdaptiveInterval(SavePolicy):
         return self.costs.best_interval_s
 
     def is_time(self) -> bool:
-        """Return whether to save after this step: the time of the save is closer to its end than to the next step's."""
+        """Return whether the next save is due closer to the end of this step than to the end of the next step."""
         now = self._clock()
         if self._last_save is None:
             self._last_save = now
@@ -410,7 +411,7 @@ class AdaptiveInterval(SavePolicy):
     def is_due(self, step: int) -> bool:
         return self._is_time.any_yes or (self._keep_every > 0 and step % self._keep_every == 0)
 
-    def began(self) -> None:
+    def record_start(self) -> None:
         self._last_save = self._clock()
 
     def update(self, history: RunHistory) -> None:

@@ -1,4 +1,4 @@
-"""The interface of a part of a run's state, and functions that split state dicts into tensors and JSON and rejoin them.
+"""The interface for a part of a run's state, and functions that split state dicts into tensors and JSON or rejoin them.
 
 Nothing is pickled, so reading a checkpoint cannot run code.
 """
@@ -44,7 +44,8 @@ class StatePart:
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str] | None:
         """Compare the part with its stored form, before anything is loaded.  Returns one line per difference.
 
-        `stored` maps keys within the part to stored tensors.  None, the default, compares only the shapes of DTensors.
+        `stored` maps keys within the part to stored tensors.  If this returns None, the default, the reader compares
+        only the shapes of DTensors.
         """
         return None
 
@@ -56,10 +57,10 @@ class StatePart:
         return False
 
     def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check what the part depends on outside the checkpoint, as a position in the data depends on the data.
+        """Check what the part depends on outside the checkpoint: a position in the data, for example, needs that data.
 
-        Returns two lists of the changes since `plain` was stored, one line each: those that forbid resuming, and those
-        to report only.
+        Returns the changes since `plain` was stored as two lists, one line each: those that forbid resuming, and those
+        that are only reported.
         """
         return [], []
 
@@ -102,7 +103,7 @@ def split_state(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
 
 
 def join_state(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Rebuild the state that was split by `split_state`.  `tensors` maps keys (paths joined by dots) to tensors."""
+    """Rebuild a state that `split_state` has split.  `tensors` maps keys (paths joined by dots) to tensors."""
     if isinstance(plain, list):
         return [join_state(item, tensors) for item in plain]
     if not isinstance(plain, dict):

@@ -41,6 +41,7 @@ DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint, which become prefixes of its name."""
 _QUARANTINED = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
+"""In a file system, prefixes of the temporary names of folders that are being written, deleted or replaced."""
 _UNFINISHED = ".unfinished"
 """In an object store, the marker file of a folder that is being written or deleted."""
 
@@ -67,11 +68,11 @@ class Storage(Protocol):
 
     def __truediv__(self, name: str) -> Storage: ...
     def names(self) -> list[str]:
-        """Return the names in the folder, sorted; empty if the folder does not exist."""
+        """Return the names of the folder's entries, sorted; empty if the folder does not exist."""
         ...
 
     def is_published(self, name: str) -> bool:
-        """Return whether the folder `name` has been published: renamed, or in an object store given a manifest."""
+        """Return whether a folder is published: exists under its final name or, in an object store, has a manifest."""
         ...
 
     def size(self, name: str) -> int:
@@ -485,9 +486,9 @@ class _RemoteFile:
 
 BLOCK_BYTES = 4 << 20
 _WRITE_BYTES, _READ_BYTES = 128 << 10, 512 << 10
-"""Sizes of the pieces in which data is processed.  They fit in a core's cache, so that data is read from memory once,
-although it is inspected, checksummed and copied.  Writing 1.2 GB took 0.9 s this way and 3.8 s in pieces of 4 MiB;
-reading took 0.33 s and 0.48 s."""
+"""Sizes of the pieces in which data is processed.  They fit in a core's cache, so that data is loaded from memory only
+once, although it is inspected, checksummed and copied.  Writing 1.2 GB took 0.9 s this way and 3.8 s in pieces of
+4 MiB; reading took 0.33 s and 0.48 s."""
 
 Blocks = Sequence[Sequence[int]]
 """(length, CRC-32) of each block of a file, in order."""
@@ -500,13 +501,13 @@ class Damaged(Exception):
 class BlockWriter:
     """Writes a file sequentially and computes its block checksums.
 
-    A large write (the bytes of a tensor) starts a new block, so that tensors are aligned with blocks.  Small writes in
-    between are collected into one block.  `throttle` is called after each large block with the seconds that it took, so
-    that a background writer can pause.
+    A large write (the bytes of a tensor) starts a new block, so that tensors are aligned with blocks.  Consecutive
+    small writes are collected into blocks.  `throttle` is called after each block of a large write with the seconds
+    that the block took, so that a background writer can pause.
     """
 
     LARGE_BYTES = 4096
-    """Writes of at least this many bytes start their own block; collected blocks stay smaller."""
+    """Writes of at least this many bytes start their own block; blocks of collected small writes stay smaller."""
 
     def __init__(self, file: WritableFile, throttle: Callable[[float], None] | None = None) -> None:
         self._file, self._throttle = file, throttle
@@ -633,7 +634,7 @@ class BlockReader:
 
 
 def check_visible(folder: Storage, name: str, size: int, rank: int) -> None:
-    """Raise OSError unless rank 0 sees a file that another rank wrote, with the right size."""
+    """On rank 0, raise OSError unless it sees the file that `rank` wrote, with the right size."""
     try:
         visible = folder.size(name)
     except FileNotFoundError:
@@ -646,7 +647,7 @@ def check_visible(folder: Storage, name: str, size: int, rank: int) -> None:
 
 
 def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tuple[int, int]]:
-    """Write small files and read each back, since storage may report success but store only a part.
+    """Write small files and read each back, since storage may report success but store only part of a file.
 
     Returns their sizes and checksums.  Raises OSError.
     """

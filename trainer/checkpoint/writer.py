@@ -1,11 +1,11 @@
 """Saves checkpoints: snapshots the state, writes and verifies the files, publishes them, and prunes old checkpoints.
 
-A background save pauses training only while the state is collected and copied.  A thread on each rank then writes,
-using a separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks that
-nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are deleted after that, or
-before the save if the disk is too full for it; at least one good checkpoint remains.  If any rank fails, all ranks
-report the same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that deletion
-fails as well, the unpublished folder remains until the run is next started.
+A background save pauses training only while the state is collected and copied.  A thread on each rank then writes the
+copy, using a separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks
+that nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are deleted after that,
+or before the save if the disk is too full for the new one; at least one good checkpoint remains.  If any rank fails,
+all ranks report the same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that
+deletion fails as well, the unpublished folder remains until the run is next started.
 
 Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing each have a section
 below.
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 _DELETE_TIMEOUT_S = 60.0
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
-"""Free space that a save requires, as a multiple of its tensors' size.  Other files are negligible."""
+"""Free space that a save requires, as a multiple of the size of its tensors.  Other files are negligible."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ class Checkpoints:
         self._staging = Staging(world.device)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=_lower_priority)
         self.is_throttled = False
-        """True during a training step on the CPU, when the background writer leaves memory bandwidth to it."""
+        """True during a training step on the CPU: the background writer then leaves memory bandwidth to the step."""
         self._overdue_at = 0.0
         self.stage = _WAITING
         """What the save in flight is doing now, as text for messages."""
@@ -176,7 +176,7 @@ class Checkpoints:
         self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
-        """Throttle background writing during a step on the CPU: both compete for memory bandwidth."""
+        """Throttle background writing during a step on the CPU, because both compete for memory bandwidth."""
         self.is_throttled = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:
@@ -212,7 +212,8 @@ class Checkpoints:
         returns.  `replaced_steps`: earlier steps whose due saves this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
-        Collectives: one gather of small messages; the first time, also those of planning and of opening process groups.
+        Collectives: one gather of small messages; another one if unsharded tensors differ between ranks; those of
+        `SavePlans.make` if the tensors have changed; and at the first save, the creation of two process groups.
         """
         assert self.in_flight is None, "one save at a time: take_result() of the previous one first"
         started = time.perf_counter()
@@ -231,20 +232,20 @@ class Checkpoints:
         except Exception as error:  # any error: the other ranks wait in the gather below
             failure = f"cannot collect the state: {describe(error)}"
         needs_plan = snapshot is not None and signature_of(snapshot.tensors) != self._plans.signature
-        answers: list[Readiness] = self.world.gather(
+        readiness_by_rank: list[Readiness] = self.world.gather(
             Readiness(mistake, failure, needs_plan, snapshot.digests if snapshot else {})
         )
-        for rank, answer in enumerate(answers):
-            if answer.mistake:
-                raise UserError(f"rank {rank}: {answer.mistake}")
-        failures = merge_errors(answer.failure for answer in answers)
+        for rank, readiness in enumerate(readiness_by_rank):
+            if readiness.mistake:
+                raise UserError(f"rank {rank}: {readiness.mistake}")
+        failures = merge_errors(readiness.failure for readiness in readiness_by_rank)
         if failures or snapshot is None:
             self._fail_at_once(state.step, failures, started)
             return
-        differing_parts = parts_differing_between_ranks([answer.digests for answer in answers])
+        differing_parts = parts_differing_between_ranks([readiness.digests for readiness in readiness_by_rank])
         if differing_parts:
             store_per_rank(state, snapshot, differing_parts, self.world)
-        if any(answer.needs_plan for answer in answers):
+        if any(readiness.needs_plan for readiness in readiness_by_rank):
             self._forget_layout()
             try:
                 self._plans.make(snapshot.tensors)
@@ -277,7 +278,8 @@ class Checkpoints:
     ) -> SaveResult:
         """Write and publish, on the background thread.
 
-        All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write.
+        All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write; empty
+        if it can.
         """
         name = checkpoint_name(snapshot.step)
         folder, failure, num_bytes = self.storage / name, "", 0
@@ -469,12 +471,12 @@ class Checkpoints:
             late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
         channel = self.world if has_ended else self._result_channel
-        answers = channel.gather((result.error, result.lost, self.stage))
-        all_lost = {lost for _, lost, _ in answers}
+        outcomes = channel.gather((result.error, result.lost, self.stage))
+        all_lost = {lost for _, lost, _ in outcomes}
         if all_lost != {""}:
-            # Prefer the error of a rank that was working to the errors of ranks that were waiting for it.
-            working_errors = [error for error, lost, stage in answers if lost and stage != _WAITING]
-            first = next(error for error in [*working_errors, *(error for error, *_ in answers)] if error)
+            # Prefer the error of a rank that was working to those of ranks that were waiting for it.
+            working_errors = [error for error, lost, stage in outcomes if lost and stage != _WAITING]
+            first = next(error for error in [*working_errors, *(error for error, *_ in outcomes)] if error)
             result = dataclasses.replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
             if result.lost == "ranks":  # messages of the failed save may be left in the old channel
                 self._channel = self._open_channel()
@@ -632,7 +634,7 @@ def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def parts_differing_between_ranks(digests: Sequence[Mapping[str, PartDigest]]) -> list[str]:
-    """Return the parts with unsharded tensors that differ between ranks.  Raises UserError if other values differ.
+    """Return the parts whose unsharded tensors differ between ranks.  Raises UserError if values other than tensors do.
 
     digests: one mapping per rank.
     """
@@ -690,7 +692,7 @@ def signature_of(tensors: Tensors) -> tuple[Any, ...]:
 
 
 class SavePlans:
-    """The chunks that each rank writes, planned once and reused while names, shapes and placements stay the same."""
+    """The chunks that each rank writes, planned once and reused until `signature_of` the tensors changes."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -862,7 +864,7 @@ def _write_chunk(
 
 
 class _DataLocator:
-    """Forwards the output of `torch.save`; finds out where the tensor's raw bytes start, and checks them."""
+    """Forwards the output of `torch.save`, notes where the tensor's raw bytes start, and checks them."""
 
     def __init__(self, writer: BlockWriter, tensor: torch.Tensor, check: Callable[[memoryview], None] | None) -> None:
         self._writer, self._address, self._num_bytes = writer, tensor.data_ptr(), tensor.nbytes
@@ -910,7 +912,7 @@ def _sanity_check(key: str, dtype: torch.dtype, limit: float) -> Callable[[memor
         if dtype in _FLOATS:
             values = np.frombuffer(content, dtype=_FLOATS[dtype])
             largest = float(np.maximum(values.max(), -values.min()))
-        else:  # numpy has no bfloat16: compare exponents, which round down to a power of two and keep NaN and inf
+        else:  # numpy has no bfloat16: the exponent alone rounds down to a power of two, and turns NaN into inf
             exponent = int((np.frombuffer(content, dtype=np.uint16) & _EXPONENTS[dtype]).max())
             largest = torch.tensor(exponent, dtype=torch.int16).view(dtype).item()
         if not np.isfinite(largest):

@@ -1,6 +1,6 @@
 """Small messages between ranks: CPU collectives that never wait for the device, and a key-value store with timeouts.
 
-One small all-reduce per step (`StepSync`) carries everything that the ranks must agree on.
+One small all-reduce per step (`StepSync`) carries everything that the ranks must agree on in that step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Result = TypeVar("Result")
 class Channel:
     """Collectives for small messages between the ranks of a gloo group.  They never wait for the device.
 
-    Every method is a collective over the group.  Two threads need two channels.
+    Every method is a collective over the group.  Threads must not share a channel.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
-        """Use the default process group, which must be a gloo group; otherwise, with several ranks, open a new group.
+        """Open a new group, unless there is only one rank or `uses_default_group`.
 
-        Every open group costs CPU time, even if it is idle: gloo runs a thread for it that wakes up a hundred times per
-        second.
+        With `uses_default_group`, the default process group must be a gloo group.  An open group costs CPU time, even
+        if it is idle: gloo runs a thread for it that wakes up a hundred times per second.
         """
         self.rank, self.size = rank, size
         opens_group = size > 1 and not uses_default_group
@@ -77,7 +77,7 @@ class Channel:
         return box or []
 
     def scatter(self, values: Sequence[Any]) -> Any:
-        """Return this rank's element of rank 0's `values`, which has one per rank.  One scatter."""
+        """Return this rank's element of rank 0's `values`, which holds one element per rank.  One scatter."""
         if self.size == 1:
             return values[0]
         box = [None]
@@ -85,9 +85,10 @@ class Channel:
         return box[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank passes an error, so that no rank waits for one that has failed.
+        """Raise on every rank if any rank passes an error, so that none waits for a rank that has failed.  One gather.
 
-        A rank that passes an error raises it.  The others raise UserError if that is one, else PeerFailed.
+        A rank that passes an error raises it.  The others raise a UserError if the error of the first failed rank is a
+        UserError, and PeerFailed otherwise.
         """
         errors = self.gather(None if error is None else (isinstance(error, UserError), str(error) or repr(error)))
         if error is not None:
@@ -98,7 +99,7 @@ class Channel:
                 raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
 
     def agreed(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work()`; if it raises on any rank, raise on every rank (see `agree`)."""
+        """Return the result of `work()`; if that raises on any rank, raise on every rank (see `agree`).  One gather."""
         result, error = None, None
         try:
             result = work()
@@ -120,7 +121,7 @@ class StoreTimeout(RuntimeError):
 class TimedStore:
     """A key-value store with timeouts, because a dead host, unlike a dead process, does not close its connections.
 
-    All methods raise RuntimeError if the store is gone, and StoreTimeout after `limit_s` seconds.
+    All methods raise RuntimeError if the store is gone, and StoreTimeout if it does not respond within `limit_s`.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:
@@ -140,6 +141,7 @@ class TimedStore:
         return self._with_timeout(lambda: self._store.compare_set(key, expected, value)).decode()
 
     def wait(self, key: str, timeout_s: float) -> None:
+        """Wait up to `timeout_s` seconds until the key is set.  Raises RuntimeError after that."""
         self._with_timeout(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
 
     def _with_timeout(self, work: Callable[[], Any], extra_s: float = 0.0) -> Any:
@@ -167,7 +169,7 @@ class TimedStore:
 
 
 _NUM_RESERVED = 2
-"""Minimum number of amounts in a message.  Fewer are padded, so that all ranks send messages of the same length."""
+"""Minimum number of amounts in a message.  Fewer are padded, so that all ranks send messages of equal length."""
 
 
 class Vote:
@@ -195,7 +197,7 @@ class Vote:
 
 
 class StepSync:
-    """Sums a step's values and counts all votes, over all ranks, in one all-reduce.
+    """Sums a step's amounts and counts all votes, over all ranks, in one all-reduce.
 
     Components register their votes when they are created, in the same order on every rank.
     """
@@ -231,6 +233,6 @@ class StepSync:
         return sums[: len(amounts)]
 
     def ensure_all_reduced(self) -> None:
-        """Do the all-reduce of a step if a custom train_step has not done it.  At most one all-reduce."""
+        """Do the step's all-reduce if a custom train_step has not done it.  At most one all-reduce."""
         if not self._is_reduced:
             self.all_reduce()

@@ -1,6 +1,6 @@
 """Finds out which ranks have died, and why.
 
-If a rank is killed, the other ranks only see a closed connection and raise generic network errors.  The launcher
+If a rank is killed, the other ranks only see a closed connection and raise generic network errors.  But the launcher
 learns the exit status, and ranks on the same machine can see that the process is dead.
 """
 
@@ -26,7 +26,7 @@ _MAX_NAMED = 4
 
 
 def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
-    """Describe how a rank ended, as far as the exit code tells."""
+    """Describe how a rank ended, as far as its exit code shows."""
     subject = f"rank {rank} (process {pid})"
     if exit_code is None:
         return f"{subject} has died"
@@ -40,9 +40,9 @@ def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
 
 
 def describe_killed(failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe which ranks were killed, by which signals; empty if only the launcher killed ranks.
+    """Describe which ranks were killed, and by which signals; empty if only the launcher killed ranks.
 
-    failures: how workers ended, as the launcher saw it, by rank.  As in `subprocess`, a negative exit code is a signal.
+    failures: how workers ended, as the launcher saw it, by rank.  A negative exit code is a signal, as in `subprocess`.
     """
     first_death = min((failure.timestamp for failure in failures.values()), default=0)
     # Later deaths do not count: the launcher kills ranks that do not exit.
@@ -81,7 +81,7 @@ def this_process() -> Process:
 
 
 def describe_dead(ranks: Sequence[Process], timeout_s: float) -> str:
-    """Describe which ranks on this machine have died and, if still known, how; empty if none has.
+    """Describe which ranks on this machine have died and, if still known, how; empty if none has died.
 
     Polls for `timeout_s` seconds, because the connections of a dying process close before it dies.
     """

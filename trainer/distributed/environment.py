@@ -24,21 +24,22 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Set in the workers that `nproc=N` starts: their parent has already printed all messages."""
+"""Environment variable set in the workers that `nproc=N` starts: their parent has already printed all messages."""
 
 START_TIME = "MESHTRAINER_STARTED"
-"""Start time of the command (`metrics.record.uptime`), for the workers that it starts on this machine."""
+"""Environment variable with the command's start time (`metrics.record.uptime`), for its workers on this node."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
-"""PID of the launcher, set in the workers that `nproc=N` starts."""
+"""Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""
 
 EXPANDABLE = "expandable_segments:True"
-"""The CUDA allocator's configuration, unless the user sets another."""
+"""The CUDA allocator's configuration, unless the user sets a different one."""
 
 _PR_SET_PDEATHSIG = 1
 """From <sys/prctl.h>."""
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""From <malloc.h>."""
 
 _MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
 """The limit on open files to request, and the usual default.  The limit is finite, since some programs close every
@@ -84,7 +85,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 
     Under torchrun these are RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE
     (https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables).  Under srun they are the variables of
-    the step, because a step may use only part of its job.
+    the Slurm step, because a step may use only part of its job.
     """
     if "RANK" in env and "WORLD_SIZE" in env:
         world_size = _read_int(env, "WORLD_SIZE")
@@ -156,7 +157,7 @@ def record_start_time(start_time: float, env: MutableMapping[str, str] = os.envi
 
 
 def take_start_time(env: MutableMapping[str, str] = os.environ) -> float | None:
-    """Return the start time of the command to the first Trainer of this process; None to later ones, or if unknown."""
+    """Return the command's start time for the first Trainer of this process; None for later ones, or if unknown."""
     text = env.get(START_TIME, "")
     is_first = bool(text) and text not in _taken_start_times
     _taken_start_times.add(text)
@@ -170,9 +171,10 @@ _taken_start_times: set[str] = set()
 def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
     """Make idle OpenMP threads sleep after a short spin, unless the user configured this.  Call before importing torch.
 
-    By default they spin for a long time, which slows training severely on busy cores.  llama_small on two cores: about
-    600 tokens/s next to another load by default; 5,100 to 7,900 with this setting next to two busy loops (a different
-    load, so no ratio).  On idle cores: 22,000 with this setting, 24,000 with endless spinning, 12,400 with none.
+    By default they spin for a long time, which slows training severely on busy cores.  Measured with llama_small on two
+    busy cores: by default about 600 tokens/s; with this setting 5,100 to 7,900, but next to a different load (two busy
+    loops), so the numbers give no ratio.  On idle cores: 22,000 with this setting, 24,000 with endless spinning, 12,400
+    without spinning.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
         env["GOMP_SPINCOUNT"] = "10000"
@@ -191,8 +193,8 @@ def keep_freed_memory(env: MutableMapping[str, str] = os.environ) -> None:
     """Make malloc keep freed memory for the next step, unless the user configured this.  A no-op without glibc.
 
     Otherwise malloc returns memory to the kernel and requests it again in every step, and the kernel zeroes each page.
-    While a checkpoint is written, the page cache takes those pages: steps took 1.28 to 1.43 times as long, and 0.92 to
-    1.29 with this setting (206 M parameters, one thread).
+    While a checkpoint is written, the page cache takes those pages: steps during a save took 1.28 to 1.43 times as long
+    as others, and with this setting 0.92 to 1.29 times (206 M parameters, one thread).
     """
     if {"MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"} & set(env):
         return
@@ -212,7 +214,7 @@ def raise_file_limit() -> str:
     """Raise the limit on open files for this process and its children, as far as permitted.
 
     Sockets to other ranks, batches of loader workers, shards and checkpoints need open files.  Returns advice if the
-    limit is still low, otherwise an empty string.
+    limit remains low, otherwise an empty string.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     target = _MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_OPEN_FILES)
@@ -231,8 +233,8 @@ def raise_file_limit() -> str:
 def without_garbage_collection() -> Iterator[None]:
     """Disable the garbage collector inside the block.
 
-    Imported modules are never garbage, but the collector scans them 700 times during the import of torch: 0.8 of the
-    4.1 s of CPU time until the first step of llama_small.
+    Imported modules are never garbage, but the collector scans them 700 times during the import of torch.  That takes
+    0.8 s of the 4.1 s of CPU time until the first step of llama_small.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -246,8 +248,8 @@ def without_garbage_collection() -> Iterator[None]:
 def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that `init_process_group` reads, from those of a Slurm step.
 
-    The address is that of the first node.  The port is computed from job, step and restart: the same for all tasks of a
-    step without communication, and different for two steps on one node.
+    The address is that of the first node.  The port is computed from the numbers of the job, step and restart, so that
+    all tasks of a step agree on it without communication, and two steps on one node most likely use different ports.
     """
     environment = find_environment(env)
     env["RANK"], env["WORLD_SIZE"] = str(environment.rank), str(environment.world_size)
@@ -262,7 +264,7 @@ def export_slurm_rendezvous(env: MutableMapping[str, str] = os.environ) -> None:
 def _read_int(
     env: MutableMapping[str, str], name: str, default: int | None = None, below: tuple[str, int] | None = None
 ) -> int:
-    """Return the integer in a variable.  below: name and value of another variable, which must be greater."""
+    """Return a variable's integer value.  below: name and value of another variable, which must be greater."""
     text = env.get(name, "" if default is None else str(default))
     if not text.isdecimal():
         raise setting_error(name, text, "the launcher's variable must be a whole number", default)
@@ -315,7 +317,7 @@ def first_node_address(node_list: str) -> str:
 
 _INTERFACE_VARIABLE = "GLOO_SOCKET_IFNAME"
 _UNUSED_ADDRESS = "192.0.2.1"
-"""An address that no host has (RFC 5737): the route to it is the default route."""
+"""An address that no host has (RFC 5737), so that the route to it is the default route."""
 _SIOCGIFADDR = 0x8915
 
 

@@ -1,7 +1,7 @@
 """Collectives inside a forward pass, as custom operators with gradients.
 
-Autograd, torch.compile, activation checkpointing and fake tensors treat each as one operator with shapes that do not
-depend on the rank.  Each operator waits for its collective on the stream on which it is called.
+Autograd, torch.compile, activation checkpointing and fake tensors treat each as one operator, and its output shape
+follows from its arguments alone.  Each operator waits for its collective; on a GPU, the current stream waits.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def register_group(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def purpose_of(frame: FrameType | None) -> str:
-    """Return the purpose of the group whose collective a thread is waiting for; empty if it is not waiting.
+    """Return the purpose of the group on which a thread is running one of these operators; empty if there is none.
 
     frame: the thread's innermost frame.
     """
@@ -41,7 +41,7 @@ def purpose_of(frame: FrameType | None) -> str:
 
 @torch.library.custom_op("meshtrainer::gather_parts", mutates_args=())
 def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor:
-    """Return the parts of all ranks of a group in rank order, (num_parts, *part.shape).  One all-gather.
+    """Return the parts of all ranks of a group in rank order, of shape (num_parts, *part.shape).  One all-gather.
 
     Backward: one reduce-scatter.
     """
@@ -52,7 +52,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum of all ranks' parts for this rank, of shape parts.shape[1:].  One reduce-scatter.
+    """Return the sum over a group's ranks of the parts for this rank, of shape parts.shape[1:].  One reduce-scatter.
 
     Backward: one all-gather.
     """

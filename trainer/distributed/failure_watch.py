@@ -17,7 +17,7 @@ FAILURE = "meshtrainer/failure"
 """Store key that holds the first failure."""
 
 _POLL_S = 0.5
-"""Seconds between two looks into the store."""
+"""Seconds between polls of the store."""
 
 _GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
 """Time allowed for the main thread to exit by itself, and for a save in flight to end."""
@@ -26,7 +26,7 @@ _GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
 class FailureWatch(threading.Thread):
     """A thread that ends this process a few seconds after another rank has failed or the launcher has died.
 
-    The main thread may be blocked, for example in a collective, and would otherwise wait for the timeout.
+    The main thread may be blocked, for example in a collective, and would otherwise wait until its timeout.
     """
 
     def __init__(

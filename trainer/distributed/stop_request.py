@@ -23,17 +23,17 @@ from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
 from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""Sent by a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints the stacks of all threads)."""
+"""Sent, in this order, by a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints all stacks)."""
 
 _KEPT_IF_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
 """Signals that stay ignored if the parent has ignored them, as `nohup` and background jobs of a shell do."""
 
 NOTICE = "notice"
-"""Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes
-started by srun, such as torchrun's agents, and not their ranks.  A file reaches every rank."""
+"""Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that
+srun started, such as torchrun's agents, and not the ranks that those started.  A file reaches every rank."""
 
 _STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
-"""Environment variables that hold a run folder and the identity of a notice meant for an earlier attempt."""
+"""Environment variables that each hold a run folder and the identity of a notice meant for an earlier attempt."""
 
 
 class StopRequest:
@@ -54,7 +54,7 @@ class StopRequest:
         self._deadline: float | None = None
         self._reason: str | None = None
         self.exits_on_sigterm = False
-        """True after another rank's failure: SIGTERM then exits at once, as this rank may hang in a collective."""
+        """True after another rank has failed: SIGTERM then exits at once, since this rank may hang in a collective."""
         self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False
@@ -92,7 +92,7 @@ class StopRequest:
         self._notice, self._deadline, self._reason = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
-        """Return the reason to stop now, or None.  needs_s: how many seconds before the deadline to stop."""
+        """Return the reason to stop now, or None.  needs_s: how long before the deadline to stop, in seconds."""
         if self._signal is not None:
             return self._signal
         now = self._clock()
@@ -177,7 +177,7 @@ def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
 
 
 def take_stale_notice(run_dir: Path) -> str:
-    """Return the identity of the notice at the start of the command or, if unknown, of the current one."""
+    """Return the identity of the notice that existed at the start of the command or, if unknown, of the current one."""
     record = os.environ.get(_STALE, "")
     recorded_dir, _, notice_id = record.partition("\n")
     is_known = recorded_dir == str(run_dir) and record not in _taken_notices
@@ -190,9 +190,9 @@ _taken_notices: set[str] = set()
 
 
 def file_identity(path: Path) -> str:
-    """Return a token that changes if a file is replaced or touched; empty if there is no file.
+    """Return a string that changes if a file is replaced or touched; empty if there is no file.
 
-    Tokens are only compared with earlier tokens of the same file, never with a clock.
+    It is only compared with earlier values for the same file, never with a clock.
     """
     try:
         stats = path.stat()
@@ -205,7 +205,7 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch signals for a Trainer that will be created later; until its first step, they end the process."""
+    """Catch signals for a Trainer that will be created later.  Until its first step, a signal ends the process."""
     request = StopRequest()
     request.install()
     request.enable_prompt_stop()
@@ -222,7 +222,7 @@ def announce_early(is_main: bool) -> None:
 def causing_stop_request(error: BaseException) -> StopRequested | None:
     """Return the stop request that caused an error, or None.
 
-    Before the first step, another exception may have replaced the request's, or another rank may have exited first.
+    Before the first step, another exception may hide the request, or another rank may have exited first.
     """
     request = underlying_request(error)
     if isinstance(request, StopRequested):
@@ -232,7 +232,7 @@ def causing_stop_request(error: BaseException) -> StopRequested | None:
 
 
 def stop_is_requested_early() -> bool:
-    """Return whether a stop was requested before a Trainer has taken over the signals."""
+    """Return whether a stop was requested before any Trainer took over the signals."""
     return bool(_installed) and _installed[0].reason() is not None
 
 

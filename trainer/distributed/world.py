@@ -1,6 +1,6 @@
 """The ranks of a run: their process group, devices and mesh, and messages between them.
 
-Small messages use a gloo group, which on GPUs is separate from the groups of the model, so that they never wait for the
+Small messages use a gloo group, which on GPUs is separate from the model's groups, so that messages never wait for the
 device.
 """
 
@@ -48,7 +48,7 @@ REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the mesh axes, and of the context-parallel groups inside `shard`."""
 OUTER, EXPERT, INNER = "outer", "expert", "inner"
 """Names of the two axes into which `shard` is split: (outer, expert) for experts that are divided among ranks, and
-(outer, inner) for stacks whose matrices are split by rows."""
+(outer, inner) for stacked parameters whose matrices are split by rows."""
 
 
 def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
@@ -68,8 +68,8 @@ _ANSWER_S = 5.0
 class World(Channel):
     """All ranks of a run, and the rank, device and process group of this process.
 
-    Opens the process group (gloo on CPU, NCCL on CUDA) unless one is already open, as under Ray Train.  `close` only
-    closes a group that was opened here.  All ranks must create a World.
+    Opens the process group (gloo on CPU, NCCL on CUDA) unless one is already open, as under Ray Train.  `close` closes
+    the group only if it was opened here.  All ranks must create a World.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -129,8 +129,8 @@ class World(Channel):
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of this rank's process groups.
 
-        Groups that were opened elsewhere keep theirs.  The first step has a longer timeout, because it compiles and
-        allocates.
+        Groups that were opened elsewhere keep theirs.  Until the first step ends, the timeout is longer, because
+        that step compiles and allocates.
         """
         previous, self.timeout = self.timeout, timedelta(seconds=timeout_s)
         # Includes groups that torch opened internally, such as those of integer resharding, but not groups with a
@@ -215,7 +215,7 @@ class World(Channel):
             self._groups.append(mesh.get_group(axis))
 
     def open_context(self, num_ranks: int) -> str:
-        """Open this rank's context-parallel group of `num_ranks` neighbors; return its name for `exchange`.
+        """Open this rank's context-parallel group, `num_ranks` consecutive ranks; return its name for `exchange`.
 
         Without a separate group, the messages of attention would queue behind FSDP's all-gathers.  All ranks must call
         this.
@@ -227,13 +227,13 @@ class World(Channel):
         return register_group(group, CONTEXT)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
-        """Sum a tensor over all ranks, in place on its device.  One all-reduce on the default group."""
+        """Sum a tensor over all ranks in place, on its device, and return it.  One all-reduce on the default group."""
         if self.size > 1:
             dist.all_reduce(value)
         return value
 
     def once(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work` on the first rank that calls this; the others wait up to half a minute for it.
+        """Run `work` on the first rank that calls this; the others wait up to half a minute until it is done.
 
         Uses no collective, because some ranks may never call it.
         """
@@ -283,8 +283,8 @@ class World(Channel):
     def leave_store(self) -> None:
         """Stop using the store, before all ranks exit because of the same user error.
 
-        Rank 0, which hosts the store, waits briefly for the others, because torch prints a page of C++ frames on each
-        rank that uses a store that is gone.
+        Rank 0, which may host the store, waits briefly for the others, because torch prints a page of C++ frames on
+        each rank that uses a store that is gone.
         """
         if self._watch is not None:
             self._watch.stop()
@@ -307,7 +307,7 @@ class World(Channel):
 
     @contextlib.contextmanager
     def closing_on_user_error(self) -> Iterator[None]:
-        """Destroy the process group, if it was opened here, when the block raises a UserError, as it does on all ranks.
+        """If the block raises a UserError, which it does on all ranks, destroy the process group that was opened here.
 
         After any other error, other ranks may be anywhere in their code, so only a run of one process does this.
         """
@@ -324,8 +324,8 @@ class World(Channel):
             _worlds.remove(self)  # it would keep alive the Trainer, which listens for failures
         if dist.is_initialized() and self.owns_group:
             dist.destroy_process_group()
-            # DTensor caches the results of its operators with their meshes.  An equal mesh of a later World would find
-            # the names of this one's groups there, which may then be those of other groups.
+            # DTensor caches the results of sharding propagation together with their meshes.  An equal mesh of a later
+            # World would get the names of this World's groups from the cache; by then, other groups may have them.
             from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
             _clear_sharding_prop_cache()
@@ -347,7 +347,7 @@ _openings = itertools.count()
 """Numbers the process groups that this process opens, so that each gets its own prefix in the store."""
 
 _DEATH_S = 1.0
-"""Longest time from when a dying rank's connections close until it is dead."""
+"""Longest time between the closing of a dying rank's connections and its death."""
 
 _ONCE_S = 30.0
 """Longest time that ranks wait for another one in `once`."""
@@ -411,7 +411,7 @@ def _num_cores() -> int:
 def find_device(requested: str, env: Environment) -> torch.device:
     """Return this rank's device, and make it the current device.
 
-    requested: `run.device`.  Raises UserError if it requires a GPU and there is none, or fewer GPUs than ranks.
+    requested: `run.device`.  Raises UserError if it requires a GPU and there is none, or if there are too few GPUs.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = choose_gpu(requested, env, num_gpus)
@@ -457,7 +457,7 @@ def choose_gpu(
 
     Each rank takes the GPU with the index of its local rank.  If it sees only one GPU, the launcher has assigned that
     one to it: `srun --gpus-per-task=1`, or a wrapper that sets CUDA_VISIBLE_DEVICES per rank.  `claim_gpu` checks later
-    that no two ranks share a GPU.  Raises UserError if there is no GPU, or fewer than ranks.
+    that no two ranks share a GPU.  Raises UserError if a GPU is required and there is none, or if there are too few.
     """
     if requested == "cuda" and not num_gpus:
         raise setting_error("run.device", requested, "torch finds no usable GPU", "cpu")
@@ -497,8 +497,8 @@ _READ_DECISION_S = 5.0
 def join_store(timeout: timedelta) -> tuple[Store, int, int]:
     """Join the rendezvous store; return it, this rank and the world size.  A process joins only once.
 
-    Callers must use a new prefix for each process group, because group names repeat: a rank that read the address of an
-    earlier group would hang.
+    Callers must use a new prefix for each process group, because group names repeat, and a rank that read the address
+    of an earlier group would hang.
     """
     joined: list[tuple[Store, int, int]] = []
     errors: list[BaseException] = []

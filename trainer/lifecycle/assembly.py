@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class TrainingRun:
     """The parts of a Trainer besides its model, optimizer and data.
 
-    `assemble_run` sets the fields that have no default in this order: each part may use the previous ones.
+    `assemble_run` sets the `init=False` fields afterwards, in the order below: each part may use those before it.
     """
 
     config: RunConfig
@@ -60,7 +60,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     step_sync: StepSync
     callbacks: list[Callback]
-    """The watchdog and the optional features, called in this order, or in reverse at the end of a step."""
+    """The watchdog and the optional features.  `begin_` hooks are called in this order, `end_` hooks in reverse."""
     step_metrics: StepMetrics = field(init=False)
     resume: Resume = field(init=False)
     relocation: Relocation = field(init=False)
@@ -69,7 +69,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Call `begin_fit` of all callbacks before the block (`Trainer.fit`), and `end_fit` after it."""
+        """Call `begin_fit` of all callbacks before the block (the body of `Trainer.fit`), and `end_fit` after it."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -96,8 +96,8 @@ class TrainingRun:
 def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     """Create the parts of `trainer`.  Collective.
 
-    The order of registration matters: it is the order in which checkpoints store the parts of the state and steps
-    exchange votes.  start_time: when the Trainer was created, by `time.monotonic`.
+    The order of registration matters: checkpoints store the parts of the state, and each step's all-reduce the votes,
+    in this order.  start_time: when the Trainer was created, by `time.monotonic`.
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
     is_range_test = config.schedule.name == "range"

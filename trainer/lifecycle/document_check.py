@@ -2,16 +2,16 @@
 
 A model may accept document ids but ignore them in one layer, without any visible effect on its loss or outputs: with
 fresh weights, the state that a recurrent layer carries across a document boundary is below bfloat16's rounding error.
-So the check does not compare outputs.  It runs the model itself, whatever the recipe, in two ways:
+So comparing the model's outputs is not enough.  The check runs the model itself, whatever the recipe, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
    A token that takes no part in a computation gets exact zeros in any dtype; one that does gets nonzero values, however
    small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is tested even
    if the next weight is zero, as in fresh adapters and some projections.
-2. *Swapped documents.*  A bias on absolute positions has no gradient.  So two documents of equal length are put into
-   two rows, in opposite order.  Every module must compute the same output for a document in both rows.  Outputs are
-   copied from one row to the other after each module, so that every module gets the same input and rounding errors do
-   not accumulate.
+2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two documents of
+   equal length are put into two rows, in opposite order.  Every module must compute the same output for a document in
+   both rows.  After each module, its outputs are copied from one row to the other, so that every module gets the same
+   input in both and rounding errors do not accumulate.
 
 Document boundaries lie within and between the chunks that recurrent layers process, and documents are longer than any
 convolution.
@@ -45,14 +45,14 @@ _LENGTHS = (70, 150, 100)
 document starts and ends within chunks and spans chunk boundaries, and the third crosses token 256."""
 
 _MAX_SWAPPED = 128
-"""Maximum number of tokens of a swapped document: a multiple of the chunk size and of the kernels' block sizes."""
+"""Maximum length of a swapped document in tokens: a multiple of common chunk sizes and of the kernels' block sizes."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Maximum RMS difference between a module's outputs in the two rows, relative to the RMS of the outputs, by dtype;
-other dtypes use `_HALF_TOLERANCE`."""
+"""Maximum RMS difference between a module's outputs in the two rows, relative to the RMS of the outputs, by dtype.
+Other dtypes have `_HALF_TOLERANCE`."""
 _HALF_TOLERANCE = 2.0**-9
 """Half the spacing of bfloat16: the difference if every element were rounded the other way.  Most modules return
-identical outputs, and kernels that sum in a different order round few elements differently."""
+identical outputs, and kernels that sum in a different order round only a few elements differently."""
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
@@ -118,7 +118,7 @@ def _make_batch(
 
 
 def _has_foreign_gradient(model: nn.Module, batch: Batch) -> bool:
-    """Return whether the documents with targets depend on embeddings of others, in any module."""
+    """Return whether, in any module, the documents with targets depend on embeddings of other documents."""
     others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
     gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
     return any(_is_nonzero(gradient, others_BT) for gradient in gradients)
@@ -143,7 +143,7 @@ def _embedding_gradients(
 
 
 class _SeparatedEmbeddings(TorchFunctionMode):
-    """Collects the embeddings that torch looks up for `tokens`, as graph leaves, so that only they get gradients.
+    """Collects the embeddings that torch looks up for the tokens, as leaves, so that only they get gradients.
 
     This finds tables in any form: an embedding module, a function, or an indexed parameter.
     """
@@ -175,7 +175,7 @@ class _SeparatedEmbeddings(TorchFunctionMode):
 
 
 class _HiddenSums:
-    """Sums the inputs and outputs of all modules at selected tokens; `add` is a hook; see `_hooks`."""
+    """Sums the inputs and outputs of all modules at selected tokens.  `add` is a function for `_hooks`."""
 
     def __init__(self, counted_BT: torch.Tensor) -> None:
         self._counted_BT = counted_BT
@@ -184,7 +184,7 @@ class _HiddenSums:
     def add(self, name: str, values: Any) -> None:
         for hidden in _hidden_states(values, self._counted_BT):
             if hidden.requires_grad:
-                # Also computed in a recomputed forward pass, so that it saves the same tensors.
+                # Also computed in a recomputed forward pass, so that both passes save the same tensors.
                 counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
                 total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
                 if self._sums is not None:
@@ -207,10 +207,10 @@ def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
     def watch(name: str, side: str, tensor: torch.Tensor) -> None:
         flags = reached.setdefault(name, {"input": False, "output": False})
 
-        def note(gradient: torch.Tensor) -> None:
+        def record(gradient: torch.Tensor) -> None:
             flags[side] = flags[side] or _is_nonzero(gradient, others_BT)
 
-        tensor.register_hook(note)
+        tensor.register_hook(record)
 
     def watch_inputs(name: str, inputs: Any) -> Any:
         def alias(leaf: torch.Tensor) -> torch.Tensor:
@@ -309,7 +309,7 @@ def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]
 
 @contextlib.contextmanager
 def _hooks(model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Inside the block, call two functions around every module, with its name and values.
+    """Inside the block, call `before` and `after` around the forward pass of every module, with the module's name.
 
     before: receives positional and keyword arguments, and returns replacements or None.  after: receives the outputs,
     and returns replacements for them or None.  Both are also called in recomputed forward passes.

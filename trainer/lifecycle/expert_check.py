@@ -1,17 +1,17 @@
 """The self-check for expert parallelism: verifies the experts' gradients, and which ranks compute which experts.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
-right, and its curve merely looks like that of a higher learning rate.  If experts are computed on the wrong ranks, the
-model still trains, but its checkpoints hold a different model.
+computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
+wrong ranks, the model still trains, but its checkpoints hold a different model.
 
 1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and their biases.  So by
    Euler's theorem on homogeneous functions, the inner product of these parameters with their gradients equals the inner
    product of the outputs with their gradients, over all tokens.  This holds for any output gradients, so the check uses
    the outputs themselves as their gradients: the result is a sum of squares, in which nothing cancels, and even in
-   bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both sides; no layer's weights
-   are gathered for this.
-2. *Placement.*  One token's output is compared with the output of its chosen experts, computed from weights that are
-   collected from the ranks that should hold them according to the placement.
+   bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both sides, and comparing
+   them gathers no weights.
+2. *Placement.*  One token's output is compared with that of the experts chosen for it, recomputed from weights that are
+   collected from the ranks that should hold them.
 """
 
 from __future__ import annotations
@@ -57,12 +57,13 @@ class _Observation:
 
 @dataclass
 class _Observer:
-    """Records one forward pass, and replaces the output gradients in its backward pass.
+    """Records one forward pass, and replaces the gradients of the experts' outputs in its backward pass.
 
     Recomputed forward passes are ignored.
     """
 
     seen: dict[str, _Observation] = field(default_factory=dict)
+    """The observation of each experts module, by name."""
 
     def watch(
         self, name: str, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor, out_SD: torch.Tensor
@@ -152,9 +153,9 @@ class _LinearityProbe:
                 self.linear.append(names)
 
 
-def _common_parameters(of_ranks: list[list[tuple[str, ...]]]) -> tuple[str, ...]:
+def _common_parameters(by_rank: list[list[tuple[str, ...]]]) -> tuple[str, ...]:
     """Return the first parameters that every rank with rows has found; empty if there are none."""
-    nonempty = [names for names in of_ranks if names]
+    nonempty = [names for names in by_rank if names]
     return next((names for names in nonempty[0] if all(names in others for others in nonempty)), ()) if nonempty else ()
 
 
@@ -174,14 +175,14 @@ def _wrong_gradients(
     ]
     if not names or not linear:
         return
-    of_weights = torch.stack([_inner_product(modules[name], linear) for name in names]).to(world.device)
-    of_outputs = torch.stack([seen[name].sum_of_squares for name in names])
-    totals = world.sum_on_device(torch.stack((of_weights, of_outputs)))
+    weight_products = torch.stack([_inner_product(modules[name], linear) for name in names]).to(world.device)
+    output_products = torch.stack([seen[name].sum_of_squares for name in names])
+    totals = world.sum_on_device(torch.stack((weight_products, output_products)))
     replicas = world.size // mesh.size(mesh.ndim - 1)
     fsdp = config.fsdp
     dtypes = {fsdp.param_dtype, fsdp.reduce_dtype, config.train.weights_dtype}  # each of them rounds gradients
     tolerance = max(_GRADIENT_TOLERANCE[dtype] for dtype in dtypes)
-    # Gradients are means over all ranks, and each replica has added the same.
+    # Gradients are means over all ranks, and the sum over ranks has counted each replica.
     totals[0] *= world.size / replicas
     for name, actual, expected in zip(names, *totals.tolist(), strict=True):
         if not abs(actual - expected) <= tolerance * expected:
@@ -211,7 +212,7 @@ def _wrong_placement(
     mesh: DeviceMesh,
     config: RunConfig,
 ) -> Iterator[str]:
-    """Yield the modules whose output for rank 0's first token is not the output of the experts that it chose."""
+    """Yield the modules whose output for rank 0's first token is not that of the experts chosen for it."""
     tolerance, dtype = _OUTPUT_TOLERANCE[config.fsdp.param_dtype], getattr(torch, config.fsdp.param_dtype)
     for name, module in modules.items():
         x_D, chosen_A, weights_A, out_D = (
@@ -220,7 +221,7 @@ def _wrong_placement(
         ends_A = torch.arange(1, len(chosen_A) + 1, dtype=torch.int32, device=x_D.device)
         chosen_experts = {
             key: _rows_of(parameter, chosen_A.long(), mesh, world.device).to(
-                dtype if parameter.is_floating_point() else parameter.dtype  # bytes of packed weights
+                dtype if parameter.is_floating_point() else parameter.dtype  # the bytes of quantized weights
             )
             for key, parameter in module.named_parameters()
         }

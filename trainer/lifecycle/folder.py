@@ -226,7 +226,10 @@ class RunFolder:
 
 @contextlib.contextmanager
 def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
-    """Turn an OSError in the block into a UserError about the setting, with the file and the cause."""
+    """Turn an OSError in the block into a UserError about the setting, with the file and the cause.
+
+    legal: a value of the setting to suggest, or None.
+    """
     try:
         yield
     except OSError as error:
@@ -241,7 +244,7 @@ def _rescue_folder(folder: Path) -> Path:
 
 
 _RETRY_PAUSES_S = (0.2, 1.0)
-"""Pauses before the retries of writing the status: storage may be unreachable for a moment."""
+"""Pauses before further attempts to write the status: storage may be unreachable for a moment."""
 
 
 def write_status(run_dir: Path, status: Mapping[str, Any]) -> None:
@@ -285,9 +288,9 @@ def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int,
 class FolderLock:
     """A lock on a run's folder, held by one process across all nodes, and broken if its owner is dead.
 
-    A file `.owner.json` identifies the owner.  An owner on the same machine is alive if its process exists.  One on
-    another machine (or on this one before a reboot, since host names are not unique) is alive if its heartbeat, the
-    modification time of the file, is recent compared with that of a file written now.  No clocks are compared.
+    A file `.owner.json` identifies the owner.  An owner on this machine (the same host name, boot and PID namespace) is
+    alive if its process exists.  Any other is alive if its heartbeat, the modification time of the file, is recent
+    compared with that of a file written now.  No clocks are compared.
     """
 
     NAME = ".owner.json"
@@ -358,7 +361,7 @@ class FolderLock:
         self._descriptor = -1
 
     def find_loss(self) -> FolderLoss | None:
-        """Return what happened to the folder, or None if it is still in place.
+        """Return how the folder was lost, or None if it is still in place.
 
         Unreachable storage does not count as a loss: it may recover.
         """

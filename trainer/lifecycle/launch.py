@@ -72,7 +72,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         # The launcher only knows that its workers have exited; how the run ended is in status.json.
         status = read_status(config.run_dir)
         if status == initial_status:
-            return EXIT_STOPPED  # the ranks had not started to train
+            return EXIT_STOPPED  # the ranks had not started training
         if status.get("exit_code") is None:
             _report_end(config, initial_status, "the run was asked to stop, and its ranks exited without reporting")
             return EXIT_FAILED
@@ -108,7 +108,7 @@ def _report_end(config: RunConfig, initial_status: Mapping[str, Any], reason: st
 
 
 _DRY_RUN_FOLDER = "MESHTRAINER_DRY_RUN"
-"""The folder of a dry run, set by the process that starts the ranks."""
+"""Environment variable with the folder of a dry run, which ranks inherit from the process that starts them."""
 
 
 @contextmanager

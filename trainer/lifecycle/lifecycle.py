@@ -2,7 +2,8 @@
 
     built ----restore----> restored          a checkpoint was loaded
     built, restored ----begin----> running   the folder is acquired, the start record is written
-    any ----end----> ended                   finished, stopped or failed: end record, status.json, folder released
+    any ----end----> ended                   finished, stopped or failed: the end record and status.json are written,
+                                             the folder is released
 
 A user error before `begin` leaves an existing run unchanged: there is no transition and no record.
 
@@ -215,7 +216,7 @@ class Lifecycle:
         return EXIT_FINISHED
 
     def fail(self, error: BaseException) -> None:
-        """Record that the run has failed.  Uses no collective, because the other ranks may be anywhere."""
+        """Record that the run has failed.  Uses no collective, since the other ranks may be anywhere in their code."""
         if isinstance(error, StopRequested):  # before the first step of this attempt
             self._watchdog.stop()
             if self.phase == "running":
@@ -277,7 +278,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Catch stop requests inside the block; if the block raises, record the failure."""
+        """Catch stop requests inside the block.  If the block raises, record the failure and re-raise."""
         self.stop.install()
         try:
             yield
@@ -395,7 +396,7 @@ class _StepAbandoned(Exception):
 
 
 class StepAbandoner:
-    """Abandons a step whose data does not arrive on a rank that was asked to stop, for example if the network is down.
+    """Abandons a step if a rank that was asked to stop does not get its data, for example because the network is down.
 
     That rank votes to abandon in the step's first all-reduce, which the other ranks join when they start the step.  At
     that point no rank has changed its state, so all ranks can save the state from before the step.  An evaluation can
@@ -445,7 +446,7 @@ class StepAbandoner:
 END_COMMAND_TIMEOUT_S = 30.0
 """The command's time limit in seconds; short, because a stop request may be pending."""
 _GRACE_S = 5.0
-"""Seconds past the limit after which `timeout` kills the command, in case this process was killed."""
+"""Seconds past the limit after which `timeout` kills the command, in case this process no longer can."""
 
 
 def run_end_command(command: str, facts: Mapping[str, object]) -> str:

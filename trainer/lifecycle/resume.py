@@ -1,6 +1,6 @@
 """Selects and loads the checkpoint that a run resumes from, and moves aside files that the run does not build on.
 
-`EarlierAttempts` compares the records in the run's folder with its checkpoints, to notice missing ones.
+`EarlierAttempts` compares the records in the run's folder with its checkpoints, to notice missing checkpoints.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Resume:
     def _is_restart(self, resume: str) -> bool:
         """Return whether the newest checkpoint here was written by an attempt with the same `resume` setting.
 
-        If so, that attempt was stopped or killed, and this one continues from there.  With `none` this is the case only
-        if the launcher has restarted the same job.
+        If so, that attempt was stopped or killed, and this one continues from there.  With `none`, this also requires
+        that the launcher has restarted the same job.
         """
         if resume == "auto":
             return False
@@ -146,7 +146,7 @@ class Resume:
         return is_restart
 
     def supersede_if_rolled_back(self, step: int) -> None:
-        """Supersede later checkpoints if training continues from the `step` of one that was loaded during the run."""
+        """Supersede later checkpoints if training continues at `step` of a checkpoint loaded during the run."""
         if self._must_supersede:
             self._must_supersede = False
             self.supersede(is_running=True)

@@ -1,13 +1,13 @@
 """The self-check before the first step verifies across all ranks that the run is set up as configured.
 
 It finds errors that would otherwise stay silent: a parameter that FSDP does not manage is trained separately on each
-rank, replicas that differ once never become equal again, and samples that two ranks read count twice.
+rank, replicas that differ stay different, and samples that are read by two ranks count twice.
 
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
 compares the ones it stores); and models other than `Trainer.model`, such as a teacher or an average.
 
-The check changes nothing, draws no random numbers, and works for any recipe.  A further check runs the model itself:
-context parallelism (`check_context`) must not change its loss.
+The check changes nothing, draws no random numbers, and works for any recipe.  A further check, `check_context`, runs
+the model itself: context parallelism must not change its loss.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 
     The code consists of this package with its recipes and objectives, the modules that define the model, the objective
     and `owner` (the Trainer's class), torch and Python.  exempt: patterns of keys and files that may differ.  Call this
-    before anything is built, because ranks with different meshes would wait for each other.  One gather of a number if
-    nothing differs.
+    before anything is built, because ranks with different meshes would wait for each other.  One small gather, and a
+    second one if something differs.
     """
     objective, takes_objectives = config.train.objective, getattr(owner, "takes_objectives", False)
     if takes_objectives and config.objective.trainer is None:
@@ -176,7 +176,7 @@ class _Piece:
     totals: tuple[int, int]
     """The parameter's size along these dimensions."""
     copies: int
-    """Number of ranks that hold the same piece."""
+    """Number of ranks that should hold the same piece."""
 
 
 @dataclass(frozen=True)
@@ -203,7 +203,7 @@ def check_start(
     exempt: Iterable[str] = (),
     meshes: Mapping[str, DeviceMesh] | None = None,
 ) -> None:
-    """Check parameters and data; if there are problems, raise TrainingFailed on all ranks with the problems of all.
+    """Check parameters and data; if any rank finds problems, raise TrainingFailed with all of them on every rank.
 
     Every trainable parameter must be sharded over the last axis of `mesh` and replicated over the one before, or be
     unsharded with its gradient averaged (`trainer.model.gradients`).  Parameters in `meshes` must be sharded over the
@@ -352,8 +352,8 @@ def _describe_axes(mesh: DeviceMesh) -> str:
 def _checksum(piece: _Piece) -> int:
     """Return a checksum of a piece that several ranks hold; 0 for other pieces.
 
-    The device sums blocks of 64-bit words at memory speed, and a CRC-32 is computed over the sums.  This detects any
-    single change, and swapped blocks.
+    The device sums blocks of 64-bit words at memory speed, and the host computes a CRC-32 of the sums.  This detects
+    any single changed word, and swapped blocks.
     """
     tensor = piece.tensor.detach()
     if piece.copies == 1 or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
@@ -373,7 +373,7 @@ def _checksum(piece: _Piece) -> int:
 
 
 def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iterator[str]:
-    """Yield inconsistencies between ranks.  tables: by rank and parameter, both spans and the checksum."""
+    """Yield inconsistencies between ranks.  tables: (ranks, parameters, 5), as in `_Report.pieces`."""
     for number, piece in enumerate(pieces):
         rows: dict[tuple[int, int], list[int]] = {}
         for rank, (start, stop, other_start, other_stop) in enumerate(tables[:, number, :4].tolist()):

@@ -1,8 +1,8 @@
 """The state of a run (`TrainState`): everything that a resume restores.
 
-State that is not registered here is not restored.  A subclass of Trainer registers an object of its own that has
-`state_dict` and `load_state_dict` with `self.state.add("name", thing)`.  If it forgets to, the first save raises an
-error.
+State that is not registered here is not restored.  If a subclass of Trainer has an object with `state_dict` and
+`load_state_dict`, it registers the object with `self.state.add("name", thing)`.  If it forgets to, `Trainer.fit` raises
+an error before the first step, or in a custom loop, the first save does.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class TrainState:
         self.step = 0
         self.tokens = 0
         self.zero_after_end = True
-        """Whether a decay to zero reaches 0 one step after the last step.  False for runs started by older versions,
-        whose last step had learning rate 0."""
+        """Whether a decay to zero reaches 0 only one step after the last step.  False for runs that older versions
+        started, whose last step had learning rate 0."""
         self.eval_pending = False
         """True if this step's evaluation was aborted; `fit` repeats it after the next start."""
         self.evaluation: dict[str, float] = {}
@@ -66,8 +66,8 @@ class TrainState:
         }
         """Parts that are the same on all ranks or sharded (DTensors), and can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
-        """Per-rank parts, restored only on the same number of ranks.  On a different number, parts that have a
-        `restart` method are restarted."""
+        """Per-rank parts, restored only on the same number of ranks.  On another number, parts with a `restart` method
+        are restarted."""
         if base is not None:
             self.parts[BASE] = base
         self._registered: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -168,7 +168,7 @@ class TrainState:
 
 
 def _cheap_fingerprint(tensor: torch.Tensor) -> tuple[object, list[float]]:
-    """Return a tensor's type and shape, and a fingerprint: how often it was written in place, and a few of its values.
+    """Return a tensor's type and shape, and a fingerprint: its number of in-place writes, and a few of its values.
 
     Writes to `.data` are not counted.
     """

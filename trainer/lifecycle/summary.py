@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
     """Return the size of each axis of a run's mesh, always with `replicate` first.
 
-    The sizes of groups that share sequences or experts are added as `context` and `expert` if above 1.
+    The sizes of context- and expert-parallel groups are added as `context` and `expert` if above 1.
     """
     groups = {CONTEXT: config.context, EXPERT: config.expert}
-    shared = {name: size for name, size in groups.items() if size > 1}
-    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **shared}
+    in_use = {name: size for name, size in groups.items() if size > 1}
+    return {REPLICATE: 1, **dict(zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)), **in_use}
 
 
 def device_name(device: torch.device) -> str:
@@ -107,7 +107,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _adapter_facts(model: nn.Module) -> str:
-    """Describe which layers have adapters, with their shares of the adapter parameters, and experts without any."""
+    """Describe which layers have adapters, their fractions of the adapter parameters, and experts without adapters."""
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():

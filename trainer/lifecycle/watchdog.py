@@ -1,17 +1,17 @@
 """The watchdog detects hangs and names the ranks that the others wait for.
 
 Every rank tracks its phase, and a thread watches the clock.  If a step, a save or an evaluation makes no progress for
-too long, all ranks report their phase and stack through the store, because some of them are blocked in a collective.
-Rank 0 prints one table and names the ranks that the others wait for, and the run ends as failed on all ranks.
+too long, all ranks report their phase and stack through the rendezvous store, since some of them are blocked in a
+collective.  Rank 0 prints one table and names the ranks that the others wait for, and the run fails on all ranks.
 
 Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line.  `run.first_step_timeout_s`
-covers the first step, which compiles and allocates, the time between two forward passes of an evaluation, and starting
+covers the first step (which compiles and allocates), the time between two forward passes of an evaluation, and starting
 or writing a profile.  `checkpoint.timeout_s` covers the time that training waits for a save, and a background save from
 its start.  A rank that waits for another rank's evaluation, save or profile gets the same limit.  A run's start and a
-custom loop's code between steps have no limit, but ranks that wait for them inside a step do.
+custom loop's code between steps have no limit, but other ranks that already wait inside a step do.
 
 Not covered: a process that is suspended or never releases Python's GIL.  Its rank is still named, because it does not
-respond.  If it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened
+respond; if it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened
 elsewhere, there is no store for messages: each rank reports only on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
@@ -45,11 +45,11 @@ from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
 _POLL_S, _POLLS_PER_REQUEST = 0.5, 4
-"""Seconds between checks of the limits, and the number of checks between looks for another rank's request to report."""
+"""Seconds between checks of the limits, and the number of checks per poll for another rank's request to report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """Seconds that rank 0 waits for the other ranks' reports, and that they wait for its verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Seconds before an exit that are left for recording the failure, and for a save in flight."""
+"""Seconds that an exit waits for the failure to be recorded, and for a save in flight to end."""
 _SUSPENDED_S = 5.0
 """If a check is late by more than this many seconds, the process was suspended."""
 _MAX_FRAMES = 12
@@ -68,7 +68,7 @@ class _Limit:
 
 
 class Watchdog(Callback):
-    """Tracks this rank's phase, at the cost of setting two attributes per phase, and detects hangs.
+    """Tracks this rank's phase, at the cost of setting three attributes per phase, and detects hangs.
 
     On rank 0, its thread calls the world's failure listeners to record the failure.
     """
@@ -80,7 +80,7 @@ class Watchdog(Callback):
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[Callable[[str], None]] = []
         """Functions to call with each phase that this rank enters, from any thread."""
-        self._round = 0
+        self._num_reports = 0
         """Number of completed reports.  Each report uses its own keys in the store."""
         self._limit: _Limit | None = None
         self._num_steps = 0
@@ -117,7 +117,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """For the duration of the block, enter a phase outside the steps that has its own limit."""
+        """For the duration of the block, be in a phase that lies outside the steps and has its own limit."""
         outer_phase, outer_limit, self._limit = self.phase, self._limit, None
         self.enter(phase)
         if phase == "save":
@@ -153,7 +153,7 @@ class Watchdog(Callback):
 
     def begin_forward(self) -> None:
         """Record a forward pass, which counts as progress of an evaluation."""
-        if self.phase in IN_STEP:
+        if self.phase in STEP_PHASES:
             self.enter("forward")
         else:
             self.num_phases_entered += 1
@@ -218,7 +218,7 @@ class Watchdog(Callback):
             return False
 
     def _key(self, name: str | int) -> str:
-        return f"meshtrainer/watchdog/{self._round}/{name}"
+        return f"meshtrainer/watchdog/{self._num_reports}/{name}"
 
     def _report(self, reason: str) -> None:
         """Report this rank's status; on rank 0, print the table of all ranks.  Then all ranks exit.
@@ -265,7 +265,7 @@ class Watchdog(Callback):
             print_stderr(f"{status_table(reason, [self.status(reason)])}\nrank 0 does not answer rank {rank}: {error}")
             self._exit(is_stuck=True)
         if verdict == "continue":
-            self._round += 1
+            self._num_reports += 1
             if self._limit is not None and time.monotonic() > self._limit.expires:
                 self._set_limit(self._limit.key, self._limit.seconds)
         elif rank == 0:
@@ -350,7 +350,7 @@ class Watchdog(Callback):
             is_within_limit=is_within_limit,
             stack=stack,
             collectives=collectives,
-            device="" if progress is None else progress.waiting_for,
+            pending_collective="" if progress is None else progress.waiting_for,
             group=exchange.purpose_of(main_frame),
         )
 
@@ -414,7 +414,7 @@ def _stack_lines(frame: FrameType | None) -> list[str]:
 # Phases of a step, detected by hooks, so that custom train steps work too
 
 
-IN_STEP = ("data", "forward", "backward", "reduce", "optimizer")
+STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
 """Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
 
 
@@ -437,7 +437,7 @@ def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torc
             watchdog.enter("reduce")
 
     def before_optimizer(*_: Any) -> None:
-        if watchdog.phase in IN_STEP:
+        if watchdog.phase in STEP_PHASES:
             watchdog.enter("optimizer")
 
     # Before FSDP's hook, which all-gathers and waits.
@@ -476,8 +476,8 @@ class RankStatus:
     """The main thread's stack, plus the saving thread's if the main thread waits for it."""
     collectives: list[int] = field(default_factory=list)
     """How many collectives its GPU has completed, started and enqueued; empty without a GPU."""
-    device: str = ""
-    """Description of the collective that its GPU waits for."""
+    pending_collective: str = ""
+    """The collective that its GPU waits for; empty if it is not known to wait for one."""
     group: str = ""
     """`context` if the rank is in a collective of its context-parallel group; otherwise empty."""
 
@@ -486,8 +486,8 @@ def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for.
 
     These are the ranks that do not respond; if all respond, the ranks furthest behind among those outside collectives.
-    If all ranks are in collectives, these do not match, and the ranks returned are those whose GPU (on a CPU: whose
-    step and phase) is furthest behind.
+    If all ranks are in collectives, their collectives do not match, and the ranks returned are those whose GPU (on a
+    CPU: whose step and phase) is furthest behind.
     """
     unresponsive = [status for status in statuses if not status.is_responding]
     if unresponsive:
@@ -520,7 +520,7 @@ def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
     worst = stragglers[0]
     if not worst.is_responding:
         return f"watchdog: {names} did not answer ({cause})"
-    device = f", the device in {worst.device}" if worst.device else ""
+    device = f", the device in {worst.pending_collective}" if worst.pending_collective else ""
     return (
         f"watchdog: {names} made no progress in {worst.phase} of step {worst.step} for {worst.phase_s:g} s{device} "
         f"({cause})"
