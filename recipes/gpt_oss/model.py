@@ -93,7 +93,7 @@ class GptOssExperts(nn.Module):
         nn.init.zeros_(self.down_bias)
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
+        """Return the outputs for rows sorted by expert, (M, D); see `grouped_mm` for `ends_E`."""
         num_rows = x_MD.shape[0]
         (gate_up_MG,) = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
         gate_up_MG = gate_up_MG + grouped_bias(self.gate_up_bias, ends_E, num_rows)
