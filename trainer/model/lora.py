@@ -37,10 +37,7 @@ _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER_NAME}\.we
 
 
 class LoraFactor(nn.Module):
-    """One of the two matrices of an adapter: `weight` (out, in), always in float32.
-
-    `AdaptedLinear` computes the product.
-    """
+    """LoRA's A or B: `weight` (out, in), stored in float32; `AdaptedLinear` multiplies by it."""
 
     def __init__(self, in_features: int, out_features: int, zero_init: bool) -> None:
         super().__init__()
@@ -62,7 +59,7 @@ FACTORS = (LoraFactor, ExpertFactor)
 class AdaptedLinear(nn.Module):
     """A linear layer with an adapter: `base_layer(x) + scaling * lora_B(lora_A(dropout(x)))`.
 
-    x (..., in) to (..., out).  The second factor starts at zero, so the initial output equals that of the base layer.
+    Maps x (..., in) to (..., out).  B starts at zero, so the initial output equals that of the base layer.
     """
 
     def __init__(self, base_layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
@@ -174,7 +171,7 @@ def add_adapters(
     """Freeze `model`, and add an adapter to each layer that `lora.targets` names, in place.
 
     `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
-    blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
+    blocks.  `alias` returns a layer's other name, if it has one; targets may use it too.  No-op with `lora.rank=0`.
     With a packed `lora.base_dtype`, the weights of these layers and of the blocks' other linear layers and experts are
     packed.
 
