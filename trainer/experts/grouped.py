@@ -1,4 +1,4 @@
-"""Grouped matrix products: each row is multiplied by the matrix of its group (its expert).
+"""Grouped matrix products: each row is multiplied by the matrix of its group, such as its expert.
 
 Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
 activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.

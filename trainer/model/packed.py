@@ -2,8 +2,8 @@
 
 A row consists of blocks of 64 weights.  Each block has one float32 scale and a code per weight: 4 bits of NF4 or 8 bits
 of float8 (e4m3).  The codes and scales of all rows form one uint8 parameter: (out, in) weights become (out, bytes).
-FSDP2 shards such a parameter by rows and gathers it like any other, since it never casts integers.  No block spans two
-rows, so the values do not depend on the mesh.
+FSDP2 shards such a parameter by rows and gathers it like any other; since torch 2.13, it does not cast integers.  No
+block spans two rows, so the values do not depend on the mesh.
 
 The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
 
