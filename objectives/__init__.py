@@ -1,5 +1,5 @@
-"""The built-in objectives: each file has a dataclass, registered with `trainer.objective.register_objective`.
+"""The built-in objectives: each file defines a dataclass and registers it with `register_objective`.
 
-This folder is imported as `trainer.objectives`; an installed package contains it there.  An objective computes the
-losses of samples; meshes, ranks, scaling and collectives are handled elsewhere.
+This folder is imported as `trainer.objectives`, which is also where an installed package has it.  An objective only
+computes the loss of each sample or token; meshes, ranks, scaling and collectives are handled elsewhere.
 """

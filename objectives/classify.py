@@ -16,15 +16,16 @@ if TYPE_CHECKING:
 @register_objective("classify")
 @dataclass(frozen=True)
 class Classify(Objective):
-    """A text classifier, trained on labels.
+    """A text classifier, trained on labeled texts.
 
-    The loss of a text is the cross-entropy of its scores: the outputs of a new head at the last token.
+    The loss of a text is the cross-entropy between its label and its scores: the logits that a new head computes at the
+    last token.
     """
 
     needs = ("scores", "labels")
     better: ClassVar[Mapping[str, Direction]] = {"accuracy": "higher"}
 
-    num_labels: int = declare(2, "number of classes; labels are 0 to this minus 1", at_least=2, at_most=2**15)
+    num_labels: int = declare(2, "number of classes; labels are 0 to num_labels - 1", at_least=2, at_most=2**15)
 
     @property
     def outputs(self) -> int:  # type: ignore[override]

@@ -17,11 +17,12 @@ if TYPE_CHECKING:
 @register_objective("distill")
 @dataclass(frozen=True)
 class Distill(TokenObjective):
-    """Distillation: imitate a teacher's probabilities of each next token.
+    """Distillation: match a teacher's next-token distribution.
 
-    The loss of a token is hard * (-log p) + (1 - hard) * D, where p is the probability of the target and D the
-    generalized Jensen-Shannon divergence of student S and teacher T: with M = (1 - beta) * S + beta * T, it is
-    beta * KL(T, M) + (1 - beta) * KL(S, M).  With beta=0 it is KL(T, S), the usual choice; with beta=1 it is KL(S, T).
+    The loss of a token is hard * (-log p) + (1 - hard) * D, where p is the student's probability of the target token.
+    D compares the distributions S of the student and T of the teacher, both softened by `temperature`.  With beta=0,
+    the usual choice, D is KL(T || S); with beta=1 it is KL(S || T).  In between, it is the generalized Jensen-Shannon
+    divergence beta * KL(T || M) + (1 - beta) * KL(S || M), where M = (1 - beta) * S + beta * T.
 
     Sources: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649, equation 1.
     """
@@ -30,13 +31,16 @@ class Distill(TokenObjective):
 
     teacher: str | None = declare(None, "the model to imitate: a Hugging Face folder, a run folder or a checkpoint")
     beta: float = declare(
-        0.0, "0: KL(teacher, student); 1: KL(student, teacher); between: a mixture", at_least=0, at_most=1
+        0.0,
+        "0: KL(teacher, student); 1: KL(student, teacher); in between: generalized Jensen-Shannon divergence",
+        at_least=0,
+        at_most=1,
     )
-    temperature: float = declare(1.0, "divides the logits of both before the softmax", above=0)
-    hard: float = declare(0.0, "weight of the cross-entropy with the targets in the data", at_least=0, at_most=1)
+    temperature: float = declare(1.0, "divides the logits of both models before the softmax", above=0)
+    hard: float = declare(0.0, "weight of the cross-entropy on the dataset's target tokens", at_least=0, at_most=1)
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return the divergence of each token, (n,), given the log-probabilities of both models, (n, V)."""
+        """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V)."""
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
         if self.beta == 0:
             return _kl(teacher, student)
@@ -46,6 +50,6 @@ class Distill(TokenObjective):
         return self.beta * _kl(teacher, mixture) + (1 - self.beta) * _kl(student, mixture)
 
 
-def _kl(logps: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """Return the Kullback-Leibler divergence KL(logps, other) for log-probabilities (n, V): (n,)."""
-    return (logps.exp() * (logps - other)).sum(-1)
+def _kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence KL(p || q) of each row, (n,), given log-probabilities (n, V)."""
+    return (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -22,7 +22,7 @@ REWARDS: Mapping[str, Direction] = {
 
 
 def report_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of both answers, (S,) each, their difference, and how often the chosen answer's is higher."""
+    """Log the rewards of the chosen and rejected responses, (S,) each, their margin, and how often it is positive."""
     chosen, rejected = chosen.detach(), rejected.detach()
     inputs.log("accuracy", (chosen > rejected).float())
     inputs.log("margin", chosen - rejected)
@@ -33,10 +33,10 @@ def report_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torc
 @register_objective("dpo")
 @dataclass(frozen=True)
 class Dpo(Objective):
-    """Direct preference optimization: prefer one of two answers, relative to a reference model.
+    """Direct preference optimization: prefer one of two responses, relative to a reference model.
 
     The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the
-    chosen and the rejected answer, and c' and r' are their log-probabilities under the reference model.
+    chosen and the rejected response, and c' and r' are their log-probabilities under the reference model.
 
     Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
     """

@@ -19,15 +19,16 @@ if TYPE_CHECKING:
 class Ipo(Objective):
     """Identity preference optimization: like DPO, but with a target value for the margin instead of unlimited growth.
 
-    The loss of a pair is (m - 1 / (2 * beta))^2.  The margin m is the difference between the gains of the chosen and
-    the rejected answer, where a gain is the log-probability per target relative to the reference.
+    The loss of a pair is (m - 1 / (2 * beta))^2.  The margin m is the log-ratio of the chosen response minus that of
+    the rejected one.  A response's log-ratio is log(p / p_ref), for its probabilities under the model and the reference
+    model, divided by its number of target tokens.
 
-    Source: Azar et al. 2023, arXiv:2310.12036, equation 17; its authors average over the targets of each answer.
+    Source: Azar et al. 2023, arXiv:2310.12036, equation 17, where log-ratios are not divided by a length.
     """
 
     rows_per_sample, needs, better = 2, ("reference",), REWARDS
 
-    beta: float = declare(0.1, "the target of the margin is 1 / (2 * beta)", above=0)
+    beta: float = declare(0.1, "the target margin is 1 / (2 * beta)", above=0)
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs((inputs.logps - inputs.reference) / inputs.lengths)

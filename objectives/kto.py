@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 @register_objective("kto")
 @dataclass(frozen=True)
 class Kto(Objective):
-    """Kahneman-Tversky optimization: learn from single answers labeled good or bad, without pairs.
+    """Kahneman-Tversky optimization: learn from single responses labeled good or bad, without pairs.
 
-    The loss of an answer is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its gain in log-probability over the
-    reference model, s is 1 for a good and -1 for a bad answer, and w is the weight of its label.  k estimates the
-    divergence of the model from the reference: the mean gain, over the global batch, of mismatched answers (answers
-    to other prompts), clamped at zero.  No gradient flows through k.
+    The loss of a response is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its log-ratio log(p / p_ref), for its
+    probabilities under the model and the reference model; s is 1 for a good response and -1 for a bad one; w is the
+    weight of its label.  k estimates the KL divergence of the model from the reference: the mean log-ratio, over the
+    global batch, of mismatched responses (responses to other prompts), clamped at zero.  No gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """
@@ -30,19 +30,19 @@ class Kto(Objective):
     better: ClassVar[Mapping[str, Direction]] = {"reward_good": "higher", "reward_bad": "lower", "kl": "lower"}
 
     beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)
-    good_weight: float = declare(1.0, "weight of the answers labeled good", at_least=0)
-    bad_weight: float = declare(1.0, "weight of the answers labeled bad", at_least=0)
+    good_weight: float = declare(1.0, "weight of the responses labeled good", at_least=0)
+    bad_weight: float = declare(1.0, "weight of the responses labeled bad", at_least=0)
 
     def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
-        """Return the gain of each sample's second row, an answer to another prompt."""
+        """Return the log-ratio of each sample's second row, a response to another prompt, (S,)."""
         return pairs(inputs.logps - inputs.reference)[1]
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
-        gain = pairs(inputs.logps - inputs.reference)[0]
+        log_ratio = pairs(inputs.logps - inputs.reference)[0]
         kl = inputs.mean_statistic.clamp(min=0)
         good = inputs.labels > 0
-        inputs.log("reward_good", self.beta * gain.detach(), over=good)
-        inputs.log("reward_bad", self.beta * gain.detach(), over=~good)
-        inputs.log("kl", kl.expand_as(gain))
-        value = (self.beta * (gain - kl) * (2 * good.to(gain.dtype) - 1)).sigmoid()
-        return (1 - value) * (good * self.good_weight + ~good * self.bad_weight)
+        inputs.log("reward_good", self.beta * log_ratio.detach(), over=good)
+        inputs.log("reward_bad", self.beta * log_ratio.detach(), over=~good)
+        inputs.log("kl", kl.expand_as(log_ratio))
+        utility = (self.beta * (log_ratio - kl) * (2 * good.to(log_ratio.dtype) - 1)).sigmoid()
+        return (1 - utility) * (good * self.good_weight + ~good * self.bad_weight)

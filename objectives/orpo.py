@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 class Orpo(Objective):
     """Odds ratio preference optimization, without a reference model.
 
-    Supervised fine-tuning on the chosen answer plus an odds-ratio penalty on the rejected one.
+    Supervised fine-tuning on the chosen response, plus a term that raises its odds relative to the rejected one's.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
-    log-probabilities of the target tokens in the chosen and rejected answers, and log odds(x) = x - log(1 - exp(x)).
+    log-probabilities of the target tokens in the chosen and rejected responses, and log odds(x) = x - log(1 - exp(x)).
 
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7.
     """
@@ -30,7 +30,7 @@ class Orpo(Objective):
     rows_per_sample, better = 2, REWARDS
 
     beta: float = declare(
-        0.1, "weight of the odds-ratio term, relative to the SFT loss on the chosen answer", at_least=0
+        0.1, "weight of the odds-ratio term, relative to the SFT loss on the chosen response", at_least=0
     )
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 @register_objective("reward")
 @dataclass(frozen=True)
 class Reward(Objective):
-    """A reward model: score answers so that the chosen one of a pair scores higher than the rejected one.
+    """A reward model, trained to score the chosen response of a pair higher than the rejected one.
 
-    The loss of a pair is -log sigmoid(c - r) + centering * (c + r)^2, where c and r are the scores (Bradley-Terry):
-    outputs of a new head at the last token of each answer.
+    The loss of a pair is -log sigmoid(c - r) (Bradley-Terry) + centering * (c + r)^2, where c and r are the scores of
+    the chosen and the rejected response: the outputs of a new head at the last token of each.
 
     Sources: Ouyang et al. 2022, arXiv:2203.02155, equation 1; for the second term Eisenstein et al. 2023,
     arXiv:2312.09244, section 3.1.

@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 @register_objective("simpo")
 @dataclass(frozen=True)
 class Simpo(Objective):
-    """Simple preference optimization: prefer one answer by its log-probability per target, without a reference model.
+    """Simple preference optimization: prefer one of two responses, by mean log-probability, without a reference model.
 
     The loss of a pair is -log sigmoid(beta * (c - r) - gamma), where c and r are the mean log-probabilities of the
-    targets of the chosen and the rejected answer.
+    target tokens in the chosen and the rejected response.
 
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
 
     rows_per_sample, better = 2, REWARDS
 
-    beta: float = declare(2.0, "scale of the log-probabilities per target", above=0)
-    gamma: float = declare(1.0, "target margin between chosen and rejected answer, after scaling by beta", at_least=0)
+    beta: float = declare(2.0, "scale of the mean log-probabilities", above=0)
+    gamma: float = declare(1.0, "target margin between chosen and rejected response, after scaling by beta", at_least=0)
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs(self.beta * inputs.logps / inputs.lengths)

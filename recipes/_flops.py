@@ -1,4 +1,4 @@
-"""Attention span, for counting the FLOPs of sliding-window attention."""
+"""The mean span of causal attention with or without a window, for counting FLOPs."""
 
 from __future__ import annotations
 

@@ -9,9 +9,9 @@ from trainer.errors import UserError
 
 
 def parse_rope(content: Mapping[str, Any], kinds: Sequence[str]) -> dict[str, Any]:
-    """Return the entries of config.json for the rotary embedding, including `rope_type` and `rope_theta`.
+    """Return config.json's entries for the rotary embedding, including `rope_type` and `rope_theta`.
 
-    If entries for old and new versions of transformers disagree, the result is what transformers would use.  Raises
+    If the entries for old and new versions of transformers disagree, the result is what transformers would use.  Raises
     UserError for a type not in `kinds`, and for rotary embeddings that differ between layers or rotate only part of
     each head.
     """

@@ -1,5 +1,5 @@
-"""Layers shared by the recipes: torch layers with a given initial standard deviation, RoPE, and the decoder of
-mixture-of-experts models.
+"""Layers shared by the recipes: torch layers with a given initial standard deviation, rotary position embeddings, and
+the decoder of mixture-of-experts models.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.sequence import Documents
 
 
 class Linear(nn.Linear):
-    """A linear map with weights drawn from N(0, std), and an optional bias initialized to zero."""
+    """A linear map with weights drawn from N(0, std^2), and an optional bias initialized to zero."""
 
     takes_adapter = True
     """Whether LoRA may adapt this layer; False for routers."""
@@ -35,7 +35,7 @@ class Linear(nn.Linear):
 
 
 class Router(Linear):
-    """The experts' scores for each token, computed in fp32 because rounding may change the choice of experts."""
+    """Scores all experts for each token, in fp32 because rounding could change which experts are chosen."""
 
     takes_adapter = False
 
@@ -45,9 +45,9 @@ class Router(Linear):
 
 
 _FEW_TOKENS = 8
-"""Up to so many tokens, as when several texts are generated, `Output` multiplies from the left on a CPU.
+"""For up to this many tokens, as in batched generation, `Output` computes (W @ x.T).T instead of x @ W.T on a CPU.
 
-MKL then takes half the time: 21 instead of 35 ms for 8 tokens, 576 dimensions and a vocabulary of 49,152 in fp32.
+MKL is then faster: 21 instead of 35 ms for 8 tokens of width 576 and a vocabulary of 49,152 in fp32.
 """
 
 
@@ -81,7 +81,7 @@ class Head(nn.Module):
 
 
 class Embedding(nn.Embedding):
-    """An embedding table initialized from N(0, std)."""
+    """An embedding table drawn from N(0, std^2)."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, std: float) -> None:
         self.std = std
@@ -105,7 +105,7 @@ class FeedForward(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) with pairs half a head apart.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of pairs of dimensions half a head apart.
 
     Each attention layer computes the angles itself, in fp32, because FSDP casts the inputs of a block to param_dtype.
     """
@@ -136,9 +136,9 @@ class Rope(nn.Module):
 class YarnRope(Rope):
     """Rotary position embedding that extends a context of `original_len` tokens by `factor`.
 
-    The frequency of slow pairs, with fewer than `beta_slow` rotations in `original_len` tokens, is divided by `factor`.
-    Pairs with more than `beta_fast` rotations are unchanged; those in between are interpolated.  Cosines and sines are
-    multiplied by `mscale`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
+    The frequencies of slow pairs, with fewer than `beta_slow` rotations in `original_len` tokens, are divided by
+    `factor`.  Those of pairs with more than `beta_fast` rotations are unchanged; in between they are interpolated.
+    Cosines and sines are multiplied by `mscale`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
 
     truncate: whether to round the indices of the first and the last interpolated pair to whole numbers.
     """
@@ -187,7 +187,7 @@ def yarn_mscale(factor: float, scale: float = 1.0) -> float:
 def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool = False) -> torch.Tensor:
     """Rotate each pair of dimensions by its angle, in fp32; the result has the dtype of `x_BNTH`.
 
-    With `is_interleaved` the pairs of `x_BNTH` are adjacent dimensions, otherwise they are half a head apart, as they
+    With `is_interleaved`, the pairs in `x_BNTH` are adjacent dimensions; otherwise they are half a head apart, as they
     always are in the result.
 
     Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
@@ -216,9 +216,9 @@ class MoeDecoder(nn.Module):
     in a row; `positions` and `cu_seqlens` follow from it.
 
     config: a `BalanceConfig` with the sizes that `__init__` uses.
-    blocks: called with the hidden state (B, T, D), positions and documents; return the new hidden state.  In training,
-        also called with `is_target_BT`, True for each token with a target: a block with experts then returns the hidden
-        state and the `Load` of its experts.
+    blocks: each is called with the hidden state (B, T, D), positions and documents, and returns the new hidden state.
+        In training, each also receives `is_target_BT`, True for each token with a target, and a block with experts then
+        returns the hidden state and the `Load` of its experts.
     num_dense_layers: number of blocks without experts.
     """
 

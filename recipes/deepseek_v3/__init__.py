@@ -1,7 +1,7 @@
 """DeepSeek-V3: multi-head latent attention, and a mixture of shared and routed experts with group-limited routing.
 
-Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437; the published configuration.  Without
-multi-token prediction (section 2.2).
+Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437; the published configuration.  Multi-token
+prediction (section 2.2) is left out.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class DeepseekV3Config(BalanceConfig):
 def check(config: DeepseekV3Config) -> None:
     """Validate combinations of fields.  Raises UserError."""
     if config.rope_dim % 2:
-        raise setting_error("model.rope_dim", config.rope_dim, "must be even (RoPE turns pairs)", config.rope_dim + 1)
+        raise setting_error("model.rope_dim", config.rope_dim, "must be even (RoPE rotates pairs)", config.rope_dim + 1)
     if config.num_dense_layers >= config.num_layers:
         rule = f"must be less than model.num_layers={config.num_layers}: some blocks must have experts"
         raise setting_error("model.num_dense_layers", config.num_dense_layers, rule, config.num_layers - 1)

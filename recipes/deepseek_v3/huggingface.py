@@ -1,6 +1,6 @@
 """The mapping between DeepSeek-V3 and its Hugging Face counterpart.
 
-Published folders contain the matrices in fp8, which are dequantized while reading, and an additional last block for
+Published folders contain the matrices in fp8, which are dequantized as they are read, and an additional last block for
 multi-token prediction, which is ignored.
 """
 
@@ -95,8 +95,8 @@ def config(config: DeepseekV3Config) -> dict[str, Any]:
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `DeepseekV3Config` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError if there are fewer key heads than query heads, if there are several blocks of multi-token
-    prediction, and for other formats of quantized weights.
+    Raises UserError if the numbers of key and query heads differ, if there is more than one block of multi-token
+    prediction, and for weights quantized in a format other than fp8.
     """
     check_quantization(content, "fp8")
     fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}

@@ -35,7 +35,7 @@ _LATENT_EPS = 1e-6
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: queries, keys and values are projections of narrow latents.
+    """Multi-head latent attention: queries, keys and values are projected from narrow latents.
 
     All heads share the rotated part of the keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1).
     """
@@ -87,9 +87,9 @@ class LatentAttention(nn.Module):
 
 
 class GroupLimitedTopK(TopKExperts):
-    """Chooses each token's experts from a few groups: those whose two best scores have the highest sum.
+    """Chooses each token's experts from a few groups: the groups with the highest sums of their two best scores.
 
-    The selection always uses a bias (section 2.1.2).
+    Scores are compared after adding a bias (DeepSeek-V3, section 2.1.2).
     """
 
     bias: torch.Tensor
@@ -99,7 +99,7 @@ class GroupLimitedTopK(TopKExperts):
         self.num_groups, self.num_chosen_groups = config.num_groups, config.num_chosen_groups
 
     def forward(self, scores_SE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the scores of each token's experts, and these experts, both (S, A)."""
+        """Return the scores and the indices of each token's experts, both (S, A)."""
         biased_SE = scores_SE + self.bias
         if self.num_groups > 1:
             biased_SGX = biased_SE.unflatten(-1, (self.num_groups, -1))
@@ -124,7 +124,7 @@ class DeepseekMoe(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `is_target_BT`, or None without it."""
+        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         scores_SE = logits_SE.sigmoid()

@@ -1,1 +1,1 @@
-"""The former location of the Trainer for `train.objective=dpo`, which is now `trainer.objective_trainer`."""
+"""Former location of the Trainer for `train.objective=dpo`, which has moved to `trainer.objective_trainer`."""

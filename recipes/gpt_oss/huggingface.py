@@ -1,6 +1,6 @@
 """The mapping between gpt-oss and its Hugging Face counterpart.
 
-Published folders contain the experts in MXFP4, which are dequantized while reading.
+Published folders contain the experts in MXFP4; they are dequantized as they are read.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def config(config: GptOssConfig) -> dict[str, Any]:
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GptOssConfig` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError unless every other layer has a window, and for other formats of quantized weights.
+    Raises UserError unless every other layer has a window, and for weights quantized in a format other than MXFP4.
     """
     check_quantization(content, "mxfp4")
     fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}

@@ -69,7 +69,7 @@ class Attention(nn.Module):
 class GptOssExperts(nn.Module):
     """Feed-forward experts with stacked weights: SwiGLU with biases and clamped values.
 
-    The rows of `gate_up` alternate between gate and input, as in the published files.
+    Rows of the gate and the up projection alternate in `gate_up`, as in the published files.
     """
 
     matrices = {"gate_up_proj": ("gate_up",), "down_proj": ("down",)}
@@ -93,7 +93,7 @@ class GptOssExperts(nn.Module):
         nn.init.zeros_(self.down_bias)
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
+        """Return the outputs for rows sorted by expert, (M, D); see `grouped_mm` for `ends_E`."""
         num_rows = x_MD.shape[0]
         (gate_up_MG,) = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
         gate_up_MG = gate_up_MG + grouped_bias(self.gate_up_bias, ends_E, num_rows)
@@ -115,7 +115,7 @@ class GptOssMoe(nn.Module):
         self.experts = GptOssExperts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
+        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         logits_SA, chosen_SA = self.choice(logits_SE)

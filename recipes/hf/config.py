@@ -76,8 +76,8 @@ def model_type(config: HfConfig) -> str:
 def resolve(config: HfConfig) -> HfConfig:
     """Return the configuration completed with the contents of the folder's config.json.
 
-    A configuration that a run has written already contains these entries, and is returned unchanged if the folder no
-    longer exists.  Raises UserError if no folder is given, or if the folder's entries differ from those in the
+    A configuration written by a run already contains these entries; it is returned unchanged if the folder no longer
+    exists.  Raises UserError if no folder is given, or if the folder's entries differ from those in the
     configuration.
     """
     folder = Path(config.path).expanduser().absolute()

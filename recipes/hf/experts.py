@@ -1,8 +1,8 @@
 """Computes the experts of transformers' mixture-of-experts models through `trainer.experts`.
 
-In most of these models, one module holds the stacked experts of a layer.  It is called with tokens, their experts and
-weights, and its class declares the layout of the experts (`use_experts_implementation`).  Such a module
-supports expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
+In most of these models, one module holds the stacked experts of a layer.  It is called with tokens and, for each token,
+the indices and weights of its experts; its class declares the layout of the experts (`use_experts_implementation`).
+Such a module supports expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
 """
 
@@ -18,7 +18,7 @@ from trainer.experts import expert_matmuls, grouped_bias, mix
 
 
 def dispatch_experts(model: nn.Module) -> None:
-    """Make `trainer.experts` compute those expert modules in `model` whose class declares their layout."""
+    """Make `trainer.experts` compute the expert modules in `model` whose class declares their layout."""
     module: Any
     for module in model.modules():
         if _declares_layout(module):

@@ -32,7 +32,7 @@ from .config import HfConfig
 from .experts import dispatch_experts
 
 _ATTENTION = {"flex": "flex_attention"}
-"""Our names of attention kernels that differ from the library's."""
+"""The library's name for each attention kernel that we name differently."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -70,7 +70,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
 def _train_padding_embedding(model: transformers.PreTrainedModel) -> None:
     """Train the embedding of the padding token wherever the token occurs.
 
-    The library drops the gradient of this row, because it expects the token only in padding.  Here padding has no
+    The library drops the gradient of this row, because it expects this token only as padding.  Here padding has no
     targets, and in many chat models the same token ends each turn, so it must be trained, as in the native models.
     `init` restores `padding_idx` for the library's `_init_weights`, which zeroes the row of a new model.
     """
@@ -207,7 +207,7 @@ def _head_computes_logits(model: Any) -> bool:
 
     If so, the loss is `linear_cross_entropy` of the hidden state and the head's weight.  The check runs the library's
     forward pass on the meta device with the base model replaced by a stub: if the library scales, caps, slices or
-    modifies the hidden state or the logits, the tensors before and after are not the same.
+    modifies the hidden state or the logits, the tensors before and after are not identical.
     """
     head, base = model.get_output_embeddings(), model.base_model
     if type(head) is not nn.Linear or head.bias is not None or base is model:

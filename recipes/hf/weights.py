@@ -1,8 +1,8 @@
 """Converts weights between transformers' checkpoint files and its models, tensor by tensor, in both directions.
 
 The files of a mixture-of-experts model have one matrix per expert and projection, while the model stacks the matrices
-of all experts.  Some files use older names.  transformers' conversion table lists the renamings and conversions that a
-model needs.  transformers applies it to complete models; this module applies it to one tensor, or to the rows of a
+of all experts.  Some files use older names.  transformers ("the library") has a table of the renamings and conversions
+that a model needs, and applies it to complete models.  This module applies it to a single tensor, or to the rows of a
 tensor that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """

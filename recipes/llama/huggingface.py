@@ -1,4 +1,4 @@
-"""The mapping between this Llama and Hugging Face's, of weights and of config.json.
+"""The mapping of weights and of config.json between this Llama and Hugging Face's.
 
 Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
@@ -51,7 +51,7 @@ SCALING = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-"""The names of the fields for Llama 3.1's RoPE scaling, in `rope_scaling`."""
+"""The name in `rope_scaling` of each of our fields for Llama 3.1's RoPE scaling."""
 
 
 def config(config: LlamaConfig) -> dict[str, Any]:
@@ -74,9 +74,9 @@ def config(config: LlamaConfig) -> dict[str, Any]:
 def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LlamaConfig` for the contents of config.json, as written by transformers 4 or 5.
 
-    Raises UserError for any frequency scaling except Llama 3.1's, or a head size that is not width / heads.
+    Raises UserError for any RoPE scaling except Llama 3.1's, or a head size other than width / number of heads.
     """
-    # transformers' defaults: the first Llama models have few entries in config.json.
+    # transformers' defaults, because the config.json of the first Llama models has few entries.
     defaults = {
         "num_key_value_heads": content["num_attention_heads"],
         "max_position_embeddings": 2048,

@@ -35,9 +35,9 @@ def check(config: Qwen3Config) -> None:
 def check_heads(config: Any) -> None:
     """Validate the number and size of the attention heads.  Raises UserError."""
     if config.head_dim % 2:
-        raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE turns pairs)", config.head_dim + 1)
+        raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE rotates pairs)", config.head_dim + 1)
     if config.num_heads % config.num_kv_heads:
         legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
-        rule = f"must divide model.num_heads={config.num_heads}: key heads serve equal numbers of query heads"
+        rule = f"must divide model.num_heads={config.num_heads}: each key head serves the same number of query heads"
         raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)

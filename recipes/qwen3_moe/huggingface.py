@@ -48,7 +48,7 @@ BALANCE = 0.001
 def config(config: Qwen3MoeConfig) -> dict[str, Any]:
     """Return the entries of config.json.
 
-    `output_router_logits` is left out: with it, generation would return the router's logits with every token.
+    `output_router_logits` is left out, since it would make generation return the router's logits with every token.
     """
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},

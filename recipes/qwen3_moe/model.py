@@ -46,7 +46,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.w2, std=self.out_std)
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for rows sorted by expert, (M, D); each expert's rows end before row `ends_E`."""
+        """Return the outputs for rows sorted by expert, (M, D); see `grouped_mm` for `ends_E`."""
         gate_MF, up_MF = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
         (out_MD,) = expert_matmuls(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
         return out_MD
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens marked in `is_target_BT` (None if that is None)."""
+        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         probs_SE = logits_SE.softmax(-1, dtype=torch.float32)

@@ -61,7 +61,7 @@ FIELDS = {
 }
 """For each of our fields: its name in config.json, and the default if it is missing there."""
 
-_ROTARY_SHARE = "partial_rotary_factor"
+_ROTARY_FRACTION = "partial_rotary_factor"
 
 
 def _layer_types(num_layers: int, attention_every: int) -> list[str]:
@@ -72,9 +72,9 @@ def _layer_types(num_layers: int, attention_every: int) -> list[str]:
 def config(config: Qwen3NextConfig) -> dict[str, Any]:
     """Return the entries of config.json.
 
-    `output_router_logits` is left out: with it, generation would return the router's logits with every token.
+    `output_router_logits` is left out, since it would make generation return the router's logits with every token.
     """
-    share, rope = config.rotary_dim / config.head_dim, rope_entries(config.rope_theta)
+    fraction, rope = config.rotary_dim / config.head_dim, rope_entries(config.rope_theta)
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
         "layer_types": _layer_types(config.num_layers, config.attention_every),
@@ -82,8 +82,8 @@ def config(config: Qwen3NextConfig) -> dict[str, Any]:
         "mlp_only_layers": [],
         "router_aux_loss_coef": config.balance or BALANCE,
         **rope,
-        _ROTARY_SHARE: share,
-        "rope_parameters": {**rope["rope_parameters"], _ROTARY_SHARE: share},
+        _ROTARY_FRACTION: fraction,
+        "rope_parameters": {**rope["rope_parameters"], _ROTARY_FRACTION: fraction},
     }
 
 
@@ -100,13 +100,13 @@ def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
     if kinds != _layer_types(fields["num_layers"], every):
         raise UserError("layer_types: in this recipe every n-th layer is full_attention, the others linear_attention")
     rope = content.get("rope_parameters") or {}
-    share = rope.get(_ROTARY_SHARE, content.get(_ROTARY_SHARE, 0.25))
+    fraction = rope.get(_ROTARY_FRACTION, content.get(_ROTARY_FRACTION, 0.25))
     rope_content = {
         **content,
-        _ROTARY_SHARE: None,
-        "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_SHARE},
+        _ROTARY_FRACTION: None,
+        "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_FRACTION},
     }
-    fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * share)}
+    fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * fraction)}
     fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if content.get("output_router_logits") else 0.0
     return fields | {"rope_theta": parse_rope(rope_content, ("default",))["rope_theta"]}
 

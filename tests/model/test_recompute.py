@@ -144,5 +144,5 @@ def test_share_must_be_between_0_and_1(value: str, legal: str) -> None:
 
 def test_unit_inside_a_block_is_rejected() -> None:
     own = ["fsdp.wrap=tests.helpers.custom_recipes:every_linear", "train.activation_checkpoint=budget:0.5"]
-    with pytest.raises(UserError, match=r"budget:0\.5: cannot recompute a block in part"):
+    with pytest.raises(UserError, match=r"budget:0\.5: cannot partially recompute a block"):
         check_sharding(load_config("llama_small", own))

@@ -4,9 +4,9 @@ A model computes its experts through `mix`, and its recipe names the modules tha
 model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks: `mix`
 then sends tokens to the ranks of their experts, and the results back.
 
-To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns a `Load` (`load_of`)
-for the tokens with targets.  The model passes the loads of its layers to its child `Balance`, and adds the result to
-its loss.  This package does not depend on recipes.
+To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns their `Load` (from
+`load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its child module, a
+`Balance`, and adds the result to its loss.  This package does not depend on recipes.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs.
 """
@@ -14,7 +14,7 @@ Shape suffixes: D model width, E experts, A experts per token, S tokens of this 
 from __future__ import annotations
 
 from trainer.experts.adapters import (
-    ADAPTER,
+    ADAPTER_NAME,
     ADAPTERS,
     ExpertAdapter,
     ExpertFactor,
@@ -38,11 +38,11 @@ from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grou
 from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
 Choice = TopKExperts
-"""The old name, which keeps working for one version."""
+"""The old name of `TopKExperts`, which keeps working for one version."""
 
 __all__ = [
-    "ADAPTER",
     "ADAPTERS",
+    "ADAPTER_NAME",
     "BALANCE",
     "GROUPED",
     "GROUPED_PRODUCT",

@@ -1,11 +1,12 @@
-"""Matrix products of stacked experts, and adapters (LoRA) for their matrices.
+"""Matrix products of stacked experts, and LoRA adapters for their matrices.
 
-An expert module lists its matrices in an attribute `matrices`, and multiplies by them through `expert_matmuls`, which
-adds the products of their adapters.  The attribute maps the names of transformers' parameters to those of the module,
-which are stacked by expert: {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Parameters that transformers
-concatenates along the outputs, in this order, share an adapter, as in peft.  Each parameter is (E, out, in), or
-(E, in, out) if the module's attribute `is_transposed` is true.
-Frozen parameters named in the module's `packings` have packed rows (`trainer.model.packed`).
+An expert module multiplies by its matrices through `expert_matmuls`, which adds the products of their adapters.  The
+module's attribute `matrices` maps each transformers parameter name to the module's own parameter names, for example
+{"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Each of these parameters stacks the matrices of all experts:
+(E, out, in), or (E, in, out) if the module's attribute `is_transposed` is true.  Parameters that transformers
+concatenates along the output dimension, in the order listed, share one adapter, as in peft.
+
+Parameters named in the module's attribute `packings` are frozen and quantized (NF4 or FP8; see `trainer.model.packed`).
 
 Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
 """
@@ -20,24 +21,24 @@ from torch import nn
 
 from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
-ADAPTER = "default"
+ADAPTER_NAME = "default"
 """Name of a layer's adapter.  A layer has only one here; peft supports several."""
 
 ADAPTERS = "adapters"
-"""Name of the child module that holds the adapters of an expert module."""
+"""Name of an expert module's child that holds its adapters."""
 
 
 class ExpertFactor(nn.Module):
-    """One of the two matrices of each expert's adapter: `weight` (E, out, in), always in float32."""
+    """LoRA's A or B for every expert: `weight` (E, out, in), stored in float32."""
 
-    def __init__(self, num_experts: int, in_features: int, out_features: int, starts_at_zero: bool) -> None:
+    def __init__(self, num_experts: int, in_features: int, out_features: int, zero_init: bool) -> None:
         super().__init__()
-        self.starts_at_zero = starts_at_zero
+        self.zero_init = zero_init
         self.weight = nn.Parameter(torch.empty(num_experts, out_features, in_features, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.starts_at_zero:
+        if self.zero_init:
             nn.init.zeros_(self.weight)
         else:  # as in `LoraFactor`; for three dimensions, torch's functions use the wrong fan-in
             bound = 1 / math.sqrt(self.weight.shape[2])
@@ -45,24 +46,25 @@ class ExpertFactor(nn.Module):
 
 
 class ExpertAdapter(nn.Module):
-    """The adapters of one matrix per expert, which add `scaling * x @ A.T @ B.T` to `x @ W.T`.
+    """LoRA adapters, one per expert, for the matrices listed under one name: x @ W.T + scaling * x @ A.T @ B.T.
 
-    The second factor starts at zero, so the initial output equals that of the experts alone.
+    `forward` only returns x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the initial output
+    equals that of the experts alone.
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, rank: int, scaling: float) -> None:
         super().__init__()
         self.scaling = scaling
         self.is_enabled = True
-        """Whether the adapters are applied (see `trainer.model.lora.without_adapters`)."""
-        first = ExpertFactor(num_experts, in_features, rank, starts_at_zero=False)
-        second = ExpertFactor(num_experts, rank, out_features, starts_at_zero=True)
-        self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER: first}), nn.ModuleDict({ADAPTER: second})
+        """Whether the adapters are applied; see `trainer.model.lora.without_adapters`."""
+        first = ExpertFactor(num_experts, in_features, rank, zero_init=False)
+        second = ExpertFactor(num_experts, rank, out_features, zero_init=True)
+        self.lora_A, self.lora_B = nn.ModuleDict({ADAPTER_NAME: first}), nn.ModuleDict({ADAPTER_NAME: second})
 
     def forward(self, x_MK: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the products without `scaling`, (M, N), for rows sorted by expert; see `grouped_mm`."""
-        down_ERK: torch.Tensor = self.lora_A[ADAPTER].weight  # type: ignore[assignment]
-        up_ENR: torch.Tensor = self.lora_B[ADAPTER].weight  # type: ignore[assignment]
+        """Return x @ A.T @ B.T, (M, N), for rows sorted by expert; see `grouped_mm`."""
+        down_ERK: torch.Tensor = self.lora_A[ADAPTER_NAME].weight  # type: ignore[assignment]
+        up_ENR: torch.Tensor = self.lora_B[ADAPTER_NAME].weight  # type: ignore[assignment]
         low_MR = grouped_mm(x_MK.to(down_ERK.dtype), down_ERK.transpose(1, 2), ends_E)
         return grouped_mm(low_MR, up_ENR.transpose(1, 2), ends_E)
 
@@ -70,8 +72,8 @@ class ExpertAdapter(nn.Module):
 def expert_matmuls(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
     """Multiply rows by each matrix that `experts.matrices` lists under `name`; return one (M, N) tensor per matrix.
 
-    Rows are sorted by expert, and those of each expert end before row `ends_E`; see `grouped_mm`.
-    Rows are converted to the dtype of the matrices; packed matrices are unpacked to the dtype of the rows instead.
+    Rows are sorted by expert; `ends_E[e]` is the exclusive end of those of expert e (see `grouped_mm`).
+    Rows are converted to the dtype of the matrices; quantized matrices are unpacked to the dtype of the rows instead.
     """
     outputs = [_expert_matmul(experts, matrix, x_MK, ends_E) for matrix in matrices_of(experts)[name]]
     adapter = adapters_of(experts).get(name)
@@ -98,7 +100,7 @@ def _expert_matmul(experts: nn.Module, matrix: str, x_MK: torch.Tensor, ends_E: 
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Return the parameters of an expert module that can have adapters, by adapter name; empty for other modules."""
+    """Map the name of each possible adapter of an expert module to parameter names; empty for other modules."""
     matrices: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
     return matrices
 

@@ -1,9 +1,9 @@
-"""Balances the load of experts, with router losses and with biases on the choice of experts, and measures the load.
+"""Balances the load of experts, through router losses or biases on the selection of experts, and measures the load.
 
 Everything that depends on how often experts are chosen uses integer counts over the global batch, so it is the same on
 any mesh, with any micro-batch size, and with or without recomputed activations.
 
-Shape suffixes: B sequences, T tokens of each, E experts, A experts per token, S tokens (B x T), L layers with experts.
+Shape suffixes: B sequences, T tokens per sequence, E experts, A experts per token, S tokens (B x T), L expert layers.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from trainer.distributed.world import World
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
-"""Key of the state entry for the expert shares of the last step."""
+"""Key, in a checkpoint's state, of how often each expert was chosen in the last step."""
 
 
 class TopKExperts(nn.Module):
     """Chooses the experts of each token: those with the highest scores.
 
     With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
-    scores.  `ExpertBalance` changes the bias after each step if the model has a rate for it (Wang et al. 2024,
-    arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  It is a persistent buffer in fp32: part of
-    checkpoints, and used in evaluation and generation.
+    scores.  `ExpertBalance` changes the bias after each step if `Balance.rate` is set (Wang et al. 2024,
+    arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a persistent buffer in fp32: it is saved
+    in checkpoints, and used in evaluation and generation.
     """
 
     bias: torch.Tensor | None
@@ -54,14 +54,14 @@ class TopKExperts(nn.Module):
 
 
 class Load(NamedTuple):
-    """The load of a layer's experts, over the tokens of each sequence that have targets; see `load_of`."""
+    """The load of a layer's experts, counting only tokens with targets; see `load_of`."""
 
     choices: torch.Tensor
-    """(B, E), the number of tokens routed to the expert (int64)."""
+    """(B, E), the number of tokens of each sequence routed to each expert (int64)."""
     probs: torch.Tensor | None
-    """(B, E), the sum of the router's probabilities for the expert (fp32)."""
+    """(B, E), the sum over these tokens of the router's probability for each expert (fp32)."""
     squares: torch.Tensor | None
-    """A scalar, the sum of the squared log-sum-exp of the router's logits (fp32)."""
+    """A scalar, the sum over tokens of the squared log-sum-exp of the router's logits (fp32)."""
 
 
 def load_of(
@@ -71,7 +71,7 @@ def load_of(
     probs_SE: torch.Tensor | None = None,
     logits_SE: torch.Tensor | None = None,
 ) -> Load:
-    """Return the load of a layer's experts over the tokens with targets, where `is_target_BT` is True.
+    """Return the load of a layer's experts, counting only tokens with targets (where `is_target_BT` is True).
 
     A block returns the load as an output; it must not accumulate the load, since recomputation may run the block twice.
     probs_SE: the router's scores, normalized per token.  Needed for `Balance(loss=..., sequence_loss=...)`.
@@ -90,20 +90,21 @@ def load_of(
 
 
 class Balance(nn.Module):
-    """Router losses of all layers, and the load of their experts in a step.
+    """Computes the router losses of all layers, and counts how often their experts are chosen in a step.
 
-    A model with experts has one as a child, and calls it in training with the loads of its layers.  All losses are sums
-    over the tokens with targets, like the loss of the model:
+    A mixture-of-experts model has one as a child, and calls it in training with the loads of its layers.  All losses
+    are sums over the tokens with targets, like the model's own loss:
 
-    - `loss`, a coefficient: each expert's share of the choices is multiplied by its mean probability; the sum over
-      experts is scaled by their number (Fedus et al. 2021, arXiv:2101.03961, equations 4 to 6).  It is lowest if all
-      experts are chosen equally often.  Shares and means are over all layers, micro-batches and ranks (Qiu et al. 2025,
-      arXiv:2501.11873).  With `exact`, the shares are those of this step.  They must be known before the first backward
-      pass, so several micro-batches take one more forward pass each (see `global_balance`).  With `last`, the shares
-      are those of the previous step, at no cost, and uniform in the first step.
-    - `sequence_loss`, a coefficient: the same within each sequence and layer, with shares relative to the mean, summed
-      over layers (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
-    - `z_loss`, a coefficient: the squared log-sum-exp of the router's logits, summed over layers (Zoph et al. 2022,
+    - `loss`, the coefficient of the load-balancing loss: the fraction of tokens routed to each expert is multiplied by
+      the expert's mean probability, and the sum over experts is scaled by their number (Fedus et al. 2021,
+      arXiv:2101.03961, equations 4 to 6).  It is lowest if all experts are chosen equally often.  Fractions and means
+      are over all layers, micro-batches and ranks (Qiu et al. 2025, arXiv:2501.11873).  With shares="exact", the
+      fractions are those of this step.  They must be known before the first backward pass, so with several
+      micro-batches, each takes an additional forward pass (see `global_balance`).  With shares="last", they are those
+      of the previous step, at no cost, and uniform in the first step.
+    - `sequence_loss`, the coefficient of the same loss within each sequence and layer, summed over layers, with
+      fractions of the choices instead of the tokens (DeepSeek-V3, arXiv:2412.19437, equations 17 to 20).
+    - `z_loss`, the coefficient of the squared log-sum-exp of the router's logits, summed over layers (Zoph et al. 2022,
       arXiv:2202.08906, equation 5).
 
     rate: the amount by which `ExpertBalance` changes the bias of each `TopKExperts` in the model after a step.
@@ -124,7 +125,7 @@ class Balance(nn.Module):
         self.num_layers, self.num_experts, self.num_chosen = num_layers, num_experts, num_chosen
         self.loss, self.shares, self.sequence_loss, self.z_loss, self.rate = loss, shares, sequence_loss, z_loss, rate
         self.reduce_choices: Callable[[torch.Tensor], torch.Tensor] = _identity
-        """Maps the choices (L, E) of one micro-batch on this rank to those of all micro-batches and ranks."""
+        """Returns the choices (L, E) of all micro-batches and ranks, given those of one micro-batch on this rank."""
         self.last_choices_E: torch.Tensor | None = None
         """How often each expert was chosen in the last step, over all layers and ranks."""
         self.counted_LE: torch.Tensor | None = None
@@ -148,17 +149,17 @@ class Balance(nn.Module):
             self.counted_LE = choices_LE if self.counted_LE is None else self.counted_LE + choices_LE
         total = torch.zeros((), device=choices_LE.device)
         if self.loss > 0:
-            probs_E = torch.stack([_required(load.probs).sum(0) for load in loads]).sum(0)
+            probs_E = torch.stack([_require(load.probs).sum(0) for load in loads]).sum(0)
             factor = self.loss * self.num_experts / self.num_layers
-            total = total + factor * (self._shares(choices_LE) * probs_E).sum()
+            total = total + factor * (self._fractions(choices_LE) * probs_E).sum()
         if self.sequence_loss > 0:
             total = total + self.sequence_loss * self._sequence_loss(choices_LBE, loads)
         if self.z_loss > 0:
-            total = total + self.z_loss * torch.stack([_required(load.squares) for load in loads]).sum()
+            total = total + self.z_loss * torch.stack([_require(load.squares) for load in loads]).sum()
         return total
 
-    def _shares(self, choices_LE: torch.Tensor) -> torch.Tensor:
-        """Return the share of tokens that choose each expert, (E,).  The sum is the number of choices per token."""
+    def _fractions(self, choices_LE: torch.Tensor) -> torch.Tensor:
+        """Return the fraction of tokens routed to each expert, (E,); these sum to the number of experts per token."""
         if self.shares == "exact":
             all_choices_E = self.reduce_choices(choices_LE).sum(0)
         elif self.last_choices_E is not None:
@@ -168,7 +169,7 @@ class Balance(nn.Module):
         return all_choices_E * (self.num_chosen / all_choices_E.sum().clamp(min=1))
 
     def _sequence_loss(self, choices_LBE: torch.Tensor, loads: Sequence[Load]) -> torch.Tensor:
-        probs_LBE = torch.stack([_required(load.probs) for load in loads])
+        probs_LBE = torch.stack([_require(load.probs) for load in loads])
         slices = current_slices()
         if slices is not None:
             # The loss is linear in the probabilities, so each rank can use those of its own tokens.
@@ -177,7 +178,7 @@ class Balance(nn.Module):
         return (self.num_experts * (choices_LBE / num_choices_LB1) * probs_LBE).sum()
 
 
-def _required(value: torch.Tensor | None) -> torch.Tensor:
+def _require(value: torch.Tensor | None) -> torch.Tensor:
     if value is None:
         raise ValueError("Balance: `load_of` needs probs_SE for loss and sequence_loss, and logits_SE for z_loss")
     return value
@@ -188,7 +189,7 @@ def _identity(choices_LE: torch.Tensor) -> torch.Tensor:
 
 
 def find_balance(model: nn.Module) -> Balance | None:
-    """Return the `Balance` of a model, or None for one without, such as a model from transformers."""
+    """Return the `Balance` of a model, or None if it has none, as models from transformers."""
     return next((child for child in model.children() if isinstance(child, Balance)), None)
 
 
@@ -196,12 +197,14 @@ def find_balance(model: nn.Module) -> Balance | None:
 def global_balance(
     model: nn.Module, micro_batches: Sequence[Any], loss: Callable[[Any], torch.Tensor], world: World
 ) -> Iterator[None]:
-    """Compute the router losses of `model` inside the block from the choices in `micro_batches` on all ranks.
+    """Inside the block, compute the router losses of `model` from the expert choices in `micro_batches` on all ranks.
 
-    The load-balancing loss is a product of two sums, so the choices must be known before the first backward pass if
-    it uses those of this step.  A single micro-batch sums them over the ranks in its forward pass; with several, an
-    extra forward pass of `loss` on each counts them first.  No-op for a model without a `Balance` child.  Collectives:
-    one all-reduce of an integer per layer and expert, and those of the extra passes.
+    loss: runs the model's forward pass on a micro-batch, and returns its loss.
+
+    The load-balancing loss multiplies two sums over tokens.  If it uses this step's choices, they must therefore be
+    known before the first backward pass.  A single micro-batch sums them over the ranks in its forward pass; with
+    several, an extra forward pass on each counts them first.  No-op for a model without a `Balance` child.
+    Collectives: one all-reduce of an integer per layer and expert, and those of the extra passes.
     """
     balance = find_balance(model)
     if balance is None:
@@ -237,14 +240,14 @@ def _count_choices(
 
 
 class ExpertBalance:
-    """Runs after each optimizer step: updates the biases of a model's `TopKExperts` modules, keeps the shares for the
-    next step, and logs the load of the experts.
+    """Runs after each optimizer step: updates the biases of a model's `TopKExperts` modules, keeps the step's choices
+    for the next one, and logs the load of the experts.
 
-    A bias changes by the rate: up if the expert was chosen less often than the mean, and down if more often, over the
-    tokens with targets in the global batch.  A skipped step changes neither biases nor shares.
+    A bias moves up by `Balance.rate` if its expert was chosen less often than the mean, and down by it if more often;
+    only tokens with targets count, over the global batch.  A skipped step changes neither biases nor stored choices.
 
-    Fields of the `train` record, each a mean over the steps since the previous record: `busiest_expert`, the largest
-    number of tokens of an expert relative to the mean of its layer, and `dead_experts`, the number of experts in all
+    Fields of the `train` record, each a mean over the steps since the previous record: `busiest_expert`, the number of
+    tokens of the busiest expert, relative to the mean of its layer, and `dead_experts`, the number of experts in all
     layers that no token chose.
     """
 
@@ -258,7 +261,7 @@ class ExpertBalance:
 
     @torch.no_grad()
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
-        """Handle a step, which was skipped if the scalar `is_finite` is false.  No host sync.
+        """Process a finished step; it was skipped if the scalar `is_finite` is false.  No host sync.
 
         Collective: one all-reduce of an integer per layer and expert, unless the loss has summed them already.
         """

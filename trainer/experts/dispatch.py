@@ -1,8 +1,8 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
 With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts, by an all-to-all whose sizes the
-host must read.  With `gather`, every rank receives all of the group's tokens and processes those routed to its experts,
-in shapes known in advance.
+host must read.  With `gather`, every rank receives all of the group's tokens and processes those routed to its experts;
+all shapes are known in advance.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs, N ranks in
 the group, L experts per rank, T tokens in the group, P pairs in the group, R rows computed on this rank.
@@ -28,12 +28,12 @@ GROUP = "expert_group"
 
 @dataclass
 class Estimate:
-    """Assumptions about the router's choices, for a plan, which has no real tokens."""
+    """Assumptions about the router's choices, for plans, which have no real tokens."""
 
     imbalance: float = 1.0
     """Rows on the busiest rank, relative to the mean."""
     fill_fraction: float = 1.0
-    """Fraction of the rows in the buffers of `gather` that contain tokens; set when the model is traced."""
+    """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model is traced."""
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,17 @@ class ExpertGroup:
 
 
 def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of the outputs of each token's experts, (S, D).
+    """Return the weighted sum of each token's expert outputs, (S, D).
 
     experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
     `experts(rows, ends)`: rows sorted by expert, and the exclusive end of each expert's rows (int32).  `ends` may have
-    one extra entry; see `grouped_mm`.  chosen_SA: the experts of each token, all different.
-    weights_SA: their weights.
+    one extra entry; see `grouped_mm`.  chosen_SA: the indices of each token's experts, all different.
+    weights_SA: the weights of these experts.
 
-    Collectives in the expert group, if there is one: with `exchange`, an all-to-all of counts, after which the host
-    waits for the number of rows, and two of rows, which the backward pass repeats.  With `gather`, all-gathers of
-    tokens, choices and weights, and a reduce-scatter of the results; in the backward pass an all-gather and two
-    reduce-scatters; S must be equal on all ranks.
+    Collectives in the expert group, if there is one.  With `exchange`: an all-to-all of counts, for which the host
+    waits, then two all-to-alls of rows, both repeated in the backward pass.  With `gather`: all-gathers of tokens,
+    choices and weights, and a reduce-scatter of the results; in the backward pass, an all-gather and two
+    reduce-scatters.  With `gather`, S must be equal on all ranks.
     """
     group: ExpertGroup | None = getattr(experts, GROUP, None)
     if group is None:
@@ -79,7 +79,7 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
 
 
 def choices_of(chosen: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Return the number of tokens routed to each expert, (E,).  chosen: experts of tokens, in any shape."""
+    """Return the number of tokens routed to each expert, (E,).  chosen: expert indices, in any shape."""
     zeros_E = torch.zeros(num_experts, dtype=torch.int64, device=chosen.device)
     return zeros_E.scatter_add(0, chosen.flatten(), torch.ones_like(chosen.flatten(), dtype=torch.int64))
 
@@ -98,9 +98,9 @@ def _rows_of_pairs(
 
 
 class _RowsOfPairs(torch.autograd.Function):
-    """Indexing whose gradient is bit-identical in every run.
+    """The indexing x[order // A], with a deterministic gradient.
 
-    On a CPU, that of `x[order // A]` adds the gradients of a token's pairs in the order in which threads reach them.
+    On a CPU, torch's own gradient adds up the pairs of a token in whatever order its threads reach them.
     """
 
     @staticmethod
@@ -128,7 +128,7 @@ class _RowsOfPairs(torch.autograd.Function):
 
 
 def _sum_by_token(out_MD: torch.Tensor, order_M: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
-    """Return each token to its original position, and sum its experts' outputs by weight."""
+    """Return the weighted sum of each token's expert outputs, in the original order of the tokens: (S, D)."""
     # A scatter-add instead would not be deterministic on a GPU.
     out_SAD = out_MD[order_M.argsort()].unflatten(0, weights_SA.shape)
     return (out_SAD * weights_SA.unsqueeze(-1)).sum(1)
@@ -210,8 +210,8 @@ def _run_experts(group: ExpertGroup, experts: nn.Module, rows_RD: torch.Tensor, 
     """Return the outputs of this rank's experts.
 
     The gradient of their weights is a sum over the tokens of the entire group, but FSDP averages it only over the ranks
-    with the same experts, which are fewer by the size of the group.  So gradients are divided by the group size while
-    they pass through the experts.
+    with the same experts.  These are fewer than all ranks by a factor of the group size, so gradients are divided by
+    the group size while they pass through the experts.
     """
     weights = {
         name: parameter.to_local() if isinstance(parameter, DTensor) else parameter

@@ -1,4 +1,4 @@
-"""Grouped matrix products: each row of a matrix is multiplied by the matrix of its group, such as an expert's.
+"""Grouped matrix products: each row is multiplied by the matrix of its group, such as its expert.
 
 Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
 activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 @torch.library.custom_op("meshtrainer::grouped_mm", mutates_args=())
 def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Multiply each row of `x_MK` by the matrix of its group, giving (M, N).  Group e ends before row `ends_E[e]`
-    (int32).
+    """Multiply each row of `x_MK` by the matrix of its group, giving (M, N).
 
-    The last group ends with the last row.  If there is one more group than matrices, its rows belong to no expert, and
-    their result is zero, as is the gradient that they receive.  On a GPU in bfloat16 this is one kernel without host
-    sync; elsewhere it is one product per group.
+    `ends_E[e]` (int32) is the exclusive end row of group e; the last group ends with the last row.  If `ends_E` has one
+    entry more than there are matrices, the rows of this last group belong to no expert: their results and gradients are
+    zero.  On a GPU in bfloat16, with sizes that are multiples of 8, this is one kernel without host sync; otherwise it
+    is one product per group.
     """
     num_groups = weight_EKN.shape[0]
     if _has_kernel(x_MK, weight_EKN):
@@ -47,7 +47,7 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 
 @torch.library.custom_op("meshtrainer::grouped_outer", mutates_args=())
 def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x.T @ y for the rows of each group: (E, K, N).  See `grouped_mm`; rows after the last one are ignored."""
+    """Return x.T @ y for the rows of each group, (E, K, N).  Rows after the last group are ignored."""
     if _has_kernel(x_MK, y_MN):
         return F.grouped_mm(x_MK.t(), y_MN, offs=ends_E)
     out_EKN = x_MK.new_empty(len(ends_E), x_MK.shape[1], y_MN.shape[1])
@@ -116,10 +116,11 @@ _PIECE = 2**27
 def packed_grouped_mm(
     x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
 ) -> torch.Tensor:
-    """Multiply rows by frozen matrices whose rows are packed, (E, N, bytes); see `grouped_mm`.
+    """Multiply rows by frozen quantized matrices, packed as (E, N, bytes); see `grouped_mm`.
 
-    They are unpacked in the dtype of `x_MK`, in the forward and in the backward pass, some rows of all experts at a
-    time; autograd saves only the bytes.  is_transposed: the unpacked matrices are (E, K, N), not (E, N, K).
+    The matrices are unpacked to the dtype of `x_MK`, in both the forward and the backward pass, some rows of all
+    experts at a time; autograd saves only the bytes.  is_transposed: the matrices are (E, K, N) before packing, not
+    (E, N, K).
     """
     out_MN: torch.Tensor = _PackedGroupedProduct.apply(x_MK, packed, ends_E, packing, is_transposed)  # type: ignore[no-untyped-call]
     return out_MN

@@ -44,7 +44,7 @@ def _matches_pattern(name: str, pattern: str) -> bool:
     """Return whether a dotted name matches a pattern, in which `*` stands for one component."""
     components, expected = name.split("."), pattern.split(".")
     return len(components) == len(expected) and all(
-        each in ("*", component) for component, each in zip(components, expected, strict=True)
+        part in ("*", component) for component, part in zip(components, expected, strict=True)
     )
 
 
@@ -81,7 +81,7 @@ def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]
 
 
 def simulate_expert_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
-    """Keep only the experts of one of `size` ranks in `modules`, which are on the meta device, for a plan.
+    """For a plan, keep only the experts of one of `size` ranks in `modules`, which are on the meta device.
 
     Their collectives use a group called `expert`, and must run on fake tensors.  Returns the estimate that is used
     instead of the router's choices; running the model sets its `fill_fraction`.

@@ -2,8 +2,8 @@
 
 Only this module imports torchao, and only when needed.
 
-Weights, gradients and saved activations keep their dtype: for each matrix product, the layer casts its input, weight
-and incoming gradient to float8, with one scale per tensor or per row.  This module does not depend on recipes or
+Weights, gradients and saved activations keep their dtype: only for its matrix products does a layer cast its input,
+weight and incoming gradient to float8, with one scale per tensor or per row.  This module does not depend on recipes or
 meshes.
 """
 
@@ -28,7 +28,7 @@ _ALIGNMENT = 16
 def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, emulate: bool = False) -> int:
     """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of layers replaced.
 
-    `scaling`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  Skipped:
+    `scaling`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  These are skipped:
     layers with a dimension that is not a multiple of 16, subclasses that override `forward`, blocks that are themselves
     linear layers, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
     products are computed in float32 from inputs rounded to float8, on any device, for tests.
@@ -50,8 +50,8 @@ def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, em
                     parent.register_module(name, _float8_layer(child, scaling, emulate))
                     num_replaced += 1
     if not num_replaced:
-        rule = f"no block has a linear layer whose dimensions are both multiples of {_ALIGNMENT}"
-        raise setting_error("train.float8", scaling, rule, fix="set train.float8=none")
+        reason = f"no block has a linear layer whose dimensions are both multiples of {_ALIGNMENT}"
+        raise setting_error("train.float8", scaling, reason, fix="set train.float8=none")
     return num_replaced
 
 
@@ -59,13 +59,15 @@ def _check_device(scaling: str, device_type: str) -> None:
     required = (9, 0) if scaling == "rowwise" else (8, 9)
     minimum = ".".join(map(str, required))
     if device_type != "cuda":
-        rule = f"needs a GPU with float8 support (compute capability {minimum} or higher); this run is on {device_type}"
-        raise setting_error("train.float8", scaling, rule, fix="set train.float8=none")
+        reason = (
+            f"needs a GPU with float8 support (compute capability {minimum} or higher); this run is on {device_type}"
+        )
+        raise setting_error("train.float8", scaling, reason, fix="set train.float8=none")
     capability = torch.cuda.get_device_capability()
     if capability < required:
         actual = ".".join(map(str, capability))
-        rule = f"needs a GPU of compute capability {minimum} or higher; {torch.cuda.get_device_name()} has {actual}"
-        raise setting_error("train.float8", scaling, rule, "none")
+        reason = f"needs a GPU of compute capability {minimum} or higher; {torch.cuda.get_device_name()} has {actual}"
+        raise setting_error("train.float8", scaling, reason, "none")
 
 
 def _float8_layer(layer: nn.Module, scaling: str, emulate: bool) -> nn.Module:

@@ -1,10 +1,9 @@
 """Gathers the units of a sharded model, reduces gradients over the ranks, and computes their global norm.
 
 FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
-the backward pass runs, as in DistributedDataParallel.  DistributedDataParallel wraps the model in another module; here
-only hooks are added to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020,
-"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are
-DistributedDataParallel's defaults.
+the backward pass runs, as in DistributedDataParallel (DDP).  DDP wraps the model in another module; this module only
+adds hooks to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch
+Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are DDP's defaults.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     """Keep all units of `model` gathered inside the block, so that many forward passes gather them only once.
 
         with gathered(trainer.model):
-            texts = generate_batch(trainer.model, prompts, max_tokens=256)
+            completions = generate_batch(trainer.model, prompts, max_tokens=256)
 
     Every rank then holds the full model in `fsdp.param_dtype`, in addition to its shards: 16 GB for 8 billion
     parameters in bfloat16.  Experts divided among ranks (`mesh.expert`) are not gathered.  No-op for an unsharded
@@ -92,7 +91,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
         return
     groups: list[Any] = []
     resharding = []
-    """What each group does after a forward pass: None if it stays gathered, else the mesh to shard on."""
+    """The mesh to which each group reshards after a forward pass, or None if it stays gathered."""
     for module in modules:
         # True for the root: FSDP decides about it in its first forward pass.
         stays_gathered = module._get_fsdp_state()._auto_reshard_after_forward
@@ -114,7 +113,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
 
 
 def fsdp_param_groups(module: FSDPModule) -> list[Any]:
-    """Return FSDP's groups of the parameters that a unit gathers together: one, or one for each of their meshes.
+    """Return FSDP's parameter groups of a unit: usually one, or one per mesh if its parameters are on several.
 
     A unit without parameters has none.
     """
@@ -147,8 +146,8 @@ def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tens
     """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
 
     `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.
-    A non-finite gradient on any rank makes the norm non-finite on its entire replica group and, since gradients have
-    been reduced, on all ranks.
+    A non-finite gradient on any rank makes the norm non-finite on the whole `shard` axis and, since gradients have been
+    reduced over replicas, on every rank.
     """
     device = torch.device(mesh.device_type)
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
@@ -280,7 +279,7 @@ class Replicas:
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-        """`parameters`: the trainable ones, in the order of the forward pass."""
+        """parameters: the trainable parameters, in the order of the forward pass."""
         backward = [*reversed(parameters)]
         dtypes = [*dict.fromkeys(p.dtype for p in backward)]
         backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; a stable sort

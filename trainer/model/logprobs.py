@@ -16,7 +16,7 @@ def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     batch: as in a training step: `tokens`, `targets`, and any other arguments of the model's `forward`.  The full
     logits are never in memory if the model computes its loss with `linear_cross_entropy`.
 
-    Raises UserError if the model adds loss terms that do not belong to any token, or does not compute its loss with the
+    Raises UserError if the model adds loss terms that belong to no single token, or does not compute its loss with the
     functions of `trainer.loss`.
     """
     balance = find_balance(model) if model.training else None

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
-from trainer.experts import ADAPTER, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
+from trainer.experts import ADAPTER_NAME, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
 from trainer.model.head import is_score
 from trainer.model.packed import PackedLinear, pack_experts, pack_layer
 
@@ -33,23 +33,20 @@ ALL_LINEAR = "all-linear"
 _MIN_SIMILARITY = 0.75
 """Minimum similarity for suggesting a layer's name; for example, gate_proj is hardly a misspelling of v_proj."""
 
-_WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER}\.weight")
+_WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER_NAME}\.weight")
 
 
 class LoraFactor(nn.Module):
-    """One of the two matrices of an adapter: `weight` (out, in), always in float32.
+    """LoRA's A or B: `weight` (out, in), stored in float32; `AdaptedLinear` multiplies by it."""
 
-    `AdaptedLinear` computes the product.
-    """
-
-    def __init__(self, in_features: int, out_features: int, starts_at_zero: bool) -> None:
+    def __init__(self, in_features: int, out_features: int, zero_init: bool) -> None:
         super().__init__()
-        self.starts_at_zero = starts_at_zero
+        self.zero_init = zero_init
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=torch.float32))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        if self.starts_at_zero:
+        if self.zero_init:
             nn.init.zeros_(self.weight)
         else:
             nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
@@ -62,7 +59,7 @@ FACTORS = (LoraFactor, ExpertFactor)
 class AdaptedLinear(nn.Module):
     """A linear layer with an adapter: `base_layer(x) + scaling * lora_B(lora_A(dropout(x)))`.
 
-    x (..., in) to (..., out).  The second factor starts at zero, so the initial output equals that of the base layer.
+    Maps x (..., in) to (..., out).  B starts at zero, so the initial output equals that of the base layer.
     """
 
     def __init__(self, base_layer: nn.Module, rank: int, scaling: float, dropout: float) -> None:
@@ -75,14 +72,14 @@ class AdaptedLinear(nn.Module):
         self.is_enabled = True
         """Whether the adapter is applied; see `without_adapters`."""
         self.base_layer = base_layer
-        self.lora_dropout = nn.ModuleDict({ADAPTER: nn.Dropout(dropout) if dropout else nn.Identity()})
-        self.lora_A = nn.ModuleDict({ADAPTER: LoraFactor(self.in_features, rank, starts_at_zero=False)})
-        self.lora_B = nn.ModuleDict({ADAPTER: LoraFactor(rank, self.out_features, starts_at_zero=True)})
+        self.lora_dropout = nn.ModuleDict({ADAPTER_NAME: nn.Dropout(dropout) if dropout else nn.Identity()})
+        self.lora_A = nn.ModuleDict({ADAPTER_NAME: LoraFactor(self.in_features, rank, zero_init=False)})
+        self.lora_B = nn.ModuleDict({ADAPTER_NAME: LoraFactor(rank, self.out_features, zero_init=True)})
 
     @property
     def factors(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The two matrices of the adapter: (rank, in) and (out, rank)."""
-        return self.lora_A[ADAPTER].weight, self.lora_B[ADAPTER].weight  # type: ignore[return-value]
+        return self.lora_A[ADAPTER_NAME].weight, self.lora_B[ADAPTER_NAME].weight  # type: ignore[return-value]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -100,13 +97,17 @@ class AdaptedLinear(nn.Module):
         operands = (down, up) if packed is not None else (self.weight, down, up)
         if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in operands):
             bias, flat = self.base_layer.bias, x.flatten(0, -2)
-            dropped = None if isinstance(self.lora_dropout[ADAPTER], nn.Identity) else self.lora_dropout[ADAPTER](flat)
+            dropped = (
+                None
+                if isinstance(self.lora_dropout[ADAPTER_NAME], nn.Identity)
+                else self.lora_dropout[ADAPTER_NAME](flat)
+            )
             is_conv = packed is None and not isinstance(self.base_layer, nn.Linear)
             weight = self.weight.t() if is_conv else self.weight
             output = _AdaptedProduct.apply(flat, dropped, weight, packed, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
             return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         base_output = self.base_layer(x)
-        low = F.linear(self.lora_dropout[ADAPTER](x.to(down.dtype)), down)
+        low = F.linear(self.lora_dropout[ADAPTER_NAME](x.to(down.dtype)), down)
         # A single addmm instead of a product, a scaling and a sum over (..., out).
         output = torch.addmm(base_output.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
         return output.view(base_output.shape).to(base_output.dtype)
@@ -170,7 +171,7 @@ def add_adapters(
     """Freeze `model`, and add an adapter to each layer that `lora.targets` names, in place.
 
     `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
-    blocks.  `alias` returns an alternative name of a layer, which targets may use too.  No-op with `lora.rank=0`.
+    blocks.  `alias` returns a layer's other name, if it has one; targets may use it too.  No-op with `lora.rank=0`.
     With a packed `lora.base_dtype`, the weights of these layers and of the blocks' other linear layers and experts are
     packed.
 

@@ -1,11 +1,11 @@
 """Initializes models built on the meta device, with identical weights on any mesh.
 
-A sharded model is filled module by module.  Each module's own tensors are temporarily replaced by full tensors on the
-CPU, initialized by the recipe's ordinary code with the generator seeded from (seed, module name); each rank keeps its
-shard.  For a large tensor only the shard's rows are drawn, by advancing the generator past the others, so that several
-threads can share the work.  No rank holds more than its shards plus one module, there is no communication, and the
-weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give different values.)  This
-module does not depend on particular recipes.
+A sharded model is filled module by module.  A module's own parameters are temporarily replaced by full tensors on the
+CPU.  The recipe's ordinary code initializes these, with the generator seeded from (seed, module name), and each rank
+keeps its shard.  Of a large tensor, a rank draws only the rows of its shard: it advances the generator past all others,
+which also lets several threads share the work.  No rank holds more than its shards plus one module, there is no
+communication, and the weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give
+different values.)  This module does not depend on particular recipes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def materialize(
     adapters, this is `module.reset_parameters()`.  Tied parameters are filled once, by the first module that owns them.
     Values are computed on the CPU and moved to `device`; with `cpu_offload`, parameters stay on the CPU.
 
-    Parameters for which `is_loaded_later(name)` is true are not initialized; they are NaN until they are loaded.
-    Buffers are always filled.
+    Parameters for which `is_loaded_later(name)` is true are not initialized: until they are loaded, floating-point ones
+    are NaN and quantized ones undefined.  Buffers are always filled.
 
-    Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since every
-    rank runs the full initialization.
+    Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since every rank runs
+    the initialization code of every module.
     """
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
     on_meta = {name for name, tensor in named if tensor.is_meta}
@@ -108,7 +108,7 @@ def materialize(
 def _skip_loaded_later(
     module: nn.Module, module_name: str, to_fill: set[str], is_loaded_later: Callable[[str], bool]
 ) -> set[str]:
-    """Fill the parameters in `to_fill` that will be loaded later with NaN, and return their names."""
+    """Return the names of the parameters in `to_fill` that will be loaded later, after filling them with NaN."""
     prefix = f"{module_name}." if module_name else ""
     own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     skipped = {name for name in own_parameters if prefix + name in to_fill and is_loaded_later(prefix + name)}
@@ -133,18 +133,20 @@ def _fill(
     scratch: _ScratchMemory,
     init: Callable[[nn.Module, str], None],
 ) -> list[str]:
-    """Fill the tensors in `to_fill`, which `module` owns directly.  Returns the names of those that were not written.
+    """Fill the tensors in `to_fill`, which `module` owns directly; return the names of those that were not written.
 
-    Other parameters are replaced by meta tensors, so that writing to them has no effect and no cost.
+    The module's other parameters are replaced by meta tensors, so that writing to them has no effect and no cost.
     """
     prefix = f"{module_name}." if module_name else ""
-    sharded = dict(module.named_parameters(recurse=False, remove_duplicate=False))
-    full_of = scratch.full_tensors({name: parameter for name, parameter in sharded.items() if prefix + name in to_fill})
-    partial = {name: full for name, full in full_of.items() if _is_filled_partially(sharded[name], full)}
-    deferred_fills = DeferredFills(partial)
-    for name, parameter in sharded.items():
+    originals = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    full_tensors = scratch.full_tensors({name: p for name, p in originals.items() if prefix + name in to_fill})
+    deferred = {name: full for name, full in full_tensors.items() if _should_defer(originals[name], full)}
+    deferred_fills = DeferredFills(deferred)
+    for name, parameter in originals.items():
         unused = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        full = _poison(full_of[name]) if name in full_of.keys() - partial.keys() else partial.get(name, unused)
+        full = full_tensors.get(name, unused)
+        if name in full_tensors and name not in deferred:
+            _poison(full)
         module.register_parameter(name, nn.Parameter(full, requires_grad=parameter.requires_grad))
     for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
         if prefix + name in to_fill:
@@ -165,7 +167,7 @@ def _fill(
         has_nan = (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.sum().isnan())
         if has_nan or not (was_written or tensor.is_floating_point()):
             unfilled.append(prefix + name)
-    for name, parameter in sharded.items():
+    for name, parameter in originals.items():
         if prefix + name in to_fill:
             full = module.get_parameter(name).detach()
             _copy_shard(parameter, full, deferred_fills.get(name, full))
@@ -173,9 +175,10 @@ def _fill(
     return unfilled
 
 
-def _is_filled_partially(parameter: torch.Tensor, full: torch.Tensor) -> bool:
-    """Return whether to draw only part of a large tensor, because this rank keeps few rows or several threads can
-    share the work.
+def _should_defer(parameter: torch.Tensor, full: torch.Tensor) -> bool:
+    """Return whether to defer filling a tensor until its shard is copied, and then draw only the shard's rows.
+
+    This pays off for a large tensor, if this rank keeps at most half of the rows or has several threads to draw them.
     """
     box = local_box(parameter)
     pays_off = box is not None and (2 * (box[0][1] - box[0][0]) <= full.shape[0] or torch.get_num_threads() > 1)
@@ -194,7 +197,7 @@ class _ScratchMemory:
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def full_tensors(self, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Return uninitialized tensors with the (global) shapes of `like`; earlier ones are overwritten.
+        """Return uninitialized tensors with the (global) shapes of `like`, in memory that the next call reuses.
 
         Their dtypes are those of `like`, except float32 for bfloat16: weights are drawn in full precision, then
         rounded.
@@ -217,8 +220,9 @@ def _direct_tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredFill | None = None) -> None:
-    """Copy this rank's shard of `full` into `parameter`, or draw it.  No communication: every rank has the full
-    tensor.
+    """Fill this rank's shard of `parameter`: copy it from `full`, or draw it if the fill was deferred.
+
+    No communication: every rank has the full tensor, or can draw any part of it.
     """
     box, shard = local_box(parameter), local(parameter.detach())
     if box is not None and full.ndim:
@@ -238,7 +242,10 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with NaN, to detect values that initialization never writes.  For integers, the write itself is detected."""
+    """Fill a floating-point or complex tensor with NaN, which shows where initialization never writes; return it.
+
+    For other tensors, the write itself is detected instead.
+    """
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
 
@@ -246,11 +253,11 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 # Drawing part of a tensor, bit-identical to the same part of the full tensor
 
 MIN_ELEMENTS = 2**23
-"""Minimum number of elements for which this pays off: skipping costs as much as drawing about two million."""
+"""Minimum number of elements to defer a fill: skipping ahead costs as much as drawing about two million."""
 _PIECE_ELEMENTS = 2**24
 """Number of elements that a thread draws in one call."""
 _GROUP_SIZE = 16
-"""Torch generates normal numbers in groups of this size, and uses one word per number."""
+"""torch draws normally distributed numbers in groups of this size, using one word of the generator per number."""
 
 _RANDOM_FILLS: dict[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.normal_.default: torch.Tensor.normal_,
@@ -260,12 +267,12 @@ _MEMORY_FUNCTIONS = (
     *(torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.tolist),
     *(torch.Tensor.data_ptr, torch.Tensor.untyped_storage, torch.Tensor.__dlpack__),
 )
-"""Functions that read a tensor's memory without dispatching a torch operator."""
+"""Functions that give access to a tensor's memory without dispatching a torch operator."""
 
 
 @dataclass(frozen=True)
 class DeferredFill:
-    """A deferred random initialization of a tensor."""
+    """The random initialization of one tensor, deferred."""
 
     fill: Callable[..., torch.Tensor]
     arguments: tuple[float, ...]
@@ -279,7 +286,7 @@ class DeferredFill:
         drawn = torch.empty(max(0, last - first), dtype=torch.float32)
         pieces = drawn.split(_PIECE_ELEMENTS) if drawn.numel() else ()
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # re-raises errors of threads
+            deque(threads.map(self._fill, pieces, self._generators(first)), maxlen=0)  # iterating re-raises errors
         return drawn[start - first : stop - first]
 
     def _fill(self, piece: torch.Tensor, generator: torch.Generator) -> None:
@@ -299,8 +306,7 @@ class DeferredFill:
 class DeferredFills:
     """Defers the random initialization of some full tensors, given by name.
 
-    It observes all operations, starting before the tensors are filled.  The memory of a tensor is not touched until
-    another operation uses it.
+    The tensors' random fills are only recorded; their memory is not touched until another operation uses it.
     """
 
     def __init__(self, full_tensors: Mapping[str, torch.Tensor]) -> None:
@@ -312,7 +318,7 @@ class DeferredFills:
 
     @contextlib.contextmanager
     def observe(self) -> Iterator[None]:
-        """Observe operations inside the block.  Afterwards all tensors have values, or a deferred draw."""
+        """Observe all operations inside the block.  Afterwards each tensor has either values or a deferred draw."""
         with _OperatorMode(self), _MemoryAccessMode(self):
             yield
         for address in [address for address, deferred in self._pending.items() if deferred is None]:
@@ -373,7 +379,7 @@ def _tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def _memory_range(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the addresses of a tensor's memory: the first, and the one past the last."""
+    """Return a tensor's range of memory addresses, [start, stop)."""
     span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()
 
@@ -495,7 +501,7 @@ def _reduce(polynomial: int) -> int:
 
 @cache
 def _lower_terms() -> tuple[int, ...]:
-    """Return the exponents of the characteristic polynomial below its degree."""
+    """Return the exponents of the characteristic polynomial's terms, except the leading one."""
     first, second = (1 << _WORDS) | (1 << _MIDDLE), (1 << (_WORDS - 1)) | (1 << (_MIDDLE - 1))
     powers = [1]
     for _ in range(_LOW_BITS):

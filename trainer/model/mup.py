@@ -1,10 +1,10 @@
 """Maximal update parametrization (muP): initial weights and learning rates for models of any width.
 
-`optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  The initial
-values and learning rate of each parameter are scaled by how much its dimensions have grown from that model, so that, at
-every width, features start at the same size and change equally per step, and the same learning rate is optimal.
+`optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  Each
+parameter's initial values and learning rate are scaled by how much its dimensions have grown from that model.  At every
+width, features then start at the same size and change equally per step, and the same learning rate is optimal.
 
-Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which needs no factors in the forward pass.
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3: the form without factors in the forward pass.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Growth:
     def lr_scale(self, optimizer: str) -> float:
         """Return the learning-rate factor for `adamw` or `sgd`.
 
-        The size of an AdamW step does not depend on the width, and its effect sums over the inputs, so the rate falls
-        with their number.  For SGD, gradients themselves shrink as the number of outputs grows.
+        The size of an AdamW step does not depend on the width, but its effects add up over the inputs, so the learning
+        rate falls with their number.  For SGD, the gradients themselves shrink as the number of outputs grows.
         """
         if optimizer == "adamw":
             return 1 / self.input_ratio
@@ -60,7 +60,9 @@ class Growth:
 
 
 def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
-    """Compare each parameter of `model` with the one in `optim.base_model`, by name; empty if that is not set.
+    """Compare each parameter of `model` with its counterpart in `optim.base_model`; empty if that is not set.
+
+    The result is by parameter name.
 
     Raises UserError if the base model has different parameters, or if a trained parameter is both an embedding table
     and an output projection, which need different factors.

@@ -80,7 +80,8 @@ _OUTPUT, _SCORE = "lm_head.weight", "score.weight"
 def storage_dtype(config: RunConfig) -> str:
     """Return the dtype in which a run stores its weights, except those of adapters and packed ones.
 
-    In a model with packed weights, the other weights are frozen and only read in the compute dtype, so they use it.
+    In a model with quantized (packed) weights, the others are frozen and only read in the compute dtype, so they are
+    stored in it.
     """
     if config.lora.packs:
         return config.fsdp.param_dtype
@@ -101,7 +102,7 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
     """Freeze the parameters that `train.freeze` matches.
 
     A pattern is the name of a parameter or module, with `*` for any text; a tied parameter may be matched by any of its
-    names.  `alias` returns an alternative name of a parameter, which may match too.  Raises UserError for a pattern
+    names.  `alias` returns a parameter's other name, if any, which may match too.  Raises UserError for a pattern
     that matches nothing, and if no trainable parameter remains.
     """
     names_of: list[tuple[nn.Parameter, list[str]]] = []
@@ -222,7 +223,7 @@ def training_flops_per_token(config: RunConfig, model: nn.Module, seq_len: float
 def num_extra_forward_passes(config: RunConfig) -> int:
     """Return the number of forward passes without gradients per micro-batch, through models of the same size.
 
-    A reference model adds one; a statistic over the global batch adds one more per model.
+    A reference model adds one; a statistic over the global batch adds one for each of the models.
     """
     reference = "reference" in config.objective.needs
     return reference + (1 + reference) * config.objective.has_statistic
@@ -259,9 +260,9 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     `Recipe.flops` covers the recipe's own model; adapters are added.  seq_len: the number of tokens that attention
     spans; if documents are masked, the mean over tokens of their document's length, usually not an integer.
 
-    A frozen weight has no gradient, so it costs 4.  The backward pass stops at the first trained parameter; weights
-    before it cost 2, and their attention costs a third.  "Before" refers to the order of `model.parameters()`.  Source:
-    Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
+    A frozen weight costs 4 instead of 6, since it has no gradient.  The backward pass stops at the first trained
+    parameter: weights before it cost 2, and attention before it a third.  "Before" refers to the order of
+    `model.parameters()`.  Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     base_flops = _flops_if_all_trained(recipe, model_config, model, seq_len)
     total = base_flops + _flops_of_adapters(model, model_config)
@@ -271,8 +272,8 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     matrices = [
         p for p in _matmul_weights(model, with_tied_tables=recipe.flops is not None) if id(p) not in adapter_ids
     ]
-    # In a mixture of experts, a token uses only a share of the weights.
-    share = min(1.0, base_flops / (6.0 * sum(numel[id(p)] for p in matrices)))
+    # In a mixture of experts, a token uses only a fraction of the weights.
+    used_fraction = min(1.0, base_flops / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
     frozen = sum(numel[id(p)] for p in matrices if not p.requires_grad)
     without_backward = sum(numel[id(p)] for p in matrices if id(p) in before_first_trained)
@@ -280,7 +281,7 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     blocks = find_blocks(model, recipe)
     blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
     attention_before = attention * len(blocks_before) / max(1, len(blocks))
-    return total - 2.0 * share * (frozen + without_backward) - 2.0 / 3.0 * attention_before
+    return total - 2.0 * used_fraction * (frozen + without_backward) - 2.0 / 3.0 * attention_before
 
 
 def _matmul_weights(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:

@@ -3,13 +3,13 @@
 When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
 on a separate stream; when the next block ends, the copies on the device are freed.  In the backward pass, a block's
 tensors are copied back while the block after it runs.  The host never waits: streams wait for each other's events.
-On a CPU the same code makes plain copies, which saves no memory but lets tests run it.
+On a CPU the same code makes plain copies: that saves no memory, but lets tests run it.
 
 Copies are bit-identical, so losses do not change.  Parameters, buffers and arguments that the model passes to all its
 blocks (rotary tables, masks) stay on the device, because other references keep them there anyway.
 
-It can be combined with activation checkpointing: with `full`, a block's input is offloaded; with `selective` and
-`budget:`, the saved outputs of operators are (see `storing_contexts`).  This module does not depend on recipes, meshes
+Offloading can be combined with activation checkpointing: with `full`, it offloads a block's input; with `selective` and
+`budget:`, the saved outputs of operators (see `storing_contexts`).  This module does not depend on recipes, meshes
 or the configuration.
 """
 
@@ -34,13 +34,13 @@ MIN_BYTES = 4096
 """Smaller storages stay on the device, because copying them costs more time than their memory is worth."""
 
 
-def offloaded_blocks(num_blocks: int, share: float, with_last: bool = False) -> list[bool]:
-    """Return, for each of `num_blocks` blocks, whether `train.offload_activations=share` offloads it.
+def offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) -> list[bool]:
+    """Return for each of `num_blocks` blocks whether it is offloaded; fraction: `train.offload_activations`.
 
-    They are spaced evenly, so that the blocks in between hide the copies.  The last block is never offloaded (unless
-    `with_last`), since its backward pass immediately follows its forward pass.
+    Offloaded blocks are spaced evenly, so that the blocks in between hide the copies.  The last block is never
+    offloaded (unless `with_last`), since its backward pass immediately follows its forward pass.
     """
-    chosen = [int((n + 1) * share + 1e-9) > int(n * share + 1e-9) for n in range(num_blocks)]
+    chosen = [int((n + 1) * fraction + 1e-9) > int(n * fraction + 1e-9) for n in range(num_blocks)]
     return [is_chosen and (with_last or n < num_blocks - 1) for n, is_chosen in enumerate(chosen)]
 
 
@@ -75,7 +75,7 @@ class _View:
     offset: int
 
     def tensor(self) -> torch.Tensor:
-        """Return the tensor on the device.  The device's stream waits for its copy."""
+        """Return the tensor on the device, whose current stream waits for the copy."""
         self.call.wait()
         data = self.storage.on_device
         if data is None:  # read a second time: custom functions may read their saved tensors more than once
@@ -179,7 +179,7 @@ _DONE = object()
 """Stands for the event of a finished copy on a CPU, where copies are synchronous."""
 
 _COMPILED_CALL = "_compiled_call_impl"
-"""Attribute for the compiled call of a module after `Module.compile`; hooks inside it would be compiled too."""
+"""Attribute that `Module.compile` sets to the compiled call; a wrapper inside that would be compiled too."""
 
 
 class ActivationOffload:
@@ -189,11 +189,11 @@ class ActivationOffload:
     the number of bytes on the host now, and `peak_host_bytes` its maximum.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], fraction: float, device: torch.device) -> None:
         self.device = device
         self.copied_bytes = self.fetched_bytes = self.host_bytes = self.peak_host_bytes = 0
         self._model, self._blocks = model, blocks
-        self._is_offloaded = offloaded_blocks(len(blocks), share)
+        self._is_offloaded = offloaded_blocks(len(blocks), fraction)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._call: _Call | None = None
         """The forward pass in progress, if its block is offloaded."""
@@ -244,7 +244,7 @@ class ActivationOffload:
 
         def pack(tensor: torch.Tensor) -> Any:
             nonlocal has_noted_parameters
-            if not has_noted_parameters:  # not earlier: FSDP gathers them after a compiled block has been called
+            if not has_noted_parameters:  # not earlier: FSDP gathers them only once a compiled block has been called
                 call.skipped_storages |= {storage_id(parameter.untyped_storage()) for parameter in block.parameters()}
                 has_noted_parameters = True
             return call.pack(tensor)
@@ -333,7 +333,7 @@ class ActivationOffload:
         """
         call = self._call
         saved: dict[tuple[Any, int], Any] = {}
-        return _Storing(policy, saved, call), _Restoring(saved)
+        return _SaveOutputs(policy, saved, call), _RestoreOutputs(saved)
 
 
 def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
@@ -353,10 +353,10 @@ def _prefetch_hook(call: _Call) -> Callable[[torch.Tensor], None]:
 
 
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
-"""Operators that autograd and checkpointing also call themselves, not always equally often in both passes."""
+"""Operators that autograd and checkpointing also call themselves, not always equally often in each pass."""
 
 
-class _Storing(TorchDispatchMode):
+class _SaveOutputs(TorchDispatchMode):
     """Saves the outputs of the operators that a policy selects, packed for offloading."""
 
     def __init__(self, policy: Callable[..., CheckpointPolicy], saved: dict[tuple[Any, int], Any], call: Any) -> None:
@@ -370,19 +370,19 @@ class _Storing(TorchDispatchMode):
             return result
         number = self._seen[func]
         self._seen[func] += 1
-        if self._policy(_Forward, func, *args, **(kwargs or {})) == CheckpointPolicy.MUST_SAVE:
+        if self._policy(_ForwardContext, func, *args, **(kwargs or {})) == CheckpointPolicy.MUST_SAVE:
             pack = self._call.pack if self._call is not None else lambda tensor: tensor
             self._saved[func, number] = tree_map_only(torch.Tensor, lambda tensor: pack(tensor.detach()), result)
         return result
 
 
-class _Forward:
+class _ForwardContext:
     """Context argument of a checkpointing policy, for an operator of the forward pass."""
 
     is_recompute = False
 
 
-class _Restoring(TorchDispatchMode):
+class _RestoreOutputs(TorchDispatchMode):
     """Returns saved outputs instead of running their operators again."""
 
     def __init__(self, saved: dict[tuple[Any, int], Any]) -> None:

@@ -1,17 +1,17 @@
-"""Frozen weights in 4 or 8 bits: each row of a matrix is packed into bytes, codes first, then scales.
+"""Frozen weights quantized to 4 or 8 bits: each row of a matrix is packed into bytes, codes first, then scales.
 
 A row consists of blocks of 64 weights.  Each block has one float32 scale and a code per weight: 4 bits of NF4 or 8 bits
 of float8 (e4m3).  The codes and scales of all rows form one uint8 parameter: (out, in) weights become (out, bytes).
-FSDP2 shards such a parameter by rows and gathers it like any other, since it never casts integers.  No block spans two
-rows, so the values do not depend on the mesh.
+FSDP2 shards such a parameter by rows and gathers it like any other; since torch 2.13, it does not cast integers.  No
+block spans two rows, so the values do not depend on the mesh.
 
 The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes), and multiplied by `trainer.experts`.
 
 A layer's weight is unpacked for each product, in both the forward and the backward pass, and freed afterwards;
 autograd saves only the bytes.
 
-Sources: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314 (NF4, without its double quantization, whose mean is taken
-over an entire tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
+Sources: Dettmers et al. 2023, "QLoRA", arXiv:2305.14314 (NF4, without double quantization, which takes a mean over an
+entire tensor); Micikevicius et al. 2022, arXiv:2209.05433 (e4m3).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _NF4 = (
 
 @dataclass(frozen=True)
 class Packing:
-    """The format of a packed weight's rows.
+    """The format of a quantized weight's packed rows.
 
     dtype: a key of `CODE_BITS`.
     width: number of weights in a row, a multiple of `BLOCK`.
@@ -162,7 +162,7 @@ def _unpack_on_cpu(weights: torch.Tensor, packed: torch.Tensor, packing: Packing
 
 
 class PackedLinear(nn.Module):
-    """A frozen linear layer with a packed weight: x (..., in) to (..., out).
+    """A frozen linear layer with a quantized, packed weight: x (..., in) to (..., out).
 
     `packings` maps each packed parameter's name in this module to its format.  Other code recognizes packed
     parameters by this attribute (see `find_packings`).

@@ -24,7 +24,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 ):
     """Unpack TILE bytes of one row.
 
-    packed: the bytes (R, row_bytes).  scales: the same memory as float32.  values: the value of each code.
+    packed: the bytes (R, row_bytes).  scales: the same bytes, viewed as float32.  values: the value of each code.
     """
     PER_BYTE: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64)

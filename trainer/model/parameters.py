@@ -40,7 +40,7 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the full model.  Shared ones count once, packed ones by weights, not bytes."""
+    """Return the number of parameters of the full model: shared ones count once, quantized ones by weight, not byte."""
     return sum(num_weights(model).values())
 
 
@@ -64,12 +64,12 @@ def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:
 
 
 _unsplit_mesh_of: dict[DeviceMesh, DeviceMesh] = {}
-"""Maps a mesh whose last two axes are the shard axis of another one, split in two, to that other mesh.  No weak
-references: meshes of equal shape are equal keys, and the entry must not go with the first of them."""
+"""Maps a mesh to the one it was made from by splitting the last axis in two.  No weak references: meshes of equal shape
+are equal keys, and an entry must not disappear with the first of them."""
 
 
 def record_split_mesh(split_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
-    """Record that the last two axes of `split_mesh` are the last axis of `mesh`, which has the other parameters."""
+    """Record that `split_mesh` is `mesh`, the one of the other parameters, with its last axis split in two."""
     _unsplit_mesh_of[split_mesh] = mesh
 
 
@@ -86,8 +86,8 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
 def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Return `tensor`, which belongs to `parameter`, in the form that checkpoints store; copies nothing.
 
-    If all ranks hold the same values and the shapes are equal, this is a replicated DTensor, so that the ranks share
-    the work of writing it and need not compare their values.
+    If `parameter` is replicated and has the same shape, this is a replicated DTensor, so that the ranks share the work
+    of writing it and need not compare their values.
     """
     mesh = _replicated_on.get(parameter)
     if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
@@ -100,7 +100,7 @@ def local_box(tensor: torch.Tensor) -> Box | None:
     """Return the part of a tensor that this rank holds, as [start, stop) along each dimension; None if unknown.
 
     A dimension is split as by `torch.chunk`: the last ranks may have fewer rows, or none.  If several mesh axes split
-    one dimension, FSDP's (strided) is applied last.
+    one dimension, FSDP's (a strided shard) is applied last.
     """
     box = [(0, size) for size in tensor.shape] or [(0, 1)]
     if not isinstance(tensor, DTensor):

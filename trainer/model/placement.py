@@ -1,7 +1,7 @@
 """Chooses how a parameter is divided among the ranks of the shard axis, and computes where each rank's shard lies.
 
-Pure arithmetic on shapes, used by the planner and by Muon; `shard` passes the choice on to FSDP, which makes the
-shards.
+Pure arithmetic on shapes, used by the planner and by Muon; `trainer.model.shard` passes the choice on to FSDP, which
+makes the shards.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, stop) along each dimension."""
 
 _MAX_PADDING = 1 / 8
-"""Dimension 0 is divided if padding adds at most this share, because other dimensions cost an additional copy."""
+"""Dimension 0 is divided if padding adds at most this fraction, because dividing another one costs a copy."""
 
 
 @dataclass(frozen=True)
@@ -75,10 +75,10 @@ def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: flo
 
 
 def choose_ranks_per_matrix(shape: Sequence[int], parts: int, num_dims: int) -> int:
-    """Return among how many ranks to split each matrix of a stack (N, rows, columns, ...) by rows; 1: not possible.
+    """Return the number of ranks among which to split the rows of each matrix of a stack (N, rows, columns, ...).
 
-    It is possible if `parts` is a multiple of N, and the rows a multiple of the result.  Then every shard is contiguous
-    in the stack, so that the gathered shards are the stack, and nothing has to be rearranged.
+    The result is 1 if that is impossible: `parts` must be a multiple of N, larger than N, and the number of rows a
+    multiple of the result.  Then every shard is contiguous in the stack, so that gathering needs no rearrangement.
     """
     if len(shape) < 3 or num_dims < 2 or not 0 < shape[0] < parts or parts % shape[0]:
         return 1

@@ -1,12 +1,12 @@
 """Selective activation checkpointing: saves the outputs of some operators and recomputes the others.
 
-Operators are selected by kind, or to fit a memory budget.  With a budget, those that cost most to recompute per byte
-are saved until the budget is used up.  Costs and memory are measured in a forward pass on fake tensors, so that every
-rank, the planner and a compiled block make the same choice.  This module does not depend on recipes, meshes or the
-configuration.
+Operators are selected by kind, or to fit a memory budget.  With a budget, the operators that take the most FLOPs per
+byte of output are saved first, as long as they fit.  FLOPs and bytes are counted in a forward pass on fake tensors, so
+that every rank, the planner and compiled blocks make the same choice.  This module does not depend on recipes, meshes
+or the configuration.
 
-Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack of
-torch._functorch.config.activation_memory_budget, which only works in compiled code.
+Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack formulation behind
+torch._functorch.config.activation_memory_budget, which only compiled code supports; here it is solved greedily.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ _KIND_OF = {
     CHUNK_STATES: "linear-attention states",
     **dict.fromkeys(ATTENTION_OPERATORS, "attention"),
 }
-"""Operators that are expensive to recompute, by kind.  The attention kernel that runs depends on the device."""
+"""The kinds of the operators that are expensive to recompute.  Which attention kernel runs depends on the device."""
 
 OperatorId = tuple[str, int]
-"""An expensive operator of a block: its kind, and its index among those of that kind in the block's forward pass."""
+"""Identifies an expensive operator by its kind, and its index among those of that kind in a block's forward pass."""
 
 ContextFactory = Callable[[Callable[..., CheckpointPolicy]], Any]
 """Creates the pair of contexts for `torch.utils.checkpoint` from a policy."""
 
 
-def save_all_expensive(make_contexts: ContextFactory = create_selective_checkpoint_contexts) -> Any:
-    """Return the contexts of `torch.utils.checkpoint` that save the outputs of all expensive operators.
+def save_expensive_operators(make_contexts: ContextFactory = create_selective_checkpoint_contexts) -> Any:
+    """Return contexts for `torch.utils.checkpoint` that save the outputs of all expensive operators.
 
     `make_contexts` creates them from the policy; activation offloading passes its own (`trainer.model.offload`).
     """
@@ -68,9 +68,9 @@ def save_all_expensive(make_contexts: ContextFactory = create_selective_checkpoi
 def save_only(
     operator_ids: frozenset[OperatorId], make_contexts: ContextFactory = create_selective_checkpoint_contexts
 ) -> Callable[[], Any]:
-    """Return a function that creates contexts that save the outputs of the operators in `operator_ids`.
+    """Return a `context_fn` for `torch.utils.checkpoint` that saves the outputs of the operators in `operator_ids`.
 
-    Cached, so that equal sets share one function: compiled code is guarded on its identity.
+    Cached, so that equal sets get the same function: compiled code is guarded on its identity.
     """
 
     def make() -> Any:
@@ -91,11 +91,13 @@ def save_only(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# By budget
+# Selection by memory budget
 
 
 @dataclass(frozen=True)
 class _Operator:
+    """One call of an expensive operator in a block's forward pass."""
+
     operator_id: OperatorId
     flops: int
     num_bytes: int
@@ -103,26 +105,29 @@ class _Operator:
 
 
 @dataclass
-class _Block:
-    """The expensive operators run in one forward pass of a block, and the tensors that autograd saved."""
+class _BlockTrace:
+    """A trace of one forward pass of a block: its expensive operators, and the tensors that autograd saved."""
 
     operators: list[_Operator] = field(default_factory=list)
     saved: dict[int, torch.Tensor] = field(default_factory=dict)
     """Tensors saved by autograd, one per storage."""
     num_needed: int = 0
-    """Number of operators before the last saved tensor, where recomputation stops."""
+    """Number of operators that run before autograd saves its last tensor; recomputation stops there."""
 
 
 def choose_saved_operators(
-    model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, share: float
+    model: nn.Module, blocks: Sequence[nn.Module], tokens_shape: tuple[int, int], dtype: torch.dtype, budget: float
 ) -> list[frozenset[OperatorId]]:
-    """Choose the operators whose outputs each block saves, up to `share` of the bytes it saves without checkpointing.
+    """Choose the operators whose outputs each block saves.
 
-    Those bytes are what autograd saves in the block, except its input and parameters, for tokens of shape (B, T) and
-    parameters in `dtype`, with CPU kernels.  Operators with the most FLOPs per byte come first, and among equals the
-    earlier ones.  `model` may be on any device and is not changed.  Errors of the model on fake tensors propagate.
+    budget: the fraction to save of the bytes that the block saves without checkpointing.  These are all tensors that
+        autograd saves in the block, except its inputs and parameters, for tokens of shape (B, T) and parameters in
+        `dtype`, with CPU kernels.
+
+    Operators with the most FLOPs per byte of output come first; if several have equally many, the earlier ones.
+    `model` may be on any device and is not changed.  Errors that the model raises on fake tensors propagate.
     """
-    records = {id(block): _Block() for block in blocks}
+    traces = {id(block): _BlockTrace() for block in blocks}
     with fake_tensors():
         fakes = {
             name: torch.empty(p.shape, dtype=dtype if p.is_floating_point() else p.dtype, requires_grad=p.requires_grad)
@@ -133,20 +138,20 @@ def choose_saved_operators(
         forwards = [vars(block).get("forward") for block in blocks]
         try:
             for block in blocks:
-                block.forward = _recorded(block.forward, records[id(block)], model_storages)  # type: ignore[method-assign]
+                block.forward = _with_recording(block.forward, traces[id(block)], model_storages)  # type: ignore[method-assign]
             functional_call(model, fakes, (torch.zeros(tokens_shape, dtype=torch.int64),))
         finally:
             for block, forward in zip(blocks, forwards, strict=True):
                 del block.forward
                 if forward is not None:
                     block.forward = forward  # type: ignore[method-assign]
-    return [_fill_knapsack(records[id(block)], share) for block in blocks]
+    return [_fill_knapsack(traces[id(block)], budget) for block in blocks]
 
 
-def _fill_knapsack(block: _Block, share: float) -> frozenset[OperatorId]:
-    bytes_left = share * sum(tensor.untyped_storage().nbytes() for tensor in block.saved.values())
+def _fill_knapsack(trace: _BlockTrace, budget: float) -> frozenset[OperatorId]:
+    bytes_left = budget * sum(tensor.untyped_storage().nbytes() for tensor in trace.saved.values())
     chosen = set()
-    candidates = block.operators[: block.num_needed]
+    candidates = trace.operators[: trace.num_needed]
     for operator in sorted(candidates, key=lambda operator: -operator.flops / operator.num_bytes):
         if operator.num_bytes <= bytes_left:
             bytes_left -= operator.num_bytes
@@ -154,33 +159,33 @@ def _fill_knapsack(block: _Block, share: float) -> frozenset[OperatorId]:
     return frozenset(chosen)
 
 
-def _recorded(forward: Callable[..., Any], block: _Block, model_storages: set[int]) -> Callable[..., Any]:
-    """Wrap `forward` to record its operators and saved tensors in `block`.  Each call overwrites the record."""
+def _with_recording(forward: Callable[..., Any], trace: _BlockTrace, model_storages: set[int]) -> Callable[..., Any]:
+    """Return `forward` wrapped to record its operators and saved tensors in `trace`; each call starts over."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         input_tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         inputs = {storage_id(tensor.untyped_storage()) for tensor in input_tensors}
-        block.operators, block.saved, block.num_needed = [], {}, 0
+        trace.operators, trace.saved, trace.num_needed = [], {}, 0
 
         def pack(tensor: torch.Tensor) -> torch.Tensor:
             storage = storage_id(tensor.untyped_storage())
-            block.num_needed = len(block.operators)
+            trace.num_needed = len(trace.operators)
             if storage not in inputs and storage not in model_storages:
-                block.saved[storage] = tensor
+                trace.saved[storage] = tensor
             return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _OperatorRecorder(block):
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), _OperatorRecorder(trace):
             return forward(*args, **kwargs)
 
     return run
 
 
 class _OperatorRecorder(TorchDispatchMode):
-    """Records expensive operators."""
+    """Records expensive operators in a trace."""
 
-    def __init__(self, block: _Block) -> None:
+    def __init__(self, trace: _BlockTrace) -> None:
         super().__init__()
-        self._block = block
+        self._trace = trace
         self._seen: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -191,7 +196,7 @@ class _OperatorRecorder(TorchDispatchMode):
             num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in outputs)
             operator = _Operator((kind, self._seen[kind]), _flops(kind, args, outputs[0]), max(1, num_bytes))
             self._seen[kind] += 1
-            self._block.operators.append(operator)
+            self._trace.operators.append(operator)
         return result
 
 

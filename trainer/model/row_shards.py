@@ -1,11 +1,12 @@
-"""Shards stacks that have fewer matrices than there are ranks, such as 128 experts on 512 ranks, by rows of a matrix.
+"""Shards stacks of fewer matrices than ranks, such as 128 experts on 512 ranks, by the rows of each matrix.
 
-FSDP divides such a stack of shape (N, rows, columns) along rows or columns, and then copies it once more in every
-all-gather and every reduce-scatter, because the shards of the ranks interleave in memory.  Here, each matrix is split
-by rows among consecutive ranks instead (`placement.choose_ranks_per_matrix`): every shard is contiguous in the stack,
-so FSDP handles it like a tensor of shape (ranks, rows / ranks per matrix, columns) divided along dimension 0.
+FSDP alone would divide such a stack, of shape (N, rows, columns), along its rows or columns.  It would then copy the
+stack once more in every all-gather and every reduce-scatter, because the ranks' shards interleave in memory.
+Here, each matrix is split by rows among consecutive ranks instead (`placement.choose_ranks_per_matrix`): every shard is
+contiguous in the stack, so FSDP handles the stack like a tensor of shape (ranks, rows / ranks per matrix, columns)
+divided along dimension 0.
 
-This replaces attributes of FSDP's private class FSDPParam, the same ones in torch 2.11 to 2.14
+This replaces attributes of FSDP's private class FSDPParam, which has the same ones in torch 2.11 to 2.14
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
 
@@ -36,7 +37,7 @@ class RowShard:
 
 
 RowShards = dict[tuple[int, str], RowShard]
-"""Row shards by the `id` of the module that has the stack, and the stack's name in it."""
+"""Row shards, by the `id` of the module that owns the stack and the stack's name there."""
 
 
 def row_shards_of(
@@ -81,11 +82,11 @@ def _replace_shard(sharded: FSDPParam, shard: RowShard) -> None:
     sharded._sharding_spec = parameter._spec
     sharded.sharded_param = nn.Parameter(parameter, requires_grad=sharded.sharded_param.requires_grad)
     sharded._setattr_on_modules(sharded.sharded_param)
-    sharded.reset_sharded_param()  # notes the new storage, in pinned memory if parameters are offloaded
-    sharded.__class__ = _RowSharded
+    sharded.reset_sharded_param()  # registers the new storage, in pinned memory if parameters are offloaded
+    sharded.__class__ = _RowShardedParam
 
 
-class _RowSharded(FSDPParam):
+class _RowShardedParam(FSDPParam):
     """A stack whose matrices are split by rows among ranks."""
 
     def _get_grad_inner_tensor(self, grad: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Generates text with a model, for many prompts at once: for samples, the `generate` command, and rollouts.
+"""Generates completions of many prompts at once: for logged samples, the `generate` command, and rollouts.
 
-Not a serving engine: all texts in a batch start together, and the batch ends with its last text.
+This is not a serving engine: all sequences of a batch start together, and the batch runs until the last one ends.
 
-Shape suffixes: B texts of a batch, T tokens of a call, V vocabulary.
+Shape suffixes: B sequences in the batch, T tokens per call, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from trainer.model.gradients import evaluation_mode, forward_is_collective
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 NO_TOKEN = -1
-"""Generated instead of a token if the logits are not finite: the text ends there, and training continues."""
+"""Stands for a token if the logits are not finite: the completion ends there, and training continues."""
 
 PREFILL_TOKENS = 512
-"""Number of prompt tokens to process in one call, over all texts, which bounds the memory for their activations."""
+"""Number of prompt tokens, over all sequences, to process in one call; bounds the memory for activations."""
 
 _DEFAULT_CONTEXT = 1024
 """Window length for a model that has no cache and declares no maximum length."""
@@ -39,8 +39,8 @@ class Sampling:
     """How to sample tokens.
 
     temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens; 0
-    for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.  Tokens as
-    likely as the least likely of these are not dropped either.
+    for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.  Tokens that
+    tie with the least likely of these are kept too.
 
     Raises UserError for other values.
     """
@@ -59,7 +59,7 @@ class Sampling:
                 raise setting_error(key, getattr(self, key), rule, example=getattr(Sampling, key))
 
     def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """Return one token per text, (B,), given the log-probabilities; `noise_BV` is only used for sampling.
+        """Return one token per sequence, (B,), given the log-probabilities; `noise_BV` is only used for sampling.
 
         The token with the largest sum of log-probability and Gumbel noise is a sample of the distribution (Gumbel
         1954; Maddison et al. 2014, arXiv:1411.0030).
@@ -85,8 +85,8 @@ class Sampling:
 def _sorted_descending(scores_BV: torch.Tensor) -> torch.Tensor:
     """Return the scores of each row, largest first, with NaN before all others.
 
-    On a CPU NumPy sorts: torch also sorts the indices, which takes ten times as long (33 instead of 3.5 ms for 8 rows
-    of 49,152 tokens: as long as the output projection of a small model).
+    On a CPU, NumPy does the sorting: torch would also sort the indices, which takes ten times as long (33 instead of
+    3.5 ms for 8 rows of 49,152 tokens: as long as the output projection of a small model).
     """
     if scores_BV.device.type == "cpu":
         return torch.from_numpy(np.sort(scores_BV.numpy(), axis=1)).flip(1)
@@ -99,11 +99,11 @@ GREEDY = Sampling(temperature=0.0)
 def gumbel_noise(
     seed: int, indices: Sequence[int], positions: Sequence[int], vocab_size: int, device: torch.device
 ) -> torch.Tensor:
-    """Return Gumbel noise (B, V) that depends only on the seed, each text's index and the token's position.
+    """Return Gumbel noise (B, V) that depends only on the seed, each sequence's index and the token's position.
 
-    So a text has the same noise on any rank and in any batch.  Every number is a hash of a counter, which starts at a
-    hash of seed, index and position; the mixing function is the finalizer of MurmurHash3 (as in SplitMix, Steele et
-    al. 2014).
+    So a sequence gets the same noise on any rank and in any batch.  Every number is a hash of a counter, which starts
+    at a hash of seed, index and position; the mixing function is the finalizer of MurmurHash3 (as in SplitMix, Steele
+    et al. 2014).
     """
     pairs = list(zip(indices, positions, strict=True))
     keys = [hashlib.blake2b(f"{seed} {index} {position}".encode(), digest_size=8).digest() for index, position in pairs]
@@ -127,18 +127,21 @@ def _as_int32(number: int) -> int:
 
 
 class Decoder(ABC):
-    """Feeds the texts of a batch to a model, and returns the logits (B, V) for their next tokens."""
+    """Feeds the sequences of a batch to a model, and returns the logits (B, V) for their next tokens."""
 
     @abstractmethod
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        """Feed the prompts, of at most `length` tokens each.  max_tokens: of the longest prompt with its text."""
+        """Feed the prompts, of at most `length` tokens each.
+
+        max_tokens: the maximum length of a sequence, including its prompt.
+        """
 
     @abstractmethod
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        """Feed the next token of each text."""
+        """Feed the next token of each sequence."""
 
     def keep(self, rows: Sequence[int]) -> bool:
-        """Drop the texts of all other rows and return True, or return False if this is not supported."""
+        """Drop all sequences except `rows` and return True, or return False if this is not supported."""
         return False
 
 
@@ -149,7 +152,7 @@ class CachedDecoder(Decoder):
         self._model, self._device, self._cache = model, device, Cache()
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        tokens_BT, padding = _padded_left(prompts, length)
+        tokens_BT, padding = _pad_left(prompts, length)
         self._cache = Cache(padding, max_tokens)
         logits_BV = torch.empty(0)
         for part_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(prompts)), 1):
@@ -171,26 +174,26 @@ class CachedDecoder(Decoder):
 
 
 class WindowDecoder(Decoder):
-    """Works with any causal model: reprocesses the last `context` tokens of each text at every step.
+    """Works with any causal model: reprocesses the last `context` tokens of each sequence at every step.
 
     Every forward pass has the shape (1, context), so that a compiled model is not recompiled.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, context: int) -> None:
         self._model, self._device, self._context = model, device, context
-        self._texts: list[list[int]] = []
+        self._sequences: list[list[int]] = []
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        self._texts = [list(prompt) for prompt in prompts]
-        return torch.stack([self._call(text) for text in self._texts])
+        self._sequences = [list(prompt) for prompt in prompts]
+        return torch.stack([self._call(sequence) for sequence in self._sequences])
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        for text, token in zip(self._texts, tokens, strict=True):
-            text.append(token)
-        return torch.stack([self._call(text) for text in self._texts])
+        for sequence, token in zip(self._sequences, tokens, strict=True):
+            sequence.append(token)
+        return torch.stack([self._call(sequence) for sequence in self._sequences])
 
-    def _call(self, text: list[int]) -> torch.Tensor:
-        window = text[-self._context :]
+    def _call(self, sequence: list[int]) -> torch.Tensor:
+        window = sequence[-self._context :]
         padded = window + [0] * (self._context - len(window))
         logits_1TV: torch.Tensor = self._model(torch.tensor([padded], device=self._device))
         return logits_1TV[0, len(window) - 1]
@@ -209,7 +212,7 @@ class TransformersDecoder(Decoder):
         """True for tokens other than padding; None if there is no padding."""
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        tokens_BT, padding = _padded_left(prompts, length)
+        tokens_BT, padding = _pad_left(prompts, length)
         self._cache, self._mask_BS, self._max_tokens = None, None, max_tokens
         if any(padding):
             self._mask_BS = (torch.arange(length) >= torch.tensor(padding).unsqueeze(1)).to(self._device)
@@ -242,7 +245,7 @@ class TransformersDecoder(Decoder):
         return logits_BV
 
 
-def _padded_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, list[int]]:
+def _pad_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.Tensor, list[int]]:
     """Return the prompts padded to `length` on the left, (B, T), and the number of padding tokens of each."""
     padding = [length - len(prompt) for prompt in prompts]
     rows = [[0] * number + list(prompt) for number, prompt in zip(padding, prompts, strict=True)]
@@ -250,10 +253,10 @@ def _padded_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.T
 
 
 def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, context: int | None = None) -> Decoder:
-    """Return the fastest decoder for texts of up to `num_tokens` tokens, prompts included.
+    """Return the fastest decoder for sequences of up to `num_tokens` tokens, prompts included.
 
-    context: the maximum number of tokens in a forward pass; by default the model's maximum length.  For longer texts, a
-    sliding window of this length is used.
+    context: the maximum number of tokens in a forward pass; by default the model's maximum length.  Longer sequences
+    use a sliding window of this length.
     """
     context = context or max_seq_len(model) or max(num_tokens, _DEFAULT_CONTEXT)
     if num_tokens <= context and supports_kv_cache(model):
@@ -310,11 +313,11 @@ class Token(NamedTuple):
 
 @dataclass(frozen=True)
 class Generated:
-    """The text that continues one prompt.
+    """The completion of one prompt.
 
     tokens: the generated tokens, including the end token if there is one.  logprobs: their log-probabilities under the
-    model, independent of temperature, top-k and top-p.  finish: why the text ended: an end token, its maximum
-    length, or logits that are not finite, from which no token was drawn.
+    model, independent of temperature, top-k and top-p.  finish: why the completion ended: with an end token, at its
+    maximum length, or because the logits were not finite, so that no token could be drawn.
     """
 
     tokens: list[int]
@@ -334,47 +337,49 @@ def generate_batch(
     context: int | None = None,
     device: torch.device | None = None,
 ) -> list[Generated]:
-    """Continue each prompt by up to `max_tokens` tokens, until one of `ends`, and return the texts in order.
+    """Continue each prompt by up to `max_tokens` tokens, until one of `ends`; return the completions in order.
 
     max_tokens: one number, or one for each prompt.  seed, indices: the noise for a token depends only on the seed, the
-    index of its prompt (by default its position in `prompts`) and the token's position in the text.  So, except for
-    rounding, a text does not depend on the other texts in the batch or on the ranks.  context: see `find_decoder`; by
+    index of its prompt (by default its place in `prompts`) and the token's position in the sequence.  So, except for
+    rounding, a completion does not depend on the rest of the batch or on the ranks.  context: see `find_decoder`; by
     default the maximum length of the model.  device: the device that the model computes on; by default that of its
     parameters.
 
-    The KV cache takes 2 x layers x key and value heads x head size elements per token of a text.
+    The KV cache takes 2 x layers x key and value heads x head size elements per token of a sequence.
 
     Puts the model in evaluation mode during generation.  Collective if a forward pass is: for a sharded model outside
     `gathered`, and with experts on other ranks.  The ranks may then have different prompts, or none.  All of them run
-    until the last text on any rank has ended, with one all-reduce of a flag per token.
+    until the last sequence on any rank has ended, with one all-reduce of an integer per token.
     """
     limits = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else list(max_tokens)
     device = device or next(model.parameters()).device
-    texts = [Generated([], [], "length") for _ in prompts]
+    completions = [Generated([], [], "length") for _ in prompts]
     finishes: dict[int, Literal["end", "not finite"]] = {}
     with evaluation_mode(model), full_sequences():
-        in_step = InStep(device) if forward_is_collective(model) else None
-        longest = longest_text(prompts, limits, in_step)
+        rank_sync = RankSync(device) if forward_is_collective(model) else None
+        longest = longest_sequence(prompts, limits, rank_sync)
         decoder = find_decoder(model, device, longest, context)
-        for row, token, logprob in generate_tokens(decoder, prompts, limits, sampling, seed, indices, ends, in_step):
+        for row, token, logprob in generate_tokens(decoder, prompts, limits, sampling, seed, indices, ends, rank_sync):
             if token == NO_TOKEN:
                 finishes[row] = "not finite"
                 continue
-            texts[row].tokens.append(token)
-            texts[row].logprobs.append(logprob)
+            completions[row].tokens.append(token)
+            completions[row].logprobs.append(logprob)
             if token in ends:
                 finishes[row] = "end"
-    return [Generated(text.tokens, text.logprobs, finishes.get(row, "length")) for row, text in enumerate(texts)]
+    return [Generated(c.tokens, c.logprobs, finishes.get(row, "length")) for row, c in enumerate(completions)]
 
 
-def longest_text(prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], in_step: InStep | None = None) -> int:
-    """Return the length of the longest text with its prompt, in tokens; with `in_step`, the maximum over all ranks."""
+def longest_sequence(
+    prompts: Sequence[Sequence[int]], max_tokens: Sequence[int], rank_sync: RankSync | None = None
+) -> int:
+    """Return the maximum length of a sequence, prompt included; with `rank_sync`, the maximum over all ranks."""
     longest = max((len(prompt) + limit for prompt, limit in zip(prompts, max_tokens, strict=True)), default=1)
-    return longest if in_step is None else in_step.max(longest)
+    return longest if rank_sync is None else rank_sync.max(longest)
 
 
-class InStep:
-    """Lets ranks that call the same sharded model agree on sizes."""
+class RankSync:
+    """Lets ranks that call the same sharded model agree on sizes, so that they call it equally often."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -395,32 +400,32 @@ def generate_tokens(
     seed: int = 0,
     indices: Sequence[int] | None = None,
     ends: Collection[int] = (),
-    in_step: InStep | None = None,
+    rank_sync: RankSync | None = None,
 ) -> Iterator[Token]:
-    """Yield one token of each unfinished text, step by step, until all have ended.  See `generate_batch`.
+    """Yield one token of each unfinished sequence, step by step, until all have ended.  See `generate_batch`.
 
-    Finished texts are dropped from the batch once they are half of it.
+    Finished sequences are dropped from the batch once they are half of it, unless ranks must call the model together.
     """
     indices = range(len(prompts)) if indices is None else indices
-    longest = longest_text(prompts, max_tokens, in_step)
+    longest = longest_sequence(prompts, max_tokens, rank_sync)
     length, num_rows = max(map(len, prompts), default=1), len(prompts)
-    if in_step is not None:  # then calls must have the same shape on all ranks
-        length, num_rows = in_step.max(length), in_step.max(num_rows)
+    if rank_sync is not None:  # then calls must have the same shape on all ranks
+        length, num_rows = rank_sync.max(length), rank_sync.max(num_rows)
     padded_prompts = [*prompts, *([0] for _ in range(num_rows - len(prompts)))]
     active = {row for row in range(len(prompts)) if max_tokens[row] > 0}
-    text_lengths = [len(prompt) for prompt in padded_prompts]
-    """Number of tokens of each text."""
+    lengths = [len(prompt) for prompt in padded_prompts]
+    """Number of tokens of each sequence so far, including its prompt."""
     rows = list(range(num_rows))
-    """The texts still fed to the decoder, in the order of its batch."""
+    """The sequences still fed to the decoder, in the order of its batch."""
     logits_BV: torch.Tensor | None = None
     last: list[int] = []
-    while in_step.max(len(active)) if in_step is not None else active:
+    while rank_sync.max(len(active)) if rank_sync is not None else active:
         logits_BV = decoder.begin(padded_prompts, length, longest) if logits_BV is None else decoder.extend(last)
         logprobs_BV = logits_BV.float().log_softmax(1)
         noise_BV = None
         if sampling.temperature > 0.0:
             row_indices = [indices[row] if row < len(prompts) else 0 for row in rows]
-            positions = [text_lengths[row] for row in rows]
+            positions = [lengths[row] for row in rows]
             noise_BV = gumbel_noise(seed, row_indices, positions, logits_BV.shape[1], logits_BV.device)
         chosen_B = sampling.choose(logprobs_BV, noise_BV)
         logprobs = logprobs_BV.gather(1, chosen_B.unsqueeze(1)).squeeze(1).tolist()
@@ -428,12 +433,12 @@ def generate_tokens(
         for row, chosen, logprob in zip(rows, last, logprobs, strict=True):
             if row not in active:
                 continue
-            text_lengths[row] += 1
+            lengths[row] += 1
             token = chosen if math.isfinite(logprob) else NO_TOKEN
-            if token == NO_TOKEN or token in ends or text_lengths[row] - len(prompts[row]) == max_tokens[row]:
+            if token == NO_TOKEN or token in ends or lengths[row] - len(prompts[row]) == max_tokens[row]:
                 active.remove(row)
             yield Token(row, token, logprob)
-        if in_step is None and 0 < 2 * len(active) <= len(rows):
+        if rank_sync is None and 0 < 2 * len(active) <= len(rows):
             kept = [slot for slot, row in enumerate(rows) if row in active]
             if decoder.keep(kept):
                 rows, last = [rows[slot] for slot in kept], [last[slot] for slot in kept]

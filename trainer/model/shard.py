@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-import torch._dynamo  # otherwise FSDP2's first hook imports it while the model is built
+import torch._dynamo  # used below, and by FSDP2's hooks, which would otherwise import it in the first forward pass
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -35,7 +35,7 @@ from trainer.model.network import build_network, storage_dtype
 from trainer.model.offload import ActivationOffload
 from trainer.model.parameters import record_split_mesh
 from trainer.model.placement import Division, divide, divides_evenly, num_dims_to_divide
-from trainer.model.recompute import OperatorId, choose_saved_operators, save_all_expensive, save_only
+from trainer.model.recompute import OperatorId, choose_saved_operators, save_expensive_operators, save_only
 from trainer.model.row_shards import apply_row_shards, row_shards_of
 from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding_unit
 from trainer.recipe import Recipe
@@ -50,21 +50,22 @@ def apply_sharding(
     expert_mesh: DeviceMesh | None = None,
     split_mesh: Callable[[DeviceMesh, int], DeviceMesh] = split_last_axis,
 ) -> list[ShardUnit]:
-    """Checkpoint, compile and shard `model` in place, bottom-up: inside the units, the units, then the root.
+    """Apply activation checkpointing and compilation to `model`, then shard it: innermost units first, the root last.
 
-    The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dim 0 or, where that
-    would need much padding, by rows of a matrix (`row_shards`) or on another dimension (`placement.divide`); on the
-    meta device nothing is allocated.  A model for which `is_unsharded` is true keeps plain parameters; call `replicate`
-    once they have values.  With an `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded
-    on that mesh.  Returns the units in the order of the forward pass.
+    Works in place.  The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or,
+    where that would need a lot of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than
+    ranks is sharded by the rows of each matrix (`row_shards`).  On the meta device nothing is allocated.  A model for
+    which `is_unsharded` is true keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.
+    With an `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded on that mesh.  Returns the
+    units in the order of the forward pass.
 
     Collective only if process groups are created: one set for integer resharding, shared by all units, and one set for
     each number of ranks among which matrices are split.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
-    share = offloaded_share(train.offload_activations)
-    changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or share > 0
+    offload_fraction = offloaded_share(train.offload_activations)
+    changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or offload_fraction > 0
     blocks = find_blocks(model, recipe) if changes_blocks else []
     saved_operators = operators_to_save(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
     apply_float8(blocks, train.float8, mesh.device_type)
@@ -72,7 +73,9 @@ def apply_sharding(
     reshard = reshard_of_units(config.fsdp.reshard_after_forward, units, mesh.size(mesh.ndim - 1))
     if changes_blocks:
         _check_blocks(blocks, units, config)
-        offload = ActivationOffload(model, blocks, share, torch.device(mesh.device_type)) if share else None
+        offload = None
+        if offload_fraction:
+            offload = ActivationOffload(model, blocks, offload_fraction, torch.device(mesh.device_type))
         apply_activation_checkpointing(
             blocks, train.activation_checkpoint, saved_operators, None if compiles else offload
         )
@@ -87,7 +90,7 @@ def apply_sharding(
         _cast_at_boundaries(model, units, config)
     else:
         if expert_mesh is not None:
-            # Makes the parameters of experts DTensors on the expert axis, which `fully_shard` then shards further.
+            # Turns the parameters of experts into DTensors on the expert axis; `fully_shard` then shards them further.
             check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
             shard_experts([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
             record_split_mesh(expert_mesh, mesh)
@@ -96,21 +99,21 @@ def apply_sharding(
 
 
 def is_unsharded(config: RunConfig, num_shards: int) -> bool:
-    """Return whether every rank holds the full model as a plain module: there is a single shard and a single dtype.
+    """Return whether every rank holds the full model as a plain module: with a single shard and a single dtype.
 
     FSDP would copy each parameter for every micro-batch and each gradient for every reduction, and a small model would
     spend a tenth of its step in FSDP's hooks.  With several dtypes FSDP is needed, since it keeps weights and
     accumulated gradients in their own dtypes.
     """
     fsdp, dtype = config.fsdp, storage_dtype(config)
-    is_one_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
-    return num_shards == 1 and is_one_dtype and not fsdp.cpu_offload
+    has_single_dtype = dtype == fsdp.param_dtype == fsdp.reduce_dtype and (dtype == "float32" or not config.lora.rank)
+    return num_shards == 1 and has_single_dtype and not fsdp.cpu_offload
 
 
 def check_experts(
     model: nn.Module, recipe: Recipe, units: Sequence[ShardUnit], config: RunConfig, num_shards: int
 ) -> None:
-    """Raise UserError if the experts of `model` cannot be divided among `mesh.expert` ranks; no-op for one rank."""
+    """Raise UserError if the experts of `model` cannot be divided among `mesh.expert` ranks."""
     size = config.expert
     if size == 1:
         return
@@ -130,16 +133,16 @@ def check_experts(
                 rule = f"must divide the {num_experts} experts of {name}"
                 raise setting_error("mesh.expert", size, rule, nearest_divisor(size, math.gcd(num_experts, num_shards)))
             if not divides_evenly(parameter.shape, num_shards, size, num_dims_to_divide(parameter.shape, config, True)):
-                sizes = (num_experts // size, *parameter.shape[1:])
+                local_shape = (num_experts // size, *parameter.shape[1:])
                 rule = (
-                    f"leaves {name}.{parameter_name} of shape {sizes} to {num_groups} ranks, "
-                    "which divide none of its dimensions"
+                    f"leaves {name}.{parameter_name} of shape {local_shape} to be divided among {num_groups} ranks, "
+                    f"but {num_groups} divides none of its dimensions"
                 )
                 raise setting_error("mesh.expert", size, rule, 1)
 
 
 def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh | None) -> dict[str, DeviceMesh]:
-    """Return the mesh of each parameter of experts divided among ranks, by name; empty without an `expert_mesh`."""
+    """Map the name of each parameter of experts to `expert_mesh`, or return an empty dict if that is None."""
     if expert_mesh is None:
         return {}
     modules = find_experts(model, recipe).items()
@@ -157,18 +160,18 @@ def _shard(
     expert_mesh: DeviceMesh | None,
     split_mesh: Callable[[DeviceMesh, int], DeviceMesh],
 ) -> None:
-    """Call `fully_shard` on the units, innermost first, and on the model."""
+    """Call `fully_shard` on the units, innermost first, then on the model itself."""
     if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
-        rule = f"needs torch 2.13, since FSDP converted bytes to fsdp.param_dtype before; this is {torch.__version__}"
+        rule = f"needs torch 2.13: earlier versions of FSDP cast bytes to fsdp.param_dtype; this is {torch.__version__}"
         raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
     if expert_mesh is not None and TorchVersion(torch.__version__) < "2.12":
-        rule = f"needs torch 2.12, since FSDP had one mesh for all parameters of a unit; this is {torch.__version__}"
+        rule = f"needs torch 2.12: earlier versions of FSDP support only one mesh per unit; this is {torch.__version__}"
         raise setting_error("mesh.expert", config.expert, rule, 1)
     policy = _precision_policies(config)
     offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if config.fsdp.cpu_offload else OffloadPolicy()
     num_shards = mesh.size(mesh.ndim - 1)
 
-    # FSDP's description of the axes on which it shards experts; it requires one object for all parameters.
+    # FSDP's description of the axes on which it shards experts; all of their parameters must share one object.
     expert_mesh_info: Any = None
     if expert_mesh is not None and expert_mesh.ndim == 2:
         expert_mesh_info = fsdp_common.FSDPMeshInfo(expert_mesh[OUTER], shard_mesh_dim=0)
@@ -194,7 +197,7 @@ def _shard(
         return two_axes
 
     def shard(modules: Sequence[nn.Module], reshard_after_forward: bool | int | None, is_root: bool = False) -> None:
-        after_forward = True if reshard_after_forward is None else reshard_after_forward  # None: FSDP decides
+        after_forward = True if reshard_after_forward is None else reshard_after_forward  # None leaves it to FSDP
         row_shards = row_shards_of(modules, lambda stack: division(after_forward, stack).ranks_per_matrix, split)
         fully_shard(
             modules[0] if len(modules) == 1 else list(modules),
@@ -216,24 +219,24 @@ def _shard(
 
 
 def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: RunConfig) -> None:
-    """Cast the inputs of units and the output of an unsharded model, as FSDP would."""
+    """Make an unsharded model cast the inputs of its units, and its output, as FSDP would."""
     policy = _precision_policies(config)(is_root=True)
 
-    def cast(tensors: Any, dtype: torch.dtype | None) -> Any:
+    def cast_tensors(tensors: Any, dtype: torch.dtype | None) -> Any:
         return tree_map_only(torch.Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, tensors)
 
     def cast_inputs(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        return cast(args, policy.param_dtype), cast(kwargs, policy.param_dtype)
+        return cast_tensors(args, policy.param_dtype), cast_tensors(kwargs, policy.param_dtype)
 
     if policy.param_dtype is not None:
         for module in {model, *(unit.modules[0] for unit in units)}:
             module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
     if policy.output_dtype is not None:
-        model.register_forward_hook(lambda module, inputs, output: cast(output, policy.output_dtype))
+        model.register_forward_hook(lambda module, inputs, output: cast_tensors(output, policy.output_dtype))
 
 
 def check_sharding(config: RunConfig, num_shards: int = 1) -> None:
-    """Build the model on the meta device, and raise UserError if units, their resharding or `mesh.expert` do not fit.
+    """Build the model on the meta device, and raise UserError if settings for units, blocks or experts do not fit.
 
     num_shards: number of ranks on the shard axis, if known.
     """
@@ -246,7 +249,7 @@ def check_sharding(config: RunConfig, num_shards: int = 1) -> None:
 
 
 def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], config: RunConfig) -> None:
-    """Raise UserError if a setting that applies to blocks cannot be applied."""
+    """Raise UserError for a setting that applies to blocks, if the model has no blocks or its units do not allow it."""
     train = config.train
     for key in ("activation_checkpoint", "compile", "offload_activations"):
         value = getattr(train, key)
@@ -272,8 +275,8 @@ def reshard_of_units(
 def resolve_resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
     """Return `reshard_after_forward` of each unit: False, True, or the number of ranks to reshard to.
 
-    By default the last unit does not reshard unless it is a block (an element of a module list, judging by its name):
-    its backward pass comes next and would gather it again.
+    By default the last unit does not reshard, since its backward pass comes next and would gather it again.  But if its
+    name ends in a number, it is a block (an element of a module list), and reshards like the others.
     """
     if setting == "default":
         return [*(True for _ in names[:-1]), *(name.rpartition(".")[2].isdigit() for name in names[-1:])]
@@ -297,12 +300,12 @@ def checkpointing_choices(config: RunConfig) -> list[int | str]:
 def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], setting: int | str) -> None:
     """Raise UserError if a unit is inside a block.
 
-    Selective checkpointing replays a block operator by operator, but a unit inside it is gathered only once.
+    Selective checkpointing replays a block operator by operator, but FSDP gathers a unit inside it only once.
     """
     inside = {id(module) for block in blocks for module in block.modules() if module is not block}
     for unit in units:
         if any(id(module) in inside for module in unit.modules):
-            rule = f"cannot recompute a block in part when a unit ({unit}) lies inside it; units must be whole blocks"
+            rule = f"cannot partially recompute a block that contains a unit ({unit}); units must be whole blocks"
             raise setting_error("train.activation_checkpoint", setting, rule, "full")
 
 
@@ -313,19 +316,17 @@ def operators_to_save(
 
     Raises UserError if the model's own code does not run on fake tensors.
     """
-    share = budget_of(setting)
-    if share is None:
+    budget = budget_of(setting)
+    if budget is None:
         return []
     shape = (int(micro_batch_size) * config.rows_per_sample, config.data.seq_len // config.context)
     dtype = getattr(torch, config.fsdp.param_dtype)
     try:
         with use_slices(find_slices(config, rank=0)):
-            return choose_saved_operators(model, blocks, shape, dtype, share)
+            return choose_saved_operators(model, blocks, shape, dtype, budget)
     except Exception as error:  # raised by the model's code
         text = str(error).splitlines()[0] if str(error) else ""
-        rule = (
-            f"traced on meta tensors, which shows the memory of a block, it fails with {type(error).__name__}: {text}"
-        )
+        rule = f"needs to run the model on fake tensors, which fails with {type(error).__name__}: {text}"
         raise setting_error("train.activation_checkpoint", setting, rule, "selective") from error
 
 
@@ -337,29 +338,32 @@ def apply_activation_checkpointing(
 ) -> None:
     """Wrap `blocks` so that the backward pass recomputes what they would otherwise save.
 
-    `full` saves only a block's input; `selective` also saves the outputs of matrix products and attention, and
-    recomputes the cheap operators; `budget:<share>` saves the operators that `operators_to_save` chose for each block.
-    The block's `forward` is wrapped, not the block: names do not change, and FSDP's hooks stay outside, so that
-    recomputation finds the parameters gathered.  With `offload`, the operators' outputs go to host memory; compiled
-    blocks do not need it, since what they save is visible from outside.  Sources: Chen et al. 2016, arXiv:1604.06174;
-    Korthikanti et al. 2022, arXiv:2205.05198 (selective).
+    `full` saves only a block's input; a whole number n does so for every n-th block.  `selective` also saves the
+    outputs of matrix products and attention, and recomputes the cheap operators; `budget:<share>` saves the operators
+    that `operators_to_save` chose for each block.
+
+    This wraps the block's `forward`, not the block, so that names do not change and FSDP's hooks stay outside: the
+    parameters are already gathered when the block is recomputed.  With `offload`, the saved outputs of operators go to
+    host memory.  Compiled blocks need no `offload` here, since hooks outside them see what they save.
+
+    Sources: Chen et al. 2016, arXiv:1604.06174; Korthikanti et al. 2022, arXiv:2205.05198 (selective).
     """
     if setting == "none":
         return
-    every = setting if isinstance(setting, int) else 1
+    stride = setting if isinstance(setting, int) else 1
     make_contexts = create_selective_checkpoint_contexts if offload is None else offload.storing_contexts
     contexts: list[dict[str, Any]] = [{}] * len(blocks)
     if setting == "selective":
-        context_fn = save_all_expensive if offload is None else partial(save_all_expensive, make_contexts)
+        context_fn = save_expensive_operators if offload is None else partial(save_expensive_operators, make_contexts)
         contexts = [{"context_fn": context_fn}] * len(blocks)
     elif saved_operators:
         contexts = [{"context_fn": save_only(saved, make_contexts)} if saved else {} for saved in saved_operators]
-    for block, context in list(zip(blocks, contexts, strict=True))[every - 1 :: every]:
-        block.forward = _recomputed(block.forward, context)  # type: ignore[method-assign]
+    for block, context in list(zip(blocks, contexts, strict=True))[stride - 1 :: stride]:
+        block.forward = _with_checkpoint(block.forward, context)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
-    """Wrap `forward` in `checkpoint`, as a plain Python function, since torch.compile cannot trace other callables."""
+def _with_checkpoint(forward: Callable[..., Any], context: dict[str, Any]) -> Callable[..., Any]:
+    """Return `forward` wrapped in `checkpoint`: a plain function, since torch.compile cannot trace other callables."""
 
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         return checkpoint(forward, *args, use_reentrant=False, **context, **kwargs)
@@ -370,9 +374,9 @@ def _recomputed(forward: Callable[..., Any], context: dict[str, Any]) -> Callabl
 def forbid_view_outputs(modules: Iterable[nn.Module]) -> None:
     """Prevent units from returning views.  Call this before sharding, so that these hooks run before FSDP's.
 
-    FSDP attaches the all-gather of the backward pass to a unit's output.  If the output is a view, like that of
-    `nn.Linear` with a bias, an in-place write to it removes the hook.  An unsharded model is treated the
-    same, so that whatever trains on several ranks also trains on one.
+    FSDP registers the hook that gathers a unit for the backward pass on the unit's output.  If the output is a view,
+    like that of `nn.Linear` with a bias, an in-place write to it removes the hook.  An unsharded model is treated the
+    same way, so that whatever trains on several ranks also trains on one.
     """
     hook: Callable[..., Any] = torch._dynamo.disable(_replace_views)  # like FSDP's own hooks
     for module in modules:
@@ -396,7 +400,10 @@ def _replace_views(module: nn.Module, inputs: Any, output: Any) -> Any:
 
 
 def _precision_policies(config: RunConfig) -> Callable[..., MixedPrecisionPolicy]:
-    """Return a function that creates the precision policy of a unit or of the root; only the root casts its output."""
+    """Return a function that creates the mixed-precision policy of a unit or, with `is_root`, of the root.
+
+    Only the root casts its output.
+    """
     fsdp = config.fsdp
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
     output_dtype = getattr(torch, fsdp.output_dtype) if fsdp.output_dtype else None
@@ -419,7 +426,7 @@ _RESHARD_MESH_FUNCTION = "_get_post_forward_mesh_info"
 def _shared_reshard_meshes() -> Iterator[None]:
     """Make all units that reshard to n ranks share one mesh.
 
-    `fully_shard` creates a mesh in every call: 80 blocks on 512 ranks created 5,760 process groups; with this it is 72
+    `fully_shard` creates a mesh in every call: 80 blocks on 512 ranks would create 5,760 process groups instead of 72
     (pytorch issue 153302).  Caches the results of FSDP's own function by number of ranks.
     """
     meshes: dict[bool | int, Any] = {}
@@ -453,6 +460,7 @@ def _set_communication(model: nn.Module, units: Sequence[ShardUnit], fsdp: FsdpS
 
 
 def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
+    """Let each unit prefetch the next few, in the order of the forward pass and in that of the backward pass."""
     modules = [unit.fsdp_module for unit in units]
     for depth, order, name in (
         (fsdp.prefetch_forward, modules, "set_modules_to_forward_prefetch"),

@@ -76,7 +76,7 @@ def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str
 
 
 def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
-    """Return whether a unit consists only of embedding tables, whose backward pass does not read them.
+    """Return whether a unit consists only of embedding tables, which are not read in the backward pass.
 
     A table shared with a head, or one that overrides `forward`, may be read in the backward pass.
     """
@@ -132,7 +132,7 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
 def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
     """Return the units that a user-defined function lists, or the modules for which it returns True.
 
-    A function that returns booleans is one for FSDP1's `lambda_auto_wrap_policy`.
+    A function that returns booleans is of the kind that FSDP1's `lambda_auto_wrap_policy` takes.
     """
     try:
         result = function(model)

@@ -19,7 +19,7 @@ from trainer.checkpoint.state_parts import StatePart
 from trainer.config import LoraSection
 from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
-from trainer.experts import ADAPTER
+from trainer.experts import ADAPTER_NAME
 from trainer.files import crc32
 from trainer.model.head import is_score
 from trainer.model.lora import name_without_adapters, parse_adapter, transposed_layers
@@ -218,7 +218,7 @@ class MergedSource:
     def _adapter_product(self, name: str) -> torch.Tensor:
         if self._product[0] != name:
             layer = self._layers[name]
-            first, second = (self.adapters.read(f"{layer}.lora_{part}.{ADAPTER}.weight").float() for part in "AB")
+            first, second = (self.adapters.read(f"{layer}.lora_{part}.{ADAPTER_NAME}.weight").float() for part in "AB")
             product = second @ first
             self._product = (name, (product.t() if layer in self._transposed else product) * self._scaling)
         return self._product[1]

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from trainer.experts import ADAPTER, ADAPTERS, matrices_of
+from trainer.experts import ADAPTER_NAME, ADAPTERS, matrices_of
 from trainer.model.lora import expert_matrices, huggingface_module, parse_adapter
 from trainer.weights.sources import WeightSource
 
@@ -36,7 +36,7 @@ class ExpertMatrix:
     def product(self, adapters: WeightSource, start: int, stop: int | None) -> torch.Tensor:
         """Return B @ A for experts [start, stop), in the shape of the parameter, in float32."""
         down_ERK, up_ENR = (
-            adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER}.weight", start, stop).float() for part in "AB"
+            adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER_NAME}.weight", start, stop).float() for part in "AB"
         )
         product = up_ENR[:, slice(*self.outputs)] @ down_ERK
         return product.transpose(1, 2) if self.is_transposed else product
