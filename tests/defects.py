@@ -1112,8 +1112,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "gathers-planned-unpacked",
         "packed-plan",
-        "ParameterInfo.gathered_size",
-        "self.element_size if self.packed_weights else param_size",
+        "ParameterInfo.gathered_element_size",
+        "self.element_size if self.num_quantized_weights else param_size",
         "param_size",
     ),
     Defect(

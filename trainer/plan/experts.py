@@ -24,9 +24,10 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     """Yield lines on what `mesh.expert` would change, if the model has experts and runs on several ranks without it.
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
-    Between nodes that is less below F E / 4 A tokens per micro-batch, for E experts of hidden width F, A per token, and
-    model width D, with full recomputation: FSDP gathers the 3 D F E weights of a layer twice in 2 bytes and reduces
-    their gradients in 4, whereas each of a token's A rows of D numbers is exchanged six times in 2 bytes.
+    Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
+    FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the 8 network
+    cards of a node share this traffic.  Expert parallelism exchanges A rows of D numbers per token six times in 2
+    bytes, each rank through its own card.  So between nodes it sends less below F E / 4 A tokens per micro-batch.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -68,7 +69,7 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
 
 
 def tokens_at_break_even(plan: Plan) -> float | None:
-    """Return F E / 4 A (see `advice_on_experts`), or None if the configuration does not give A."""
+    """Return F E / 4 A (see `advice_on_experts`), or None if the configuration lacks the values to compute it."""
     num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
     layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
     if not num_chosen or not dim or not any(layers):
@@ -88,10 +89,10 @@ def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) ->
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
-    """Yield the plans with experts divided within a node, and among 16, 32 or 64 ranks."""
+    """Yield plans with the experts divided among as many ranks of a node as possible, and among several nodes."""
     per_node = plan.machine.rates.ranks_per_node
     automatic = with_expert(plan.config, 1, "auto")
-    sizes = {one.expert for one in possible_choices(automatic, plan.mesh, per_node)}
+    sizes = {choice.expert for choice in possible_choices(automatic, plan.mesh, per_node)}
     inside = max((size for size in sizes if 1 < size <= per_node), default=1)
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
@@ -99,7 +100,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
 
 
 def _more_replicas(plan: Plan) -> Plan | None:
-    """Return the plan with more replicas, and as many shards as divide the experts, if it fits and is faster."""
+    """Return a plan with only as many shards as divide the experts evenly, if that fits and is faster."""
     config, mesh = plan.config, plan.mesh
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     if not any(plan.layout.division(parameter).dim for parameter in experts):
@@ -115,13 +116,13 @@ def _more_replicas(plan: Plan) -> Plan | None:
 
 
 def _padding_warning(plan: Plan) -> str | None:
-    """Return a warning if padding adds more than half of the experts' size."""
+    """Return a warning if padding enlarges the experts by more than half."""
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     gathered = sum(plan.layout.division(p).gathered_numel(p.shape) for p in experts)
-    share = gathered / max(1, sum(p.numel for p in experts))
-    if share <= 1.5:
+    ratio = gathered / max(1, sum(p.numel for p in experts))
+    if ratio <= 1.5:
         return None
     return (
-        f"warning: {plan.mesh.shard} ranks divide neither the experts nor their dimensions: with padding, {share:.2f} "
+        f"warning: {plan.mesh.shard} ranks divide neither the experts nor their dimensions: with padding, {ratio:.2f} "
         "times their bytes are gathered and reduced"
     )

@@ -274,7 +274,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts FSDP's marks, in order."""
+    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts the trace's events, in order."""
     from matplotlib.figure import Figure  # imported here because it takes a second
 
     curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, with_curve=True).curve
