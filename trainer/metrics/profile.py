@@ -1,8 +1,8 @@
 """Profiles selected steps: writes a trace, a memory snapshot (on CUDA), and a record of where the time went.
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
-torch's profiler records, a trace contains a range for each step and a row with the step's phases, which may start on
-one thread and end on another.
+torch's profiler records, a trace contains a range for each step and a row for the phases of a step.  They have a row of
+their own because a phase may start on one thread and end on another.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Profile(Callback):
     """Profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
     It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
-    other ranks wait in their next collective.  Files are named after steps and rank and are written atomically; failing
-    to write one does not stop training.  If training ends early, the steps recorded so far are written.  After an error
-    on CUDA, only the memory snapshot is written, because the device may never finish its queued work.
+    other ranks wait in their next collective.  File names contain the steps and rank.  Files are written atomically,
+    and a failure to write one does not stop training.  If training ends early, the steps recorded so far are written.
+    After an error on CUDA, only the memory snapshot is written, because the device may never finish its queued work.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Recording:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
 
     def enter_phase(self, phase: str) -> None:
-        """Record the start of a phase.  May be called from any thread."""
+        """Record that a phase starts.  May be called from any thread."""
         self._phases.append((_now_us(), phase))
 
     def begin(self, step: int) -> None:

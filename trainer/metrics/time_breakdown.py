@@ -1,8 +1,8 @@
 """Breaks down the time of profiled steps by kind of work: kernels, exposed communication, data loading, host.
 
-Every moment of a step is attributed to a single kind, the first of `KINDS` that is active.  So communication counts
-only while no kernel hides it, and waiting for data only while the device is idle; the host gets the rest.  On a CPU,
-operators take the place of kernels, and an operator's time excludes the operators nested inside it.
+Every moment of a step is attributed to a single kind of work, the first in `KINDS` that is active.  So communication
+counts only while no kernel hides it, and waiting for data only while the device is idle.  The rest is host time.  On a
+CPU, operators take the place of kernels, and an operator's time excludes the operators nested inside it.
 
 `Timeline` parses the events of a Kineto trace; the rest of the module is independent of the profiler.
 """
@@ -188,7 +188,7 @@ def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
 
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-"""Kineto's categories for the events of activity on the device, and for those of its launches by the host."""
+"""Kineto's categories for events on the device, and for the host calls that launch them."""
 
 
 @dataclass

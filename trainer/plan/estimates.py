@@ -6,7 +6,7 @@ Collectives: those that FSDP2 issues, by operation, mesh axis and size.  Sizes a
 of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
 
 Time: kernels on one stream, collectives on three others, with FSDP2's waits between them.  The host is assumed to run
-ahead of the device; the least time it needs is reported separately.  For the streams, see FSDPCommContext in
+ahead of the device; the minimum time that it needs is reported separately.  For the streams, see FSDPCommContext in
 torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations".
 """
@@ -53,7 +53,7 @@ _OPTIMIZER_UPDATE = (-1, False)
 
 
 class _MemoryWatcher(Watcher):
-    """Adds up allocations and frees, and keeps the peak."""
+    """Tracks the live bytes of each kind, and their peak."""
 
     def __init__(self, trace: Trace, at_rest: dict[Kind, int], with_curve: bool) -> None:
         self._trace, self._with_curve = trace, with_curve

@@ -17,11 +17,11 @@ from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
-"""Smallest relative reduction of the step time for which a change is worth recommending."""
+"""Smallest relative reduction of the step time that makes a change worth recommending."""
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
-    """Yield lines on what `mesh.expert` would change, if the model has experts and runs on several ranks without it.
+    """Yield lines on what `mesh.expert` would change, if the model has experts and is sharded without it.
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
@@ -57,7 +57,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
 
 def advice_on_balance(plan: Plan) -> Iterator[str]:
-    """Yield a line on the cost of the forward passes that count which experts are chosen, if there are any."""
+    """Yield a line on the cost of the extra forward passes that count which experts are chosen, if there are any."""
     if not plan.trace.counting_pass or plan.num_micro_batches == 1:
         return
     trace = replace(plan.trace, counting_pass=())

@@ -25,6 +25,7 @@ GIB = 2**30
 _MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
 _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
+"""See `Rates.kernel_s` and `Rates.host_s`."""
 _TAKEN_BY_COLLECTIVES = 0.15
 """Fraction of a GPU's multiprocessors that a collective occupies while it runs: NCCL takes 16 to 24 of 108 to 132."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6

@@ -52,13 +52,13 @@ class MuonUpdate:
                 buckets[n] if 0 <= n < len(buckets) else no_costs for n in (turn, turn - 1, turn - 2)
             )
             in_flight = self._gathered(computed) + self._scattered(applied)
-            direction = new.sent_to_owners * size + new.piece * self._moment_size
+            direction = new.sent_to_owners * size + new.largest_piece * self._moment_size
             peak = max(peak, in_flight + max(direction, self._gathered(new)))
             in_flight = self._gathered(new) + self._scattered(applied)
             rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
-            iteration = rows + (computed.sent_to_holders + 2 * computed.iterating) * size
+            iteration = rows + (computed.sent_to_holders + 2 * computed.iteration_numel) * size
             peak = max(peak, in_flight + max(iteration, self._scattered(computed)))
-            update = applied.held * size + (4 * (applied.held + applied.piece) if self._is_normuon else 0)
+            update = applied.held * size + (4 * (applied.held + applied.largest_piece) if self._is_normuon else 0)
             peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
         return peak
 
