@@ -32,8 +32,8 @@ def logged_names(names: Iterable[str]) -> list[str]:
 class Record(Mapping[str, Any]):
     """One line of metrics.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
 
-    A field may be given as a function without arguments, which is called when the field is first read.  A
-    field that is never read therefore never waits for the device.
+    A field may be given as a function without arguments, which is called when the field is first read.  A field that is
+    never read therefore never waits for the device.
     """
 
     def __init__(self, **fields: Any) -> None:

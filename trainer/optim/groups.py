@@ -233,8 +233,8 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 
-    The list is empty if a single optimizer applies the same settings to all parameters, apart from the usual exemptions
-    from weight decay.  names: parameter names by id.
+    The list is empty if there is a single optimizer and no group scales the learning rate.  names: parameter names by
+    id.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):

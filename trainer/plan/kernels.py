@@ -1,8 +1,8 @@
 """What the tracer assumes about kernels: the work of each operator, a GPU's kernels, compiler fusion and float8 casts.
 
 A GPU's fused kernels save fewer activations for the backward pass than a CPU's kernels.  `use_gpu_kernels` imitates
-them while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends
-neither on the model nor on the speed of the device.
+them while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends neither on
+the model nor on the speed of the device.
 """
 
 from __future__ import annotations
@@ -57,9 +57,13 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
 }
 """Operators that are collectives among the ranks of a context-parallel or expert-parallel group."""
 
-_GROUPED = {torch.ops.meshtrainer.grouped_mm, torch.ops.meshtrainer.grouped_outer, GROUPED_PRODUCT.overloadpacket}
+_GROUPED_PRODUCTS = {
+    torch.ops.meshtrainer.grouped_mm,
+    torch.ops.meshtrainer.grouped_outer,
+    GROUPED_PRODUCT.overloadpacket,
+}
 
-_WITHOUT_KERNEL = {
+_WITHOUT_KERNEL = {  # operators that launch nothing
     aten.detach.default,
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -96,7 +100,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, outputs[0].element_size())
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return Work("grouped" if packet in _GROUPED else "matmul", flops, num_bytes, outputs[0].element_size())
+        return Work("grouped" if packet in _GROUPED_PRODUCTS else "matmul", flops, num_bytes, outputs[0].element_size())
     return Work("memory", 0, num_bytes, outputs[0].element_size())
 
 

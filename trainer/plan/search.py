@@ -2,8 +2,8 @@
 
 The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
-For the last units of the forward pass that is shortest, so the search leaves the last k units unsharded, with the
-largest k that fits, found by bisection.  It then tunes the units one by one.
+The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded; it finds
+the largest k that fits by bisection, and then tunes the units one by one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _MAX_UNITS = 16
 
 
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
-"""Fractions of blocks to try for `train.offload_activations=auto`, besides none."""
+"""Fractions of blocks to try for `train.offload_activations=auto`, besides `none`."""
 
 
 class NothingFits(UserError):

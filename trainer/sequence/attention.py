@@ -32,7 +32,7 @@ KERNELS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Names of the attention kernels; the device determines which one runs.  Appending `_backward` gives its backward."""
+"""Names of the attention kernels; the device determines which one runs.  Backward kernels add `_backward`."""
 
 ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}

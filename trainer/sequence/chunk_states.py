@@ -5,7 +5,7 @@ one operator, so that autograd keeps only the states that it needs, and neither 
 the thousands of iterations over a long sequence.
 
 A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states;
-they then change only the last columns.
+they are then added to the last columns only.
 
 Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
 """
