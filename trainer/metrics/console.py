@@ -169,8 +169,8 @@ def _format_time_breakdown(record: Record) -> str:
     step_time = f"{record.update_s:.3g} s per step under the profiler"
     if record.host is None:
         return f"{step_time}; {record.trace}"
-    shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f}%" for kind in KINDS)
-    return f"{step_time}: {shares}; {record.trace}"
+    fractions = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f}%" for kind in KINDS)
+    return f"{step_time}: {fractions}; {record.trace}"
 
 
 def _format_logged(value: Any) -> str:

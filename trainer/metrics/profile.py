@@ -183,11 +183,11 @@ class _Recording:
         timeline.steps = timeline.steps[: self._num_ended]
         if not timeline.steps:
             return None
-        shares: dict[str, Any] = dict.fromkeys(KINDS)
+        fractions: dict[str, Any] = dict.fromkeys(KINDS)
         if self._on_cuda and not timeline.kernels:
             warn("log.profile_steps: the profiler saw no kernels (CUPTI), so their shares are unknown")
         else:
-            shares = timeline.shares()
+            fractions = timeline.fractions()
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
         num_steps = len(timeline.steps)
         return Record(
@@ -195,7 +195,7 @@ class _Recording:
             step=steps[num_steps - 1],
             first_step=steps[0],
             update_s=sum(step.duration_us for step in timeline.steps) / num_steps / 1e6,
-            **shares,
+            **fractions,
             **files,
         )
 

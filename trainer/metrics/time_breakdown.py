@@ -46,7 +46,7 @@ class Span(NamedTuple):
         return self.start_us + self.duration_us
 
 
-def compute_shares(spans: Iterable[Span], steps: Iterable[Span]) -> dict[str, float]:
+def compute_fractions(spans: Iterable[Span], steps: Iterable[Span]) -> dict[str, float]:
     """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
     Spans may overlap, on one lane or across lanes; time outside the steps is ignored.
@@ -237,7 +237,7 @@ class Timeline:
         timeline.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
         return timeline
 
-    def shares(self) -> dict[str, float]:
+    def fractions(self) -> dict[str, float]:
         """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
         If the trace has device kernels, time is attributed to them first, and to data phases and Gloo while the device
@@ -246,8 +246,10 @@ class Timeline:
         """
         data = [phase for phase in self.phases if phase.kind == DATA]
         if self.kernels:
-            return compute_shares([*self.kernels, *self.collectives, *data], extend_to_device(self.steps, self.kernels))
-        return compute_shares([*flatten_to_self_time([*self.operators, *data]), *self.collectives], self.steps)
+            return compute_fractions(
+                [*self.kernels, *self.collectives, *data], extend_to_device(self.steps, self.kernels)
+            )
+        return compute_fractions([*flatten_to_self_time([*self.operators, *data]), *self.collectives], self.steps)
 
 
 def _with_attention_backward(operators: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:

@@ -120,7 +120,7 @@ def _trace(
     config: RunConfig,
     micro_batch_size: int,
     checkpointing: int | str,
-    offload_share: float,
+    offload_fraction: float,
     device_type: str,
     skips_blocks: bool,
     imbalance: float = 1.0,
@@ -139,8 +139,10 @@ def _trace(
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
     is_compiled = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
-    offload = _PlannedOffload(model, blocks, offload_share, counts_host=device_type == "cpu")
-    checkpointed = _checkpoint(blocks, checkpointing, saved_operators, is_compiled, offload if offload_share else None)
+    offload = _PlannedOffload(model, blocks, offload_fraction, counts_host=device_type == "cpu")
+    checkpointed = _checkpoint(
+        blocks, checkpointing, saved_operators, is_compiled, offload if offload_fraction else None
+    )
     train = replace(config.train, activation_checkpoint="selective" if is_compiled else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if skips_blocks else (), checkpointed, offload.offloaded_by_pattern)
@@ -155,7 +157,7 @@ def _trace(
             recorder.watch_inside(block)
         forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
-        if offload_share:
+        if offload_fraction:
             offload.record_in(recorder, repetition.skipped_modules)
         for number, unit in enumerate(units):
             if not all(id(module) in repetition.skipped_modules for module in unit.modules):
@@ -217,10 +219,10 @@ class _PlannedOffload(ActivationOffload):
     `counts_host`: whether host memory counts as device memory, because the device is a CPU.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, counts_host: bool) -> None:
-        super().__init__(model, blocks, share, torch.device("cpu"))
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], fraction: float, counts_host: bool) -> None:
+        super().__init__(model, blocks, fraction, torch.device("cpu"))
         self._counts_host = counts_host
-        chosen = offloaded_blocks(len(blocks), share, with_last=True)
+        chosen = offloaded_blocks(len(blocks), fraction, with_last=True)
         self.offloaded_by_pattern = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
         """Ids of the blocks that count as offloaded in the search for identical blocks.  Training never offloads the
         last block, but here it counts if it fits the pattern."""
