@@ -43,16 +43,16 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
-    rule = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
-    better = [other for other in _alternatives(plan) if other.fits or not plan.fits]
-    best = min(better, key=lambda other: other.time.total_s, default=None)
+    comparison = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
+    candidates = [other for other in _alternatives(plan) if other.fits or not plan.fits]
+    best = min(candidates, key=lambda other: other.time.total_s, default=None)
     if best is None or (plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s):
-        yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{rule}"
+        yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{comparison}"
         return
     yield (
         f"experts: mesh.expert={best.config.expert} mesh.expert_method={best.config.mesh.expert_method} would take "
         f"{best.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and {best.needed_gib:.4g} GiB instead "
-        f"of {plan.needed_gib:.4g}{rule}"
+        f"of {plan.needed_gib:.4g}{comparison}"
     )
 
 

@@ -326,9 +326,9 @@ def _units_of(
 
 
 def _as_frozen(units: tuple[UnitInfo, ...], names: set[str]) -> tuple[UnitInfo, ...]:
-    """Return the units with the named parameters, which get no gradient, as frozen.
+    """Return the units with the named parameters, which receive no gradient, marked as not trained.
 
-    They are not reduced and have no optimizer state.
+    Such parameters are not reduced and have no optimizer state.
     """
     return tuple(
         replace(
@@ -369,15 +369,13 @@ def make_fake(model: nn.Module, compute_dtype: torch.dtype, skipped_modules: set
 
 
 _MAX_PERIOD = 16
-"""Largest number of blocks after which a pattern may repeat."""
+"""Largest number of blocks in a repeating pattern."""
 _MAX_LEADING_BLOCKS = 4
 """Maximum number of blocks at the start of a model that may differ from the repeated ones."""
 
 
-class NotRepeated(Exception):
-    """Raised if blocks cannot be skipped: the model treats them differently, or the output of one cannot be the next's
-    input.
-    """
+class CannotSkipBlocks(Exception):
+    """Raised if the model treats blocks differently, or if a block's output cannot serve as the next block's input."""
 
 
 @dataclass(frozen=True)
@@ -441,15 +439,15 @@ class Repetition:
                     block.register_forward_hook(self._note_output(run))
 
     def _note_output(self, run: _BlockRun) -> Callable[..., None]:
-        """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
+        """Return a hook that raises CannotSkipBlocks unless a block's first output can be the next block's input."""
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
             first_input = args[0] if args else None
             first, *others = output if isinstance(output, tuple) else (output,)
             if not (isinstance(first, torch.Tensor) and isinstance(first_input, torch.Tensor)):
-                raise NotRepeated
+                raise CannotSkipBlocks
             if first.shape != first_input.shape or first.dtype != first_input.dtype:
-                raise NotRepeated
+                raise CannotSkipBlocks
             self._other_outputs[id(run)] = tuple(others) if isinstance(output, tuple) else None
 
         return note
@@ -459,7 +457,7 @@ class Repetition:
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if not args:
-                raise NotRepeated
+                raise CannotSkipBlocks
             # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
             others = self._other_outputs[id(run)]
@@ -480,7 +478,7 @@ class Repetition:
         self._calls[id(run)].append((position, _signature_of((args, kwargs))))
 
     def _check(self, events: Sequence[Event]) -> None:
-        """Raise NotRepeated unless the model treats skipped blocks like the blocks that represent them.
+        """Raise CannotSkipBlocks unless the model treats skipped blocks like the blocks that represent them.
 
         Blocks must be called one after another, with arguments of the same form and the same plain values, and the
         model must do the same work between them.
@@ -488,10 +486,10 @@ class Repetition:
         for run in self.runs:
             calls, size = self._calls[id(run)], len(run.blocks)
             if len(calls) % size or [position for position, _ in calls] != [*range(size)] * (len(calls) // size):
-                raise NotRepeated
+                raise CannotSkipBlocks
             for number, (position, form) in enumerate(calls):
                 if position >= run.period and position % size >= 1 and form != calls[number - run.period][1]:
-                    raise NotRepeated
+                    raise CannotSkipBlocks
             between: dict[int, set[Any]] = {}
             for event, following in itertools.pairwise(events):
                 if event.kind == "block_return" and following.kind == "block_forward":
@@ -499,7 +497,7 @@ class Repetition:
                     if own_run is run and run.period <= position < run.first_after:
                         between.setdefault(position % run.period, set()).add(frozenset(following.segment.work))
             if any(len(kinds) > 1 for kinds in between.values()):
-                raise NotRepeated
+                raise CannotSkipBlocks
 
     def repeated(self, events: Sequence[Event]) -> list[Event]:
         """Return the events with copies of the second period in place of the skipped blocks.
@@ -534,7 +532,7 @@ class Repetition:
         for number in range(start, len(events)):
             if self._is_at(events[number], kind, run, position):
                 return number
-        raise NotRepeated
+        raise CannotSkipBlocks
 
     def _copies(self, template: Sequence[Event], run: _BlockRun, offsets: Iterable[int]) -> Iterator[Event]:
         for offset in offsets:
@@ -548,7 +546,7 @@ class Repetition:
 
 
 def _signature_of(arguments: Any) -> Any:
-    """Return a value that is equal for two calls with the same structure, shapes and dtypes, and other values."""
+    """Return a value that is equal for two calls with the same structure, shapes, dtypes and plain values."""
     leaves, structure = pytree.tree_flatten(arguments)
     return str(structure), [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -568,7 +566,7 @@ def without_block_events(events: Iterable[Event]) -> Iterator[Event]:
 
 
 def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) -> list[_BlockRun]:
-    """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
+    """Return the runs of repeated blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
     runs: list[_BlockRun] = []
     inside: set[int] = set()
     shared = {id(model.get_parameter(group[0])) for group in tied_names(model)}
@@ -607,7 +605,7 @@ def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
-    """Return a value that is equal for two identical blocks: those with the same modules, shapes and plain settings.
+    """Return a value that is equal for two identical blocks, which have the same modules, shapes and plain settings.
 
     Settings in `counted` are ignored.  A block with a tied parameter is identical to no other.
     """
@@ -638,7 +636,7 @@ _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Return the settings (module name, attribute) that are only the index of a block in the list."""
+    """Return the settings (module name, attribute) that merely hold the index of a block in the list."""
     counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
     for position, block in enumerate(blocks):
         indices = {
