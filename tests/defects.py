@@ -1094,7 +1094,7 @@ DEFECTS: list[Defect] = [
         "_multiply_by_rows if ctx.is_transposed else _multiply_by_columns",
         "_multiply_by_columns",
     ),
-    Defect("cache-planned-unpadded", "generation-planned", "_capacity", "[texts.prompt - 1]", "[]"),
+    Defect("cache-planned-unpadded", "generation-planned", "_capacity", "[workload.prompt - 1]", "[]"),
     Defect(
         "generation-planned-without-weights",
         "generation-planned",
@@ -1112,8 +1112,8 @@ DEFECTS: list[Defect] = [
     Defect(
         "gathers-planned-unpacked",
         "packed-plan",
-        "ParameterInfo.gathered_size",
-        "self.element_size if self.packed_weights else param_size",
+        "ParameterInfo.gathered_element_size",
+        "self.element_size if self.num_quantized_weights else param_size",
         "param_size",
     ),
     Defect(

@@ -63,7 +63,7 @@ from trainer.model.sample import (
     generate_tokens,
     max_seq_len,
 )
-from trainer.plan.generation import GenerationWorkload, memory_of_texts
+from trainer.plan.generation import GenerationWorkload, memory_of_generation
 from trainer.recipe import add_working_folder_to_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
@@ -326,14 +326,14 @@ def _check_memory(text_generator: TextGenerator, texts: GenerationWorkload, opti
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     try:
-        cache, temporaries = memory_of_texts(model, dtype, text_generator.device.type, texts)
+        cache, temporaries = memory_of_generation(model, dtype, text_generator.device.type, texts)
         is_known = True
     except Exception:  # the model's own code cannot be traced without data
         cache, temporaries, is_known = 0, 0, False
     needed = weights + cache + temporaries
     parts = f"weights {readable_size(weights)}{'' if is_known else ', more for the texts that cannot be estimated'}"
     if cache:
-        texts_at_once = f"{texts.number} x {texts.prompt + texts.answer} tokens"
+        texts_at_once = f"{texts.number} x {texts.prompt + texts.completion} tokens"
         parts += f", cache {readable_size(cache)} for {texts_at_once}, temporaries {readable_size(temporaries)}"
     print_stderr(f"memory: {readable_size(needed)} ({parts})")
     free = _free_bytes(text_generator.device)

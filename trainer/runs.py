@@ -140,7 +140,7 @@ def _goodput(path: Path, latest: Mapping[str, Mapping[str, Any]], state: str) ->
         return float(end["goodput_total"])
     if not path.is_file():
         return None
-    return compute_goodput(record for _, record in read_records(path)).share
+    return compute_goodput(record for _, record in read_records(path)).fraction
 
 
 def _read_config(path: Path) -> dict[str, Any]:

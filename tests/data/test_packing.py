@@ -218,7 +218,7 @@ def test_flops_and_plan_use_the_attended_length(tmp_path: Path) -> None:
     for each in (config, joined.config):
         found: Counter[str] = Counter()
         for event in Probe(each, "cpu").trace(2, "none").events:
-            for kernel, count in event.before.work:
+            for kernel, count in event.segment.work:
                 found[kernel.kind] += kernel.flops * count
         work.append(found)
     assert work[0]["matmul"] == work[1]["matmul"]

@@ -360,11 +360,11 @@ def test_an_imbalance_of_the_router_costs_time_and_memory() -> None:
     assert skewed.memory.peak.total > even.memory.peak.total
     gather = without_data(config_of("x", *LARGE, FOUR, GATHER, "train.global_batch_size=16"))
     plan = make_plan(gather, MeshShape(1, 16), find_machine("h100"))
-    grouped = [w.flops * n for event in plan.trace.events for w, n in event.before.work if w.kind == "grouped"]
+    grouped = [w.flops * n for event in plan.trace.events for w, n in event.segment.work if w.kind == "grouped"]
     alone = make_plan(
         without_data(config_of("x", *LARGE, "train.global_batch_size=16")), MeshShape(1, 16), plan.machine
     )
-    expected = [w.flops * n for event in alone.trace.events for w, n in event.before.work if w.kind == "grouped"]
+    expected = [w.flops * n for event in alone.trace.events for w, n in event.segment.work if w.kind == "grouped"]
     assert sum(grouped) == pytest.approx(sum(expected), rel=1e-6), "buffers for the worst case are not computed"
 
 

@@ -143,7 +143,7 @@ def test_short_plan_equals_the_full_one(name: str) -> None:
         short, whole = (
             trace(copy.deepcopy(model), config, 2, checkpointing, 0.0, "cpu", shortens) for shortens in (True, False)
         )
-        assert [(event.mark, event.unit) for event in short.events] == [(e.mark, e.unit) for e in whole.events]
+        assert [(event.kind, event.unit) for event in short.events] == [(e.kind, e.unit) for e in whole.events]
         for one, other in zip(short.events, whole.events, strict=True):
-            assert abs(one.before.net - other.before.net) <= 4096, (one.mark, one.unit)
-            assert sum(w.flops * n for w, n in one.before.work) == sum(w.flops * n for w, n in other.before.work)
+            assert abs(one.segment.net - other.segment.net) <= 4096, (one.kind, one.unit)
+            assert sum(w.flops * n for w, n in one.segment.work) == sum(w.flops * n for w, n in other.segment.work)

@@ -45,7 +45,7 @@ from trainer.metrics.time_breakdown import (
     Timeline,
     classify_kernel,
     classify_operator,
-    compute_shares,
+    compute_fractions,
     extend_to_device,
     find_events,
     flatten_to_self_time,
@@ -65,7 +65,7 @@ def update(start: float, end: float) -> Span:
     return span(HOST, start, end)
 
 
-def shares(**expected: float) -> Any:
+def fractions(**expected: float) -> Any:
     return pytest.approx(dict.fromkeys(KINDS, 0.0) | expected)
 
 
@@ -77,7 +77,7 @@ def test_each_moment_of_a_step_counts_once() -> None:
         span(OTHER, 45, 50, 7),
         span(DATA, 0, 20, "host"),
     ]
-    assert compute_shares(spans, [update(0, 100)]) == shares(
+    assert compute_fractions(spans, [update(0, 100)]) == fractions(
         matmul=0.3,  # though the host waits for data until 20
         exposed_communication=0.15,  # 40-45 and 50-60
         other_kernels=0.05,
@@ -88,19 +88,19 @@ def test_each_moment_of_a_step_counts_once() -> None:
 
 def test_first_kind_counts_among_simultaneous_kernels() -> None:
     spans = [span(OTHER, 0, 60, 1), span(ATTENTION, 20, 60, 2), span(MATMUL, 40, 60, 3), span(MATMUL, 40, 60, 4)]
-    assert compute_shares(spans, [update(0, 60)]) == shares(other_kernels=1 / 3, attention=1 / 3, matmul=1 / 3)
+    assert compute_fractions(spans, [update(0, 60)]) == fractions(other_kernels=1 / 3, attention=1 / 3, matmul=1 / 3)
 
 
 def test_time_between_steps_does_not_count() -> None:
     """An evaluation from 50 to 150 with its kernels, and a collective that overlaps it."""
     spans = [span(MATMUL, 0, 25), span(COMMUNICATION, 40, 60), span(MATMUL, 60, 140), span(DATA, 150, 175)]
-    found = compute_shares(spans, [update(0, 50), update(150, 200)])
-    assert found == shares(matmul=0.25, exposed_communication=0.1, data=0.25, host=0.4)
+    found = compute_fractions(spans, [update(0, 50), update(150, 200)])
+    assert found == fractions(matmul=0.25, exposed_communication=0.1, data=0.25, host=0.4)
 
 
 def test_step_with_host_time_only() -> None:
-    assert compute_shares([], [update(5, 6)]) == shares(host=1.0)
-    assert compute_shares([span(MATMUL, 0, 9)], []) == shares()
+    assert compute_fractions([], [update(5, 6)]) == fractions(host=1.0)
+    assert compute_fractions([span(MATMUL, 0, 9)], []) == fractions()
 
 
 def test_step_lasts_until_its_kernels_end() -> None:
@@ -108,7 +108,7 @@ def test_step_lasts_until_its_kernels_end() -> None:
     kernels = [span(MATMUL, 2, 60, launched=1), span(OTHER, 60, 110, launched=15), span(MATMUL, 110, 900, launched=25)]
     updates = extend_to_device([update(0, 10), update(10, 20)], kernels)
     assert [(found.start_us, found.end_us) for found in updates] == [(0, 60), (60, 110)]
-    assert compute_shares(kernels, updates) == shares(matmul=58 / 110, other_kernels=50 / 110, host=2 / 110)
+    assert compute_fractions(kernels, updates) == fractions(matmul=58 / 110, other_kernels=50 / 110, host=2 / 110)
 
 
 def test_step_hidden_behind_the_device_takes_no_time() -> None:
@@ -229,7 +229,7 @@ def test_a_trace_of_a_gpu() -> None:
     """Step 4 is 0 to 140, step 5 is 160 to 200: 180 us. The evaluation between them counts for neither."""
     timeline = Timeline.from_events(cuda_trace())
     assert [found.name for found in timeline.steps] == ["4", "5"]
-    assert timeline.shares() == shares(
+    assert timeline.fractions() == fractions(
         matmul=40 / 180,
         attention=70 / 180,
         other_kernels=4 / 180,
@@ -255,7 +255,7 @@ def test_a_trace_of_a_cpu() -> None:
             event("cpu_op", "aten::mm", 70, 90, AUTOGRAD),
         ]
     )
-    assert timeline.shares() == shares(
+    assert timeline.fractions() == fractions(
         matmul=0.26,
         other_kernels=0.04 + 0.10,  # but in a copy it does not wait
         exposed_communication=0.20,
@@ -285,7 +285,7 @@ def test_backward_of_attention_by_matrix_products_counts_as_attention() -> None:
             event("cpu_op", "aten::bmm", 61, 89),
         ]
     )
-    assert timeline.shares() == shares(attention=0.50, matmul=0.30, host=0.20)
+    assert timeline.fractions() == fractions(attention=0.50, matmul=0.30, host=0.20)
 
 
 def test_events_are_read_one_at_a_time() -> None:
@@ -435,7 +435,7 @@ def test_profile_record(profiled: Path) -> None:
     assert record["exposed_communication"] == 0.0, "there is one rank"
     assert min(record["matmul"], record["attention"], record["other_kernels"], record["data"], record["host"]) > 0
     timeline = Timeline.from_events(read_trace(profiled / "profile" / record["trace"]))
-    assert timeline.shares() == pytest.approx({kind: record[kind] for kind in KINDS}), "the file says it again"
+    assert timeline.fractions() == pytest.approx({kind: record[kind] for kind in KINDS}), "the file says it again"
     assert record["update_s"] == pytest.approx(sum(u.duration_us for u in timeline.steps) / 3e6)
 
 
@@ -600,17 +600,17 @@ def test_two_ranks(tmp_path: Path) -> None:
         missing, ratios = [], []
         for update in timeline.steps:
             by_clock = spent_s[rank][int(update.name)] / (update.duration_us / 1e6)
-            found = replace(timeline, steps=[update]).shares()[COMMUNICATION]
+            found = replace(timeline, steps=[update]).fractions()[COMMUNICATION]
             missing.append(by_clock - found)
             ratios.append(found / by_clock)
         print(f"rank {rank}: less than by the clock by {missing}, ratios {ratios}")
         assert len(missing) == 5
         assert -0.03 < statistics.median(missing) < 0.15
         assert statistics.median(ratios) > 0.5
-        shares_of_all = timeline.shares()
-        assert math.fsum(shares_of_all.values()) == pytest.approx(1.0, abs=1e-9)
+        fractions_of_all = timeline.fractions()
+        assert math.fsum(fractions_of_all.values()) == pytest.approx(1.0, abs=1e-9)
         if rank == 0:
-            assert shares_of_all == pytest.approx({kind: record[kind] for kind in KINDS})
+            assert fractions_of_all == pytest.approx({kind: record[kind] for kind in KINDS})
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -208,7 +208,7 @@ def test_short_plan_of_balanced_experts_equals_the_full_one() -> None:
         )
         ours, theirs = (*short.events, *short.counting_pass), (*whole.events, *whole.counting_pass)
         assert short.counting_pass
-        assert [(event.mark, event.unit) for event in ours] == [(event.mark, event.unit) for event in theirs]
+        assert [(event.kind, event.unit) for event in ours] == [(event.kind, event.unit) for event in theirs]
         for one, other in zip(ours, theirs, strict=True):
-            assert abs(one.before.net - other.before.net) <= 4096, (one.mark, one.unit)
-            assert sum(w.flops * n for w, n in one.before.work) == sum(w.flops * n for w, n in other.before.work)
+            assert abs(one.segment.net - other.segment.net) <= 4096, (one.kind, one.unit)
+            assert sum(w.flops * n for w, n in one.segment.work) == sum(w.flops * n for w, n in other.segment.work)

@@ -641,7 +641,7 @@ def test_memory_of_optimizers(name: str, tmp_path: Path) -> None:
     kept = sum(value.numel() for state in states for value in state.values() if value.ndim)
     plan = plan_of("llama_small", f"optim.name={name}", shape=MeshShape(1, 1))
     parameters = [parameter for unit in plan.trace.units for parameter in unit.parameters]
-    assert sum(p.numel * p.moments for p in parameters) == kept
+    assert sum(p.numel * p.num_moments for p in parameters) == kept
     assert plan.memory.peak.by_kind["optimizer"] == 4 * kept
     trainer.close()
 

@@ -44,7 +44,7 @@ def generated(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[int, i
     monkeypatch.setattr(Cache, "advance", watch)
     prompts = [[1] * TEXTS.prompt, *[[1] for _ in range(TEXTS.number - 1)]]
     with MemoryMeter(model, []) as meter:
-        generate_batch(model, prompts, TEXTS.answer, Sampling(1.0))
+        generate_batch(model, prompts, TEXTS.completion, Sampling(1.0))
     meter.cut()
     return largest, meter.segments()[0].peak
 

@@ -174,7 +174,7 @@ def test_a_compiled_block_runs_fewer_kernels_and_keeps_less() -> None:
         plans[compiled] = plan_of(row, H100)
     kernels = {}
     for compiled, plan in plans.items():
-        marks = {(event.mark, event.unit): event.before for event in plan.trace.events}
+        marks = {(event.kind, event.unit): event.segment for event in plan.trace.events}
         for mark in ("post_forward", "post_backward"):
             segment = marks[mark, 3]  # type: ignore[index]
             kernels[compiled, mark] = sum(count for kernel, count in segment.work if kernel.kind == "memory")

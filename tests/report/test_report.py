@@ -73,7 +73,7 @@ def test_division_of_the_time_of_one_attempt() -> None:
     found = compute_goodput(ONE_ATTEMPT)
     assert (found.start_s, found.load_s, found.eval_s, found.save_s) == (6.0, 4.0, 3.0, 0.5)
     assert (found.wall_s, found.update_s, found.lost_s, found.between_s) == (20.0, 6.0, 0.0, 0.0)
-    assert (found.other_s, found.share, found.restarts, found.lost_steps) == (0.5, 0.3, 0, 0)
+    assert (found.other_s, found.fraction, found.restarts, found.lost_steps) == (0.5, 0.3, 0, 0)
 
 
 def resume(folder: Path, resumed_step: int, started: float) -> JsonLines:
@@ -149,9 +149,9 @@ def test_skipped_steps_do_not_count() -> None:
 def test_files_without_times_and_with_strange_values() -> None:
     old = [{k: v for k, v in line.items() if k not in ("time", "started", "load_s", "eval_s")} for line in ONE_ATTEMPT]
     found = compute_goodput(old)
-    assert (found.share, found.update_s, found.restarts) == (None, 6.0, 0)
+    assert (found.fraction, found.update_s, found.restarts) == (None, 6.0, 0)
     strange = [{}, {"kind": "train"}, {"kind": "train", "step": None, "step_s": "x"}, {"kind": "start", "before": 3}]
-    assert compute_goodput(strange).share is None
+    assert compute_goodput(strange).fraction is None
     assert compute_goodput([start_line(100.0, started=90.0, before={"later_field": 1, "wall_s": 5.0})]).wall_s == 15.0
 
 
@@ -159,8 +159,8 @@ def test_clock_that_goes_back_gives_no_negative_times() -> None:
     lines = [start_line(1000.0, started=990.0), train_line(1, 900.0), start_line(950.0, 1, started=940.0)]
     found = compute_goodput(lines)
     assert all(value >= 0 for value in vars(found).values() if not isinstance(value, str))
-    assert found.share is not None
-    assert found.share <= 1
+    assert found.fraction is not None
+    assert found.fraction <= 1
 
 
 def test_start_time_is_that_of_the_command_and_counted_once() -> None:

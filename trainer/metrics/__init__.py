@@ -1,5 +1,5 @@
-"""Metrics: one record per step, reduced once across ranks and sent to the record writers.
+"""Metrics: one record per logged step, reduced across ranks once and sent to the record writers.
 
 Only rank 0 has record writers: metrics.jsonl, the console, Prometheus, and one per tracker.  A tracker, such as Weights
-& Biases, follows metrics.jsonl in a separate thread: if it loses its server, it neither stops nor delays training.
+& Biases, follows metrics.jsonl in a separate thread, so an unreachable server neither stops nor delays training.
 """

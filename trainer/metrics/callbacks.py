@@ -71,9 +71,9 @@ class Callback:
 
 
 class UnitNorms(Callback):
-    """Logs the gradient norm and the weight norm of each unit (layer) every `log.norms_every` steps.
+    """Logs the gradient norm and the weight norm of each FSDP unit every `log.norms_every` steps.
 
-    On other steps, nothing is computed.  The host never waits for the device before the end of a step.  This callback
+    In other steps, nothing is computed.  The host never waits for the device before the end of a step.  This callback
     is also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
     """
 

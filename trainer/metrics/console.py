@@ -1,6 +1,6 @@
 """Console output: a summary at the start, one line per logging interval and, on a terminal, a status bar.
 
-The output goes to a screen (a terminal or plain lines), whose stream can neither stop nor block the run.
+The output goes to a screen, either a terminal or plain lines, through a stream that can neither stop nor block the run.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from trainer.metrics.record import Record, logged_names
 from trainer.metrics.time_breakdown import KINDS
 
 _SMOOTHING = 0.7
-"""Weight of earlier lines in the moving average of the step time, which the remaining time is estimated from."""
+"""Weight of the old value in the moving average of the step time, from which the remaining time is estimated."""
 
 _PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
 """Status bar labels of the phases outside a step."""
@@ -152,8 +152,8 @@ class ConsoleWriter:
 def fit_to_width(fields: Sequence[tuple[int, str]], width: int | None) -> str:
     """Join fields, given as (priority, text), into one line of at most `width` characters.
 
-    Fields with the highest numbers are dropped first, those with priority 0 never; if the latter alone are too long,
-    their padding is removed.  If `width` is None, nothing is dropped.
+    Fields with the highest priority numbers are dropped first.  Fields with priority 0 are never dropped; if they alone
+    are too long, their padding is removed.  If `width` is None, nothing is dropped.
     """
     fields = list(fields)
     while width is not None and len("  ".join(text for _, text in fields)) > width:
@@ -165,12 +165,12 @@ def fit_to_width(fields: Sequence[tuple[int, str]], width: int | None) -> str:
 
 
 def _format_time_breakdown(record: Record) -> str:
-    """Format the step time of a profile record, and the share of each kind of work."""
+    """Format the step time of a profile record, and the fraction that each kind of work takes."""
     step_time = f"{record.update_s:.3g} s per step under the profiler"
     if record.host is None:
         return f"{step_time}; {record.trace}"
-    shares = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f}%" for kind in KINDS)
-    return f"{step_time}: {shares}; {record.trace}"
+    fractions = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f}%" for kind in KINDS)
+    return f"{step_time}: {fractions}; {record.trace}"
 
 
 def _format_logged(value: Any) -> str:
@@ -262,7 +262,7 @@ class PlainScreen:
 
 
 def make_screen(stream: TextIO) -> Screen:
-    """Return a `Terminal` if the stream is one, or if the environment says to treat it as one; else a `PlainScreen`."""
+    """Return a `Terminal` if the stream is a terminal or the environment says to treat it so; else a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
     from rich.console import Console  # other runs do not need rich
@@ -282,7 +282,7 @@ class NonBlockingStream(io.TextIOBase):
     The reader of a pipe or a terminal may exit (`| head`, a closed terminal), after which writes fail, or stop reading
     (a pager, a suspended `tee`), after which a write blocks forever.  Neither affects training.
 
-    Text is dropped silently while the reader is `_QUEUE_SIZE` writes behind, and if it has not caught up `CLOSE_S`
+    Text is dropped silently while the reader is `_QUEUE_SIZE` writes behind.  So is text that is still queued `CLOSE_S`
     seconds after `close`.  After the reader has exited, all text is dropped, with a single warning on stderr.
     """
 

@@ -16,9 +16,9 @@ class Device:
     """Specifications of one accelerator: dense compute rates (without sparsity) in FLOP/s, bandwidths in bytes/s."""
 
     name: str
-    """Short name used in the configuration."""
+    """Short name, for `device=` on the planner's command line."""
     driver_name: str
-    """Part of the device name that the driver reports."""
+    """Substring of the device name that the driver reports."""
     bf16_flops: float
     fp32_flops: float
     """Peak for fp32 matrix products without TF32 (torch's default)."""

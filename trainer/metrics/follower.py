@@ -1,7 +1,7 @@
 """Sends a run's metrics to its trackers (`trackers.py`), with one thread per tracker.
 
-The thread follows `metrics.jsonl`, so the file is its queue: training never waits, memory does not grow while a server
-is unavailable, and the next attempt sends what a killed one could not.
+Each thread follows `metrics.jsonl`, so the file serves as its queue: training never waits, memory does not grow while a
+server is unavailable, and the next attempt sends what a killed attempt could not.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class RowReader:
     """Reads `metrics.jsonl` while the run appends to it, and returns one row for each step, in order.
 
     A row is complete once a later step has been recorded, or once nothing has been added to it for `SETTLE_S` and no
-    evaluation of its step is expected.  The row of a step whose evaluation was cut off is left to the next attempt,
-    which repeats the evaluation.
+    evaluation of its step is expected.  If the run was interrupted during a step's evaluation, that step's row is
+    left to the next attempt, which repeats the evaluation.
     """
 
     SETTLE_S = 1.0
@@ -80,7 +80,7 @@ class RowReader:
 
     @property
     def is_settling(self) -> bool:
-        """True if a row will become complete even if nothing more is recorded."""
+        """True if there is a row that becomes complete after `SETTLE_S` even if nothing more is recorded."""
         return self._row is not None and not self._lacks_evaluation(self._row)
 
     def read(self, last_sent: int, has_ended: bool = False) -> list[Row]:
@@ -114,7 +114,7 @@ class RowReader:
         return not row.has_evaluation and self._awaits_evaluation(row.step)
 
     def go_back(self, step: int) -> None:
-        """Return the steps after `step` again, once they are recorded again."""
+        """Forget the rows after `step`, so that they are returned again once their steps have been repeated."""
         self._row, self._last_returned = None, step
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
@@ -184,13 +184,13 @@ class TrackingFile:
 class Follower:
     """Keeps one tracker up to date with `metrics.jsonl`, in a thread that training never waits for.
 
-    An error is reported once, and the tracker is opened again after a pause, until the run ends.  Then `close` waits at
-    most `FINISH_TIMEOUT_S` until the remaining rows are sent.
+    Only the first error is reported.  After each error the tracker is reopened after a pause, until the run ends.  At
+    the end of the run, `close` waits at most `FINISH_TIMEOUT_S` for the remaining rows to be sent.
     """
 
     FINISH_TIMEOUT_S = 10.0
     _PAUSES_S = (1.0, 2.0, 5.0, 10.0)
-    """Pauses after the first, second, third and every later error."""
+    """Seconds to wait after the first, second, third and every later error."""
 
     def __init__(
         self,
@@ -218,7 +218,7 @@ class Follower:
             self._wake.set()
 
     def go_back(self, step: int) -> None:
-        """Note that the steps after `step` will be repeated.  Only trackers with a `rewind` method replace them."""
+        """Tell the tracker that the steps after `step` will be repeated, if it has a `rewind` method."""
         self._rewind_to = step
         self._wake.set()
 

@@ -1,8 +1,8 @@
 """Goodput: the fraction of a run's wall time spent in productive steps, over all attempts, and where the rest went.
 
 It is computed from the records in `metrics.jsonl`, whether or not an attempt wrote an end record.  A killed attempt is
-known only up to its last line: steps after that are not counted as lost, and their time is part of the gap before the
-next attempt.
+known only up to its last line: steps after that line are not counted as lost, and their time counts as part of the gap
+before the next attempt.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Goodput:
     """Time during which saves blocked training."""
     eval_s: float = 0.0
     between_s: float = 0.0
-    """Gaps from the last record of an attempt to the start of the next process, including any unrecorded work."""
+    """Time from the last record of an attempt to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
     """Steps repeated after a crash: from the checkpoint to the last recorded step."""
@@ -60,7 +60,7 @@ class Goodput:
         return max(0.0, self.wall_s - sum(self.parts().values()))
 
     @property
-    def share(self) -> float | None:
+    def fraction(self) -> float | None:
         """Fraction of wall time spent in productive steps, or None if the file has no timestamps."""
         return min(1.0, self.update_s / self.wall_s) if self.wall_s > 0 else None
 
@@ -75,7 +75,13 @@ class Goodput:
     def fields(self) -> dict[str, Any]:
         """Return the fields of an end record that summarize all attempts."""
         counts = {"restarts": self.restarts, "lost_steps": self.lost_steps}
-        return {"goodput_total": self.share, **counts, "wall_s": self.wall_s, **self.parts(), "other_s": self.other_s}
+        return {
+            "goodput_total": self.fraction,
+            **counts,
+            "wall_s": self.wall_s,
+            **self.parts(),
+            "other_s": self.other_s,
+        }
 
     def to_state(self) -> dict[str, Any]:
         """Return the totals to store in the next attempt's start record."""
@@ -100,7 +106,7 @@ _STORED_NAMES = {
     "boot_id": "boot",
     "boot_time": "booted",
 }
-"""Names in start records, where they differ from the fields; they stay because runs of earlier versions have them."""
+"""Names in start records that differ from the fields' names, kept because records of earlier versions have them."""
 
 
 class SaveTimes(NamedTuple):

@@ -1,8 +1,8 @@
 """Profiles selected steps: writes a trace, a memory snapshot (on CUDA), and a record of where the time went.
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
-torch's profiler records, a trace contains a range for each step and a row with the step's phases, which may start on
-one thread and end on another.
+torch's profiler records, a trace contains a range for each step and a row for the phases of a step.  They have a row of
+their own because a phase may start on one thread and end on another.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class Profile(Callback):
     """Profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
     It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
-    other ranks wait in their next collective.  Files are named after steps and rank and are written atomically; failing
-    to write one does not stop training.  If training ends early, the steps recorded so far are written.  After an error
-    on CUDA, only the memory snapshot is written, because the device may never finish its queued work.
+    other ranks wait in their next collective.  File names contain the steps and rank.  Files are written atomically,
+    and a failure to write one does not stop training.  If training ends early, the steps recorded so far are written.
+    After an error on CUDA, only the memory snapshot is written, because the device may never finish its queued work.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class _Recording:
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=_MAX_ALLOCATIONS, clear_history=True)
 
     def enter_phase(self, phase: str) -> None:
-        """Record the start of a phase.  May be called from any thread."""
+        """Record that a phase starts.  May be called from any thread."""
         self._phases.append((_now_us(), phase))
 
     def begin(self, step: int) -> None:
@@ -183,11 +183,11 @@ class _Recording:
         timeline.steps = timeline.steps[: self._num_ended]
         if not timeline.steps:
             return None
-        shares: dict[str, Any] = dict.fromkeys(KINDS)
+        fractions: dict[str, Any] = dict.fromkeys(KINDS)
         if self._on_cuda and not timeline.kernels:
             warn("log.profile_steps: the profiler saw no kernels (CUPTI), so their shares are unknown")
         else:
-            shares = timeline.shares()
+            fractions = timeline.fractions()
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
         num_steps = len(timeline.steps)
         return Record(
@@ -195,7 +195,7 @@ class _Recording:
             step=steps[num_steps - 1],
             first_step=steps[0],
             update_s=sum(step.duration_us for step in timeline.steps) / num_steps / 1e6,
-            **shares,
+            **fractions,
             **files,
         )
 

@@ -1,6 +1,6 @@
-"""Serves a run's current state to Prometheus: `http://HOST:PORT/metrics`, on rank 0, in Prometheus's text format.
+"""Serves a run's current state to Prometheus, in its text format: `http://HOST:PORT/metrics`, on rank 0.
 
-The page shows what alerts and dashboards need: whether the run makes progress, how well it trains, and where the time
+The page has what alerts and dashboards need: whether the run makes progress, how well it trains, and where its time
 goes.  Everything else is in `metrics.jsonl`.
 """
 
@@ -22,20 +22,20 @@ _GAUGES = (
     ("loss", "loss", "Loss of the last recorded step."),
     ("grad_norm", "grad_norm", "Gradient norm of the last recorded step, before clipping."),
     ("lr", "learning_rate", "Learning rate of the last recorded step."),
-    ("tokens_per_s", "tokens_per_second", "Tokens per second of all ranks."),
+    ("tokens_per_s", "tokens_per_second", "Target tokens per second over all ranks."),
     ("step_s", "step_seconds", "Mean seconds of a step."),
     ("data_s", "data_wait_seconds", "Mean seconds of a step spent waiting for data."),
-    ("mfu", "mfu", "Model FLOPs utilisation."),
-    ("peak_memory_gib", "peak_memory_gib", "Peak memory of a rank, the largest over ranks, in GiB."),
+    ("mfu", "mfu", "Model FLOPs utilization."),
+    ("peak_memory_gib", "peak_memory_gib", "Peak memory of a rank in GiB, the maximum over ranks."),
 )
-"""Fields of `train` records: the field, the metric's name, and its help text."""
+"""The metrics taken from `train` records: the record's field, the metric's name, and its help text."""
 
 
 class Prometheus:
     """A `RecordWriter` that serves a page over HTTP.  If the port cannot be used, it warns and serves nothing."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
-        """port: 0 for any free port.  run: the run's name, which every metric has as a label."""
+        """port: 0 for any free port.  run: the run's name, which every metric carries as a label."""
         self._run = run
         self._lock = threading.Lock()
         self._ledger = TimeLedger()
@@ -89,7 +89,9 @@ class Prometheus:
                 yield from self._metric(name, help_text, train.get(field))
         if evaluation is not None:
             yield from self._metric("eval_loss", "Loss of the last evaluation.", evaluation["loss"])
-        yield from self._metric("goodput", "Share of wall time in steps that count, over all attempts.", total.share)
+        yield from self._metric(
+            "goodput", "Fraction of wall time spent in productive steps, over all attempts.", total.fraction
+        )
         yield from self._metric("restarts_total", "Restarts.", total.restarts, kind="counter")
         yield from self._metric(
             "lost_steps_total", "Steps that were repeated after a crash.", total.lost_steps, kind="counter"

@@ -1,4 +1,4 @@
-"""Metrics records, each of which is one line of `metrics.jsonl`; functions that read them; and the run's clock."""
+"""Metrics records (the lines of `metrics.jsonl`), functions that read them, and the run's clock."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def logged_names(names: Iterable[str]) -> list[str]:
 class Record(Mapping[str, Any]):
     """One line of metrics.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
 
-    A field may be given as a function without arguments, which is called when the field is first read.  So fields that
-    are never read do not wait for the device.
+    A field may be given as a function without arguments, which is called when the field is first read.  A field that is
+    never read therefore never waits for the device.
     """
 
     def __init__(self, **fields: Any) -> None:

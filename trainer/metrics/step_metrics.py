@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class Update:
-    """The outcome of one optimizer step, identical on all ranks.
+    """The result of one optimizer step, identical on all ranks.
 
     The loss and gradient norm may still be in flight from the device when the step returns; reading either waits for
     the transfer.  `num_targets` is the number of targets in the global batch, not counting ignored ones.
@@ -45,9 +45,9 @@ class Update:
         self._numbers = HostScalars(loss, grad_norm)
 
     def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
-        """Return the `time.perf_counter` time at which the device finished the step.  Waits for the device.
+        """Return the time, by `time.perf_counter`, at which the device finished the step.  Waits for the device.
 
-        Returns None if the numbers were on the host from the start: then the step had finished when it returned.
+        Returns None if loss and norm were computed on the host: then the step had finished when the call returned.
 
         previous, previous_end: the previous step and the time at which it ended.
         """
@@ -102,11 +102,11 @@ class StepMetrics:
         self.productive_s = 0.0
         """Total duration of all steps that were not skipped, in seconds."""
         self.step_s = 0.0
-        """Duration of the last step in seconds; 0 for the first step, which compiles and allocates."""
+        """Seconds that the last measured step took; 0 for the first step, which compiles and allocates."""
         self.evaluated_step: int | None = None
         """The step of the last evaluation."""
         self.is_saved_after: Callable[[int], bool] = lambda step: False
-        """Returns whether a save follows a step."""
+        """Returns whether a checkpoint is saved after a given step."""
         self._latest: Update | None = None
         self._last_measured: Update | None = None
         self._last_end = 0.0
@@ -465,7 +465,7 @@ Fields: TypeAlias = dict[str, float | Callable[[], float | None]]
 """Fields of a record; functions are called when the field is first read."""
 
 _NUM_SUMS = 3
-"""Sums per field: the values, the divisors, and how often a divisor was given."""
+"""Number of sums per field: the values, the divisors, and how often a divisor was given."""
 
 
 class LoggedSums:

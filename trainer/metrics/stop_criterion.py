@@ -27,7 +27,7 @@ class StopCriterion:
         self.best: tuple[float, int] | None = None
         """The best evaluation's value of `eval.metric` and its step, whether or not its checkpoint still exists."""
         self.num_worse = 0
-        """Number of evaluations since the best one."""
+        """Number of evaluations since the best one, none of which improved on it."""
         self._latest: int | None = None
 
     def add_train_record(self, record: Mapping[str, Any]) -> None:
@@ -99,7 +99,7 @@ class StopCriterion:
 RANGE_TEST_FILE = "lr_range.json"
 """File in the run folder with the results of the test."""
 _HALF_WINDOW = 3
-"""Number of steps on either side over which the loss is averaged, since the loss of a single batch is noisy."""
+"""Number of steps on either side to average the loss over, since the loss of a single batch is noisy."""
 _DIVERGENCE_FACTOR = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
@@ -107,7 +107,7 @@ _DIVERGENCE_FACTOR = 4.0
 class RangeTest(StopCriterion):
     """Ends a learning-rate range test at `train.steps` or as soon as the loss diverges.
 
-    The test raises the learning rate in every step and suggests the rate at which the loss falls fastest.  Source:
+    The learning rate rises in every step, and the test suggests the one at which the loss fell fastest.  Source:
     Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
     """
 

@@ -1,8 +1,8 @@
 """Breaks down the time of profiled steps by kind of work: kernels, exposed communication, data loading, host.
 
-Every moment of a step is attributed to a single kind, the first of `KINDS` that is active.  So communication counts
-only while no kernel hides it, and waiting for data only while the device is idle; the host gets the rest.  On a CPU,
-operators take the place of kernels, and an operator's time excludes the operators nested inside it.
+Every moment of a step is attributed to a single kind of work, the first in `KINDS` that is active.  So communication
+counts only while no kernel hides it, and waiting for data only while the device is idle.  The rest is host time.  On a
+CPU, operators take the place of kernels, and an operator's time excludes the operators nested inside it.
 
 `Timeline` parses the events of a Kineto trace; the rest of the module is independent of the profiler.
 """
@@ -46,7 +46,7 @@ class Span(NamedTuple):
         return self.start_us + self.duration_us
 
 
-def compute_shares(spans: Iterable[Span], steps: Iterable[Span]) -> dict[str, float]:
+def compute_fractions(spans: Iterable[Span], steps: Iterable[Span]) -> dict[str, float]:
     """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
     Spans may overlap, on one lane or across lanes; time outside the steps is ignored.
@@ -188,7 +188,7 @@ def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
 
 _DEVICE_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 _LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
-"""Kineto's categories for the events of activity on the device, and for those of its launches by the host."""
+"""Kineto's categories for events on the device, and for the host calls that launch them."""
 
 
 @dataclass
@@ -237,7 +237,7 @@ class Timeline:
         timeline.operators = _with_attention_backward([item for item in on_host if item[0].lane in threads])
         return timeline
 
-    def shares(self) -> dict[str, float]:
+    def fractions(self) -> dict[str, float]:
         """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
         If the trace has device kernels, time is attributed to them first, and to data phases and Gloo while the device
@@ -246,8 +246,10 @@ class Timeline:
         """
         data = [phase for phase in self.phases if phase.kind == DATA]
         if self.kernels:
-            return compute_shares([*self.kernels, *self.collectives, *data], extend_to_device(self.steps, self.kernels))
-        return compute_shares([*flatten_to_self_time([*self.operators, *data]), *self.collectives], self.steps)
+            return compute_fractions(
+                [*self.kernels, *self.collectives, *data], extend_to_device(self.steps, self.kernels)
+            )
+        return compute_fractions([*flatten_to_self_time([*self.operators, *data]), *self.collectives], self.steps)
 
 
 def _with_attention_backward(operators: Sequence[tuple[Span, Mapping[str, Any]]]) -> list[Span]:

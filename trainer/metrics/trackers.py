@@ -1,7 +1,7 @@
-"""The trackers of `log.trackers`: their interface `Tracker`, and Weights & Biases, TensorBoard, Trackio and MLflow.
+"""Experiment trackers (`log.trackers`): the interface `Tracker`, and W&B, TensorBoard, Trackio and MLflow.
 
-Entry points of other packages can add trackers.  Each tracker has environment variables that determine where it stores
-the run, such as WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.  `follower.py` calls the trackers.
+Other packages can add trackers through entry points.  All but TensorBoard read environment variables that determine
+where they store runs, such as WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.  `follower.py` calls the trackers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from trainer.errors import masked_argument
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """Information about the run for its trackers."""
+    """What a tracker needs to know about the run."""
 
     id: str
     """Identifies the run in every tracker, across all attempts: it is stored in the run folder and in checkpoints."""
@@ -49,7 +49,7 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Interface of a tracker, an experiment-tracking service such as Weights & Biases.
+    """The interface to an experiment tracker, such as Weights & Biases.
 
     Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a callable without arguments
     that returns one.  The methods are called one at a time, in a separate thread on rank 0: they may block, and
@@ -66,8 +66,8 @@ class Tracker(Protocol):
     def open(self, run: TrackedRun) -> int | None:
         """Open or resume the run.  Return the last step that the tracker has received, or 0 if it has received none.
 
-        Steps up to that one are not sent again.  Return None if the tracker cannot know: then the last step for which
-        `write` has returned, in any attempt, is used.
+        Steps up to that one are not sent again.  Return None if the tracker cannot tell; then the last step for which
+        `write` has returned, in any attempt, is used instead.
         """
 
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
@@ -107,7 +107,7 @@ class TensorBoard:
 
 
 class WandB:
-    """Weights & Biases, online or offline.  Rows have the step numbers of the run.
+    """Weights & Biases, online or offline.  W&B's step numbers are those of the run.
 
     Measured with wandb 0.31: if the server is unreachable at the start, the client blocks for 101 s; if the connection
     is lost during the run, `finish` does not return within 130 s.

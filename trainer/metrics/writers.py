@@ -1,7 +1,8 @@
 """The writers of a run's records: `metrics.jsonl`, `samples.txt`, the console and Prometheus.
 
 `Metrics` creates a run's `RecordWriter`s and sends each record to all of them.  The console is in `console.py`.
-Trackers such as Weights & Biases (`trackers.py`) are updated from `metrics.jsonl` by a `Follower` each (`follower.py`).
+Trackers such as Weights & Biases (`trackers.py`) are updated from `metrics.jsonl`, each by its own `Follower`
+(`follower.py`).
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from trainer.metrics.trackers import TrackedRun, find_tracker, tracker_names
 class RecordWriter(Protocol):
     """Receives every record of a run.
 
-    Training calls `write` directly, so it must neither raise nor wait for a server or a pipe's reader.  `close` is
-    called once, at the end of the run.  Code that may wait belongs in a `Tracker` (`trackers.py`), which is called
-    from a separate thread.
+    Training calls `write` directly, so `write` must neither raise nor wait for a server or for the reader of a pipe.
+    `close` is called once, at the end of the run.  Code that may wait belongs in a `Tracker` (`trackers.py`), which is
+    called from a separate thread.
     """
 
     def write(self, record: Record) -> None: ...
@@ -44,9 +45,9 @@ class RecordWriter(Protocol):
 class JsonLines:
     """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
-    A resumed run first drops the lines after its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).  They
-    are appended to `metrics_superseded.jsonl`, and the rest is rewritten atomically, so that a crash leaves either the
-    old or the new file.  `lost_steps` and `earlier_goodput` are computed before any lines are dropped.
+    A resumed run first drops the lines after its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).
+    These lines are appended to `metrics_superseded.jsonl`, and the others are rewritten atomically, so that a crash
+    leaves either the old or the new file.  `lost_steps` and `earlier_goodput` are computed before lines are dropped.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -261,7 +262,7 @@ class Metrics:
         self._start_trackers(path.parent, resumed_step)
 
     def _start_trackers(self, folder: Path, resumed_step: int) -> None:
-        """Start a thread for each of the run's trackers, which follows the metrics file."""
+        """For each of the run's trackers, start a thread that follows the metrics file."""
         names = tracker_names(self._config.log)
         if not names:
             return
@@ -324,7 +325,7 @@ class Metrics:
         return [console for console in (self.console, self._log) if console is not None]
 
     def progress(self, step: int) -> None:
-        """Note that a step has completed."""
+        """Show on the console and in Prometheus that a step has completed."""
         if self.console is not None:
             self.console.progress(step)
         if self._prometheus is not None:

@@ -1,9 +1,9 @@
-"""Eight-bit optimizer moments: one-byte codes, and a scale for each block of a row.
+"""Eight-bit optimizer moments: one-byte codes, with one scale per block of elements.
 
-A block is a part of one row of a parameter.  Rows are never divided between ranks, so neither codes nor scales depend
-on the mesh.  The value of a code is a power of its number, so that small values next to large ones keep a precision
-of a few percent: a step of Adam divides one moment by the root of the other, so relative errors matter.  Values are
-rounded stochastically to one of the two nearest codes, so that they are exact on average.
+A block is a part of one row of a parameter.  With these moments, rows are never divided between ranks, so neither codes
+nor scales depend on the mesh.  Values grow as a power of the code, so that small values in a block with large ones keep
+a precision of a few percent.  Relative errors matter because a step of Adam divides one moment by the root of the
+other.  Values are rounded stochastically to one of the two nearest codes, so that they are exact on average.
 
 Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with a different code
 and with blocks that do not cross rows.
@@ -22,8 +22,8 @@ MAX_BLOCK, _MIN_BLOCK = 256, 16
 def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
     """Return the number of elements per block for a parameter of this shape; None if its moments stay in float32.
 
-    It is the largest divisor of the row length that is at most 256.  Moments stay in float32 for vectors, and if that
-    divisor is below 16, since the scales would then take too much memory.
+    It is the largest divisor of the row length that is at most 256.  Moments stay in float32 for vectors, and for
+    matrices for which that divisor is below 16, since their scales would take too much memory.
     """
     if len(shape) < 2 or not shape[-1]:
         return None
@@ -38,7 +38,7 @@ class Code:
     dtype: torch.dtype
     power: int
     smallest: int
-    """The lowest code for a nonzero value."""
+    """The smallest magnitude of the code of a nonzero value."""
 
     @property
     def largest(self) -> int:
@@ -61,7 +61,7 @@ class Code:
         magnitude = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]
         low = (magnitude ** (1 / self.power) * self.largest).floor().clamp(max=self.largest - 1)
         below, above = self._value(low), self._value(low + 1)
-        # The root is inexact, so the value may be slightly outside its two codes; the nearer one is then used.
+        # The root is inexact, so the magnitude may lie slightly outside [below, above]; the nearer end is then used.
         is_up = (bits & 0xFFFF).float() / 0x10000 < (magnitude - below) / (above - below)
         code = (low + is_up).clamp(min=self.smallest)
         code = torch.where(values == 0, 0, code)
@@ -69,6 +69,7 @@ class Code:
 
 
 MEAN = Code(torch.int8, power=3, smallest=0)
-"""For the mean of gradients: a sign and 127 magnitudes, or zero."""
+"""The code for the mean of gradients: a sign and 127 magnitudes, or zero."""
 SQUARE = Code(torch.uint8, power=4, smallest=1)
-"""For the mean of squares.  A nonzero value is never rounded to zero, since the step is divided by it."""
+"""The code for the mean of squared gradients.  It never rounds a nonzero value to zero, since steps are divided by its
+root."""

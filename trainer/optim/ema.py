@@ -19,17 +19,17 @@ from torch import nn
 from trainer.model.parameters import for_checkpoint, local
 
 EMA = "ema"
-"""Key of the state entry for the average."""
+"""Key of the average in a checkpoint's state."""
 
 
 class WeightAverage:
-    """The exponential moving average of some parameters.  With a decay of 0 every method is a no-op."""
+    """The exponential moving average of a model's trainable parameters.  With a decay of 0, it averages nothing."""
 
     may_be_absent = True
     """Older checkpoints do not have it."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, is_evaluated: bool = True) -> None:
-        """`parameters`: the trainable ones, by name.  `is_evaluated`: whether evaluations use the average."""
+        """`parameters`: the trainable parameters, by name.  `is_evaluated`: whether evaluations use the average."""
         self._decay, self._is_evaluated = decay, is_evaluated
         self._parameters = dict(parameters) if decay else {}
         self._averages = {
@@ -68,8 +68,8 @@ class WeightAverage:
     def swapped_in(self) -> Iterator[None]:
         """Replace the weights with their average inside the block, which must not modify them.
 
-        The weights are copied to restore them afterwards.  This does not raise peak memory, since there are no
-        gradients at that time.
+        The weights are copied to restore them afterwards.  This does not raise peak memory, since no gradients
+        exist at that time.
         """
         if not (self._has_started and self._is_evaluated):
             yield

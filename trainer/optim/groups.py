@@ -1,7 +1,7 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
 
-The defaults follow common practice.  With AdamW and SGD, all matrices except embedding tables decay; vectors and
-biases do not.  Muon takes the hidden matrices and stacked experts; embeddings, the output projection, routers,
+The defaults follow common practice.  Weight decay applies to all matrices except embedding tables, but not to vectors
+and biases.  Muon updates the hidden matrices and stacked experts; embeddings, the output projection, routers,
 convolutions and vectors stay with AdamW.  `optim.groups` can change any of this, by parameter name.
 """
 
@@ -46,8 +46,8 @@ class Assignment:
 def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] | None = None) -> list[Assignment]:
     """Return the assignments of all trainable parameters, in the model's order.
 
-    growth: the growth of each parameter from `optim.base_model`, by name (see `find_growth`).  It scales the learning
-    rate, and scales the weight decay inversely, so that their product, the relative decay per step, does not change.
+    growth: by name, how much larger each parameter is than in `optim.base_model` (see `find_growth`).  Learning rates
+    are scaled for it, and weight decays inversely, so that their product, the relative decay per step, does not change.
 
     Raises UserError for an entry of `optim.groups` that is malformed, matches no parameter, or gives Muon a parameter
     that is not a matrix.
@@ -68,7 +68,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
 
 
 def _with_growth(assignment: Assignment, growth: Growth, config: OptimSection) -> Assignment:
-    """Scale the learning rate and weight decay of a parameter for its width.
+    """Scale the learning rate and weight decay of a parameter for its growth.
 
     Their product does not change (Wang and Aitchison 2024, arXiv:2405.13698).
     """
@@ -97,7 +97,7 @@ def _with_muon_rate(assignment: Assignment, config: OptimSection) -> Assignment:
 
 
 def _embeddings(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters of embedding tables, including a tied head's."""
+    """Return the ids of embedding weights, including those tied to the output projection."""
     tables = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     return {id(parameter) for table in tables for parameter in table.parameters(recurse=False)}
 
@@ -233,8 +233,8 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
 def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
     """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 
-    Empty if a single optimizer applies the same settings to all parameters, except for the usual weight decay.
-    names: parameter names by id.
+    The list is empty if there is a single optimizer and no group scales the learning rate.  names: parameter names by
+    id.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
     if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):

@@ -2,9 +2,10 @@
 
 Muon replaces a matrix's momentum with (nearly) the closest orthogonal matrix.  This needs the full matrix, but each
 rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates
-the momentum of the local parts, sends them to the owners, orthogonalizes there, and sends the result back to all ranks
-that hold a part.  Each direction is one all-to-all per bucket of matrices, and one bucket's parts are sent while
-another is computed.  Sums are never split between ranks, so the result does not depend on the mesh.
+the momentum of the local parts and sends them to the owners, which orthogonalize the matrices and send the results back
+to all ranks that hold a part.  Each way takes one all-to-all per bucket of matrices, and one bucket is sent while
+another is computed.  No matrix product is split between ranks, so Muon's result does not depend on the mesh.  NorMuon
+also sums squared norms over ranks, so its results on two meshes may differ in the last bits.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
 Amsel et al. 2025, "The Polar Express", arXiv:2505.16932; Liu et al. 2025, "Muon is Scalable for LLM Training",
@@ -30,7 +31,7 @@ from trainer.model.parameters import division_of, local, mesh_of
 from trainer.model.placement import Box, Division
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
-"""Jordan's polynomial, applied five times; it maps singular values to between 0.7 and 1.2."""
+"""Jordan's polynomial, applied five times, which maps singular values to between 0.7 and 1.2."""
 POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -47,7 +48,7 @@ COEFFICIENTS = {
 }
 
 _EPS = 1e-7
-"""Smallest norm that a matrix is divided by."""
+"""Lower bound on the norms that matrices are divided by."""
 _ROW_BETA, _ROW_EPS = 0.95, 1e-8
 """NorMuon's decay rate for the rows' mean squares, and the epsilon added to their root."""
 
@@ -226,7 +227,7 @@ class Ownership:
             for shape, division in zip(shapes, divisions, strict=True)
         ]
         owners = assign_owners(matrices, self._local_numel, replicate, shard)
-        # A rank receives a share of the rows to own, 1 / (replicate * shard), and its own rows, 1 / shard.
+        # A rank receives the fraction 1 / (replicate * shard) of the elements as an owner, and 1 / shard as a holder.
         capacity = bucket_numel * shard / (1 + 1 / replicate)
         self.owned = [[(matrices[i], owners[i]) for i in bucket] for bucket in bucket_matrices(matrices, capacity)]
         """The matrices of each bucket with their owners."""
@@ -271,8 +272,8 @@ class Ownership:
             owned=sum(matrix.numel for matrix in owned),
             sent_to_holders=self.replicate * sum(matrix.numel for matrix in owned),
             held=sum(local_numel.values()),
-            iterating=max((n * (r * c + min(r, c) ** 2) for (r, c), n in num_by_shape.items()), default=0),
-            piece=max(local_numel.values(), default=0),
+            iteration_numel=max((n * (r * c + min(r, c) ** 2) for (r, c), n in num_by_shape.items()), default=0),
+            largest_piece=max(local_numel.values(), default=0),
             num_matrices=len(bucket),
             num_shapes=len(num_by_shape),
             flops=max(flops.values()),
@@ -280,7 +281,7 @@ class Ownership:
 
 
 def _as_stack(box: Box) -> tuple[tuple[int, int], ...]:
-    """Return the box of a matrix as that of a stack of matrices."""
+    """Return the box in a matrix as a box in a stack of matrices."""
     return box if len(box) == 3 else ((0, 1), *box)
 
 
@@ -290,13 +291,13 @@ class BucketCosts:
 
     sent_to_owners: int
     owned: int
-    """Received as an owner."""
+    """Received by the rank as an owner: all elements of the matrices that it owns."""
     sent_to_holders: int
     held: int
-    """Received as a holder."""
-    iterating: int
+    """Received by the rank as a holder: its parts of the matrices."""
+    iteration_numel: int
     """Size of the largest batch of equally shaped matrices that the rank owns, with one Gram matrix for each."""
-    piece: int
+    largest_piece: int
     """Size of the largest part of a matrix that the rank holds."""
     num_matrices: int
     num_shapes: int
@@ -310,7 +311,7 @@ class BucketCosts:
 
 
 class _Mesh:
-    """The ranks that hold parameters: `replicate` copies, each divided among `shard` ranks."""
+    """The ranks that hold parameters: `replicate` copies of the model, each divided among `shard` ranks."""
 
     def __init__(self, parameter: torch.Tensor) -> None:
         mesh = mesh_of(parameter)
@@ -344,7 +345,7 @@ class _Mesh:
 
 
 def _shard_axis(parameter: torch.Tensor) -> int | None:
-    """Return the axis of `mesh_of(parameter)` along which parameters are divided; None if every rank has all of it."""
+    """Return the axis of `mesh_of(parameter)` that divides the parameter; None if every rank holds all of it."""
     if not isinstance(parameter, DTensor):
         return None
     axes = [axis for axis, placement in enumerate(parameter.placements) if not placement.is_replicate()]
@@ -565,7 +566,7 @@ class _Step:
         return _Message(sent, sent_sizes, received_sizes, self._mesh.shard_group, range(self._mesh.shard))
 
     def _direction(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
-        """Update the momentum of rows of a matrix and return Nesterov's direction: (rows, columns)."""
+        """Update the momentum of a piece of a matrix and return its Nesterov momentum, of shape (rows, columns)."""
         rows = self._local_rows(matrix, piece)
         gradient, momentum = self._gradients[matrix.parameter][rows], self._momenta[matrix.parameter][rows]
         beta = self._groups[matrix.parameter]["momentum"]

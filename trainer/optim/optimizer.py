@@ -25,7 +25,7 @@ from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_mu
 from trainer.optim.muon import Muon
 
 MATCHES_TORCH_MUON = "as_torchs"
-"""Key in Muon's parameter groups, set if the run continues a checkpoint of torch.optim.Muon."""
+"""Key in Muon's parameter groups, set if the run continues from a checkpoint of torch.optim.Muon."""
 
 
 class StepListener(Protocol):
@@ -43,7 +43,7 @@ class Optimizer:
         self.step_listeners: list[StepListener] = []
         """Called after each step."""
         self.notes: list[str] = []
-        """Lines about the groups for the start block."""
+        """Lines about the parameter groups to print in the start block."""
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
@@ -76,8 +76,8 @@ class Optimizer:
 
         This may scale the gradients in place.  Nothing changes if the scalar `is_finite`, the same on all ranks, is
         false.  AdamW and Muon check it on the device, and on a GPU they also apply `scale`, since they read the
-        gradients anyway; elsewhere gradients are multiplied first.  Any other optimizer needs a host sync to check
-        `is_finite`, and so do offloaded parameters.
+        gradients anyway; elsewhere gradients are multiplied first.  With any other optimizer, or with offloaded
+        parameters, checking `is_finite` needs a host sync.
         """
         for part in self.parts:
             checks_on_device = getattr(part, "supports_found_inf", False)
@@ -100,7 +100,7 @@ class Optimizer:
             listener.after_step(is_finite)
 
     def match_torch_muon(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make Muon update exactly `parameters`, each fused one as a single matrix, like torch.optim.Muon."""
+        """Make Muon update exactly `parameters`, and fused ones as a single matrix each, like torch.optim.Muon."""
         muon = next((part for part in self.parts if isinstance(part, Muon)), None)
         rest = next((part for part in self.parts if part is not muon), None)
         if muon is None:
@@ -208,8 +208,8 @@ _ORDER = ("muon", "sgd", "adamw")
 def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, tuple[int, float]]:
     """Return the size of the configured optimizer's state for each parameter, by the parameter's id.
 
-    The size is the number of tensors of the parameter's shape, and the bytes per element, including their share of the
-    scales.
+    The size is a pair: the number of tensors of the parameter's shape, and the bytes per element of each, including the
+    scales of 8-bit ones.
     """
     assignments = assign(model, config)
     needs_rounding = _needs_rounding([each.parameter for each in assignments if each.optimizer == "adamw"], config)
@@ -244,7 +244,7 @@ def training_bytes(model: nn.Module, config: OptimSection, has_average: bool = F
 
 
 def _needs_rounding(parameters: list[nn.Parameter], config: OptimSection) -> bool:
-    """Return whether AdamW must round; if not, torch's fused implementation is used."""
+    """Return whether AdamW must round its results; if not, torch's fused implementation is used."""
     return config.state_dtype != "float32" or any(p.dtype == torch.bfloat16 for p in parameters)
 
 
@@ -329,16 +329,16 @@ class Schedule:
         The last step is at the floor.  If the floor is zero, that step would change nothing, and a run of one step
         would train nothing at all; the decay is then one step longer, and reaches zero just after the last step.
 
-        wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a share of the run.
+        wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a fraction of the run.
         """
         name, warmup = self.section.name, self.section.warmup(self.num_steps)
         extra = int(self.section.min_lr_ratio == 0 and self.zero_after_end)
         steps_left = max(0, self.num_steps + extra - step)
-        share_left = steps_left / max(1, self.num_steps + extra - warmup)
+        fraction_left = steps_left / max(1, self.num_steps + extra - warmup)
         if name == "cosine":
-            return 0.5 * (1 - math.cos(math.pi * share_left))
+            return 0.5 * (1 - math.cos(math.pi * fraction_left))
         if name == "linear":
-            return share_left
+            return fraction_left
         if name == "wsd" and self.section.decay_ratio > 0:
             return min(1.0, steps_left / (self.section.decay_ratio * self.num_steps + extra))
         return 1.0

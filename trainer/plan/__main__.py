@@ -10,10 +10,10 @@
   memory_gib=X       device memory, if it differs from the data sheet
   ranks_per_node=N   default 8 (cpu: 1)
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
-  imbalance=X        rows of the busiest rank relative to the mean, with expert parallelism (default 1, for
-                     a perfectly balanced router; trained routers are above 1)
-  generate=NxP+A     each rank also generates N texts at once inside a step, in `trainer.gathered`: prompts of up to P
-                     tokens, answers of up to A
+  imbalance=X        with expert parallelism, token rows on the busiest rank relative to the mean over ranks
+                     (default 1, for a perfectly balanced router; trained routers are above 1)
+  generate=NxP+A     inside each step, every rank also generates N completions at once (`trainer.gathered`), of up to A
+                     tokens each, for prompts of up to P tokens
   --json             print the plan as JSON
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
@@ -50,7 +50,7 @@ from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.experts import advice_on_balance, advice_on_experts
-from trainer.plan.generation import GenerationWorkload, advice_on_fewer_texts, with_generation
+from trainer.plan.generation import GenerationWorkload, advice_on_workload, with_generation
 from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
@@ -62,7 +62,7 @@ _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ran
 
 @dataclass
 class _Options:
-    """Command-line options of the planner, in addition to the run's configuration keys."""
+    """The planner's own command-line options, besides the configuration keys of the run."""
 
     recipe: str | None = None
     device: str = "auto"
@@ -71,7 +71,7 @@ class _Options:
     ranks_per_node: int | None = None
     network_gbps: float = 400.0
     imbalance: float = 1.0
-    texts: GenerationWorkload | None = None
+    workload: GenerationWorkload | None = None
     as_json: bool = False
     picture: Path | None = None
     calibrates: bool = False
@@ -120,8 +120,8 @@ def _plan(arguments: list[str]) -> int:
         print_stderr(f"error: {error}")
         return EXIT_DOES_NOT_FIT
     plan = choice.plan if choice else make_plan(config, mesh, machine)
-    if options.texts is not None:
-        plan = with_generation(plan, options.texts)
+    if options.workload is not None:
+        plan = with_generation(plan, options.workload)
     _show(plan, choice, options)
     if not options.as_json:
         for line in (*advice_on_balance(plan), *(advice_on_experts(plan) if choice is None else ())):
@@ -129,7 +129,7 @@ def _plan(arguments: list[str]) -> int:
     if plan.fits:
         return EXIT_FINISHED
     if not options.as_json:
-        found = remedies(plan) if plan.generation is None else advice_on_fewer_texts(plan, options.texts)
+        found = remedies(plan) if plan.generation is None else advice_on_workload(plan, options.workload)
         print_stdout("\n".join(found or ["no single change of settings would make it fit"]))
     return EXIT_DOES_NOT_FIT
 
@@ -144,7 +144,8 @@ def _show(plan: Plan, choice: PlannedChoice | None, options: _Options) -> None:
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
-    """Return the number of ranks that the mesh sets, or at most one node's ranks, by which the global batch divides."""
+    """Return the number of ranks that the mesh sets or, if it leaves that open, the most ranks of one node among which
+    the global batch divides evenly."""
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
     if not isinstance(shard, int) or replicate == 0 or shard == 0:
@@ -175,7 +176,7 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
         elif key in ("recipe", "device"):
             setattr(options, key, text)
         elif key == "generate":
-            options.texts = GenerationWorkload.parse(text)
+            options.workload = GenerationWorkload.parse(text)
         elif key in numbers:
             setattr(options, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
         elif argument.startswith("-"):

@@ -1,4 +1,4 @@
-"""Measures the rates of this machine and writes them to the user's cache, for all later plans.
+"""Measures the rates of this machine and writes them to the user's cache, where later plans find them.
 
 A single process measures one device.  Under torchrun or srun, the ranks also measure the links between them.
 """
@@ -31,9 +31,9 @@ _BUDGET_S = 0.6
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     """Measure this machine's rates, write them to the calibration cache and return them.
 
-    Measures matrix products at the shapes of `config`'s model, attention, memory bandwidth, and the time to issue
-    operators, in FLOP/s, bytes/s and seconds.  Collective in a distributed run.  Raises UserError if this machine has
-    no such `device`.
+    Measures FLOP/s of matrix products (at the width of `config`'s model), attention and Muon's iterations, bytes/s of
+    memory, the optimizer, host copies and links, and the seconds to issue an operator.  Collective in a distributed
+    run.  Raises UserError if `device` is not the one in this machine.
     """
     world = World(config) if find_environment().is_distributed else None
     local_device = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,7 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the median time of one call in seconds, including its work on the device."""
+    """Return the time of one call in seconds, including its work on the device: the median of five repetitions."""
 
     def mean_s(num_calls: int) -> float:
         _synchronize(device)
@@ -93,7 +93,7 @@ def _width(config: RunConfig, device: torch.device) -> int:
 
 
 def _matmul_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product at the model's width (smaller on a CPU, to stay within the time budget)."""
+    """Return the FLOP/s of a matrix product at the model's width (fewer rows and columns on a CPU, to save time)."""
     width = _width(config, device)
     rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
     a = torch.randn(rows, width, device=device, dtype=dtype)
@@ -102,7 +102,7 @@ def _matmul_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) ->
 
 
 def _orthogonalize_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of Muon's iterations on matrices of two shapes that are typical of the model."""
+    """Return the FLOP/s of Muon's Newton-Schulz iterations on matrices of two typical shapes at the model's width."""
     width, flops = _width(config, device), 0
     batches = [torch.randn(2, rows, width, device=device).to(dtype) for rows in (width, 3 * width)]
     for batch in batches:
@@ -151,7 +151,7 @@ def _host_copy_rate(device: torch.device) -> float:
 def _link_rates(world: World) -> dict[str, float]:
     """Measure the bandwidth into a rank and the latency of a collective, within a node and between nodes.
 
-    Times all-gathers of two sizes along both axes of a mesh with one row per node.  Collective.
+    Times all-gathers of two sizes along both axes of a mesh whose rows are the nodes.  Collective.
     """
     local_size = world.env.local_world_size
     mesh = world.mesh_of(MeshShape(world.size // local_size, local_size))

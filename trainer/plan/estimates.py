@@ -1,4 +1,4 @@
-"""Estimates the memory, the collectives and the time of one step, each with its own `Watcher` of the simulated step.
+"""Estimates the memory, collectives and time of one step; a separate `Watcher` of the simulated step computes each.
 
 Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
@@ -6,7 +6,7 @@ Collectives: those that FSDP2 issues, by operation, mesh axis and size.  Sizes a
 of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
 
 Time: kernels on one stream, collectives on three others, with FSDP2's waits between them.  The host is assumed to run
-ahead of the device; the least time it needs is reported separately.  For the streams, see FSDPCommContext in
+ahead of the device; the minimum time that it needs is reported separately.  For the streams, see FSDPCommContext in
 torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
 algorithms for clusters of workstations".
 """
@@ -25,8 +25,8 @@ from trainer.plan.trace import Segment, Trace
 
 
 @dataclass(frozen=True)
-class Moment:
-    """Memory at one moment of a step: the bytes of each kind."""
+class MemorySnapshot:
+    """The memory in use at one point of a step: the bytes of each kind."""
 
     place: str
     """Where in the step, in words, such as `backward of layers.3`."""
@@ -41,19 +41,19 @@ class Moment:
 class Memory:
     """One rank's tensor memory over a step, in bytes, from the second step on, when the optimizer state exists."""
 
-    peak: Moment
-    curve: tuple[Moment, ...]
-    """One moment per mark of the step, in order, for plotting; empty unless requested."""
+    peak: MemorySnapshot
+    curve: tuple[MemorySnapshot, ...]
+    """One snapshot per event of the step, in order, for plotting; empty unless requested."""
     offloaded: int = 0
-    """Host memory of the rank for activations (`train.offload_activations`), in bytes."""
+    """Bytes of host memory that hold the rank's offloaded activations (`train.offload_activations`)."""
 
 
 _OPTIMIZER_UPDATE = (-1, False)
-"""Stands for the optimizer's update, where otherwise a unit and a direction are expected."""
+"""Stands for the optimizer's update in place of a pair (unit, is_backward)."""
 
 
 class _MemoryWatcher(Watcher):
-    """Adds up allocations and frees, and keeps the peak."""
+    """Tracks the live bytes of each kind, and their peak."""
 
     def __init__(self, trace: Trace, at_rest: dict[Kind, int], with_curve: bool) -> None:
         self._trace, self._with_curve = trace, with_curve
@@ -62,7 +62,7 @@ class _MemoryWatcher(Watcher):
         self._where: tuple[int, bool] | None = None
         self._peak: tuple[tuple[int, bool] | None, dict[Kind, int]] = (None, dict(self._live))
         self._peak_total = self._total
-        self.curve: list[Moment] = []
+        self.curve: list[MemorySnapshot] = []
         self.offloaded = 0
 
     def begin(self, repeats: int) -> None:
@@ -87,12 +87,13 @@ class _MemoryWatcher(Watcher):
         if self._total + temporaries > self._peak_total:
             self._note_peak(temporaries)
         if self._with_curve:
-            self.curve.append(Moment(self._name(self._where), self._live_with("temporaries", temporaries)))
+            snapshot = MemorySnapshot(self._name(self._where), self._live_with("temporaries", temporaries))
+            self.curve.append(snapshot)
         self._live["activations"] += segment.net
         self._total += segment.net
 
     def update(self, num_bytes: int) -> None:
-        """Account for the temporaries of the optimizer."""
+        """Account for the temporaries of the optimizer's update."""
         self._where = _OPTIMIZER_UPDATE
         if self._total + num_bytes > self._peak_total:
             self._note_peak(num_bytes)
@@ -113,9 +114,9 @@ class _MemoryWatcher(Watcher):
         return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
 
     @property
-    def peak(self) -> Moment:
+    def peak(self) -> MemorySnapshot:
         where, by_kind = self._peak
-        return Moment(self._name(where), by_kind)
+        return MemorySnapshot(self._name(where), by_kind)
 
 
 def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, with_curve: bool = False) -> Memory:
@@ -127,7 +128,7 @@ def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, with_curve: 
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
-    """Return the bytes of each kind in a rank's device memory between two steps."""
+    """Return the bytes of each kind that stay in a rank's device memory between steps."""
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
         return kinds
@@ -137,7 +138,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
     average_size = AVERAGE_SIZE * layout.has_average
     kinds["optimizer"] = sum(
-        int(numel * (p.moments * p.moment_size + average_size * p.is_trained)) for p, numel in shards
+        int(numel * (p.num_moments * p.moment_size + average_size * p.is_trained)) for p, numel in shards
     )
     return kinds
 
@@ -191,15 +192,15 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
 
     Besides FSDP's collectives, these are the training step's three small all-reduces (the votes, through host memory;
     the squared gradient norm over the shard axis; the loss over all ranks), the all-reduce of how often each expert was
-    chosen, and Muon's messages, with the sizes that rank 0 receives.
+    chosen, and Muon's collectives, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
     if layout.num_ranks > 1:
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _MESSAGE_BYTES)] += 1
         watcher.counts[Collective("all_reduce", "world", layout.num_ranks, _LOSS_BYTES)] += 1
-        if trace.load_bytes:
-            watcher.counts[Collective("all_reduce", "world", layout.num_ranks, trace.load_bytes)] += 1
+        if trace.expert_count_bytes:
+            watcher.counts[Collective("all_reduce", "world", layout.num_ranks, trace.expert_count_bytes)] += 1
     if layout.shard > 1:
         watcher.counts[Collective("all_reduce", "shard", layout.shard, _NORM_BYTES)] += 1
     if layout.muon is not None:
@@ -226,7 +227,7 @@ class Rates:
     host_s: float
     """Host time to issue one operator."""
     host: float
-    """Bytes per second from one device to host memory, and back."""
+    """Bytes per second between one device and host memory, in either direction."""
     link: float
     """Bytes per second into one rank from the other ranks of its node."""
     network: float
@@ -235,9 +236,9 @@ class Rates:
     network_latency_s: float
     ranks_per_node: int
     taken_by_collectives: float = 0.0
-    """Share of the device that is unavailable to kernels while a collective runs."""
+    """Fraction of the device that is unavailable to kernels while a collective runs."""
     orthogonalize: dict[int, float] = field(default_factory=dict)
-    """FLOP/s of Muon's iterations, by element size; if not measured, the rate of matrix products is used."""
+    """FLOP/s of Muon's Newton-Schulz iterations, by element size; where missing, `matmul` is used."""
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
@@ -289,7 +290,7 @@ class StepTime:
 
 
 class _Clock(Watcher):
-    """Tracks the time on each stream.  A micro-batch that represents `repeats` of them counts that many times."""
+    """Tracks the time on each stream.  A micro-batch that represents `repeats` micro-batches counts that many times."""
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
         self._layout, self._rates = layout, rates
@@ -414,12 +415,12 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     optimizer_s = sum(
         2 * numel * p.element_size / rates.memory
         + numel * (p.element_size + 2 * AVERAGE_SIZE) * average_s_per_byte
-        + numel * (3 * p.element_size + 2 * p.moments * p.moment_size) / rates.optimizer
+        + numel * (3 * p.element_size + 2 * p.num_moments * p.moment_size) / rates.optimizer
         for p, numel in shards
     )
     if layout.muon is not None:
         optimizer_s += layout.muon.seconds(layout, rates)
-    # The gathers of a teacher are not counted; they overlap with its forward pass.
+    # A teacher's all-gathers are not counted, since they overlap with its forward pass.
     teacher_s = 0.0 if layout.teacher is None else layout.teacher.flops / rates.matmul[layout.param_size]
     teacher_s *= num_micro_batches
     slowed_s = rates.taken_by_collectives * max(0.0, clock.communication_s - clock.exposed_s)

@@ -17,16 +17,17 @@ from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
-"""Smallest relative reduction of the step time for which a change is worth recommending."""
+"""Smallest relative reduction of the step time that makes a change worth recommending."""
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
-    """Yield lines on what `mesh.expert` would change, if the model has experts and runs on several ranks without it.
+    """Yield lines on what `mesh.expert` would change, if the model has experts and is sharded without it.
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
-    Between nodes that is less below F E / 4 A tokens per micro-batch, for E experts of hidden width F, A per token, and
-    model width D, with full recomputation: FSDP gathers the 3 D F E weights of a layer twice in 2 bytes and reduces
-    their gradients in 4, whereas each of a token's A rows of D numbers is exchanged six times in 2 bytes.
+    Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
+    FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the 8 network
+    cards of a node share this traffic.  Expert parallelism exchanges A rows of D numbers per token six times in 2
+    bytes, each rank through its own card.  So between nodes it sends less below F E / 4 A tokens per micro-batch.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -42,21 +43,21 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
-    rule = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
-    better = [other for other in _alternatives(plan) if other.fits or not plan.fits]
-    best = min(better, key=lambda other: other.time.total_s, default=None)
+    comparison = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
+    candidates = [other for other in _alternatives(plan) if other.fits or not plan.fits]
+    best = min(candidates, key=lambda other: other.time.total_s, default=None)
     if best is None or (plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s):
-        yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{rule}"
+        yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{comparison}"
         return
     yield (
         f"experts: mesh.expert={best.config.expert} mesh.expert_method={best.config.mesh.expert_method} would take "
         f"{best.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and {best.needed_gib:.4g} GiB instead "
-        f"of {plan.needed_gib:.4g}{rule}"
+        f"of {plan.needed_gib:.4g}{comparison}"
     )
 
 
 def advice_on_balance(plan: Plan) -> Iterator[str]:
-    """Yield a line on the cost of the forward passes that count which experts are chosen, if there are any."""
+    """Yield a line on the cost of the extra forward passes that count which experts are chosen, if there are any."""
     if not plan.trace.counting_pass or plan.num_micro_batches == 1:
         return
     trace = replace(plan.trace, counting_pass=())
@@ -68,7 +69,7 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
 
 
 def tokens_at_break_even(plan: Plan) -> float | None:
-    """Return F E / 4 A (see `advice_on_experts`), or None if the configuration does not give A."""
+    """Return F E / 4 A (see `advice_on_experts`), or None if the configuration lacks the values to compute it."""
     num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
     layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
     if not num_chosen or not dim or not any(layers):
@@ -88,10 +89,10 @@ def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) ->
 
 
 def _alternatives(plan: Plan) -> Iterator[Plan]:
-    """Yield the plans with experts divided within a node, and among 16, 32 or 64 ranks."""
+    """Yield plans with the experts divided among as many ranks of a node as possible, and among several nodes."""
     per_node = plan.machine.rates.ranks_per_node
     automatic = with_expert(plan.config, 1, "auto")
-    sizes = {one.expert for one in possible_choices(automatic, plan.mesh, per_node)}
+    sizes = {choice.expert for choice in possible_choices(automatic, plan.mesh, per_node)}
     inside = max((size for size in sizes if 1 < size <= per_node), default=1)
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
@@ -99,7 +100,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
 
 
 def _more_replicas(plan: Plan) -> Plan | None:
-    """Return the plan with more replicas, and as many shards as divide the experts, if it fits and is faster."""
+    """Return a plan with only as many shards as divide the experts evenly, if that fits and is faster."""
     config, mesh = plan.config, plan.mesh
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     if not any(plan.layout.division(parameter).dim for parameter in experts):
@@ -115,13 +116,13 @@ def _more_replicas(plan: Plan) -> Plan | None:
 
 
 def _padding_warning(plan: Plan) -> str | None:
-    """Return a warning if padding adds more than half of the experts' size."""
+    """Return a warning if padding enlarges the experts by more than half."""
     experts = [p for unit in plan.trace.units for p in unit.parameters if p.is_expert]
     gathered = sum(plan.layout.division(p).gathered_numel(p.shape) for p in experts)
-    share = gathered / max(1, sum(p.numel for p in experts))
-    if share <= 1.5:
+    ratio = gathered / max(1, sum(p.numel for p in experts))
+    if ratio <= 1.5:
         return None
     return (
-        f"warning: {plan.mesh.shard} ranks divide neither the experts nor their dimensions: with padding, {share:.2f} "
+        f"warning: {plan.mesh.shard} ranks divide neither the experts nor their dimensions: with padding, {ratio:.2f} "
         "times their bytes are gathered and reduced"
     )

@@ -26,21 +26,20 @@ from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_au
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
-"""Largest relative prediction error that goes unreported."""
+"""Prediction errors up to this fraction of the planned value are not reported."""
 _HOST_TOLERANCE_GIB = 0.25
-"""On a CPU, where only the peak of the whole process can be measured: how far outside the planned range that peak may
-be without a report."""
-_HEAP_SHARE = 0.5
-_MAX_HEAP_SHARES = (1.5, 0.6)
+"""On a CPU, how far the measured peak of the whole process may lie outside the planned range without a report."""
+_HEAP_FRACTION = 0.5
+_MAX_HEAP_FRACTIONS = (1.5, 0.6)
 _MAX_HEAP_GIB = 0.3
-"""Freed memory that malloc retains on a CPU, as a share of the peak without weights: typical value and upper bound.
+"""Freed memory that malloc retains on a CPU, as a fraction of the peak without weights: typical value and upper bound.
 
-The upper bound is the smaller of two values: the first share alone (for small runs), and the second share plus the
-constant.
+The upper bound is the smaller of two values: the first fraction of that peak (for small runs), and the second fraction
+plus the constant.
 
 Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments differently in each run of the same
-command.  Across twelve configurations (30M and 135M parameters, one thread) the share ranged from 0.03 to 0.93, and was
-1.3 on two ranks.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4
+command.  Across twelve configurations (30M and 135M parameters, one thread) the fraction ranged from 0.03 to 0.93; on
+two ranks it was 1.3.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4
 times the CPU time (see `keep_freed_memory`)."""
 _DEVICE_TOLERANCE_GIB = 0.25
 """Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
@@ -89,7 +88,7 @@ def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def describe_choice(choice: PlannedChoice | None) -> str:
-    """Format the resolved `auto` settings and the runners-up as a table, or return an empty string without a choice."""
+    """Return the resolved `auto` settings and the runners-up as a table, or an empty string if nothing was `auto`."""
     return "" if choice is None else choice_text(choice)
 
 
@@ -143,15 +142,15 @@ class Forecast:
         return None if self.plan is None else self._peaks_gib(self.plan)[1]
 
     def _peaks_gib(self, plan: Plan) -> tuple[float, float, float]:
-        """Return the lowest, typical and highest peak to expect; on a GPU all three are equal."""
+        """Return the lowest, typical and highest peak to expect; all three are equal on a GPU."""
         if self._world.device.type != "cpu":
             return plan.peak_gib, plan.peak_gib, plan.peak_gib
         tensors = self._process_gib + self._staging_gib(plan) + plan.peak_gib
         without_weights = plan.peak_gib - plan.memory.peak.by_kind["parameters"] / GIB
-        share, share_above = _MAX_HEAP_SHARES
-        max_heap = min(share * without_weights, share_above * without_weights + _MAX_HEAP_GIB)
+        fraction, fraction_above = _MAX_HEAP_FRACTIONS
+        max_heap = min(fraction * without_weights, fraction_above * without_weights + _MAX_HEAP_GIB)
         low, typical, high = (
-            max(self._min_gib, tensors + heap) for heap in (0.0, _HEAP_SHARE * without_weights, max_heap)
+            max(self._min_gib, tensors + heap) for heap in (0.0, _HEAP_FRACTION * without_weights, max_heap)
         )
         return low, typical, high
 
@@ -210,7 +209,7 @@ class Forecast:
         }
 
     def mismatches(self) -> list[str]:
-        """Return a line for each value that was over a tenth off the plan or, for memory on a CPU, out of its range."""
+        """Return a line for each value that missed the plan by more than a tenth or, for CPU memory, left its range."""
         result = self.result()
         lines = []
         peak = result["peak_memory_gib"]
@@ -229,7 +228,7 @@ class Forecast:
         return lines
 
     def explain(self, error: BaseException) -> None:
-        """If `error` is an out-of-memory error, add a note on one rank, with the plan and settings that would fit.
+        """If `error` is an out-of-memory error, add a note to it on one rank: the plan, and settings that would fit.
 
         Python prints the note below the traceback; before Python 3.11 it is printed immediately.  Every rank with such
         an error writes its traceback to a file in the run's folder.
@@ -267,7 +266,7 @@ class Forecast:
         return "\n".join([*lines, *self._remedies(self.plan)])
 
     def _remedies(self, plan: Plan) -> list[str]:
-        """Return changes that would have fit: they must need a tenth less than the plan, which did not fit."""
+        """Return changes that need at least a tenth less memory than the plan, since the run as planned did not fit."""
         budget = min(plan.machine.budget_bytes, (1 - _TOLERANCE) * plan.memory.peak.total)
         try:
             changes = remedies(replace(plan, machine=plan.machine.with_budget(budget)))

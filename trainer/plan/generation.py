@@ -1,7 +1,7 @@
-"""Plans the memory for generating texts, by `trainer.generate` or inside a training step, as in reinforcement learning.
+"""Plans the memory for generation, by `trainer.generate` or inside a training step, as in reinforcement learning.
 
-In a step, the training state stays in memory, and so do the gathered weights (`trainer.gathered`).  In addition, the
-texts need a cache, and calls of the model and the sampling of tokens allocate temporaries.
+Inside a step, the training state stays in memory, next to the gathered weights (`trainer.gathered`).  Generation also
+needs a KV cache, and temporaries for the forward passes and for sampling tokens.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from trainer.plan.trace import MemoryMeter, UnitInfo
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 SAMPLING_BYTES = 30
-"""Bytes per text and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
+"""Bytes per sequence and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
 
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """The number of texts that a rank generates at once, and the maximum lengths of prompts and answers in tokens."""
+    """How many completions a rank generates at once, and the maximum lengths of prompts and completions in tokens."""
 
     number: int
     prompt: int
-    answer: int
+    completion: int
 
     @staticmethod
     def parse(text: str) -> GenerationWorkload:
@@ -46,87 +46,89 @@ class GenerationWorkload:
         return GenerationWorkload(*map(int, match.groups()))
 
 
-def with_generation(plan: Plan, texts: GenerationWorkload) -> Plan:
-    """Return the plan of a run that also generates texts inside its steps.
+def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
+    """Return the plan of a run that also generates completions inside its steps.
 
     Raises UserError if the model has no KV cache, or if its code cannot run on fake tensors.
     """
     config = plan.config
     try:
         dtype = getattr(torch, config.fsdp.param_dtype)
-        cache, temporaries = memory_of_texts(build_network(config), dtype, plan.machine.device_type, texts)
+        cache, temporaries = memory_of_generation(build_network(config), dtype, plan.machine.device_type, workload)
     except Exception as error:  # from the model's own code
         text = str(error).splitlines()[0] if str(error) else ""
         rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
         raise setting_error("model.name", config.model.name, rule) from error
     weights = _gathered_bytes(plan.layout, plan.trace.units)
-    description = f"{texts.number} texts of {texts.prompt} + {texts.answer} tokens"
+    description = f"{workload.number} texts of {workload.prompt} + {workload.completion} tokens"
     return replace(plan, generation=Generation(description, weights, cache, temporaries))
 
 
-def advice_on_fewer_texts(plan: Plan, texts: GenerationWorkload | None) -> list[str]:
-    """Return a line with the number of texts that would fit, if `plan` does not fit because of generation."""
+def advice_on_workload(plan: Plan, workload: GenerationWorkload | None) -> list[str]:
+    """If `plan` does not fit because of generation, return a line with the largest workload that would fit."""
     budget = plan.machine.budget_bytes
     while (
-        texts is not None
+        workload is not None
         and (generation := plan.generation) is not None
-        and (moment := plan.generation_moment) is not None
+        and (peak := plan.generation_peak) is not None
     ):
         if plan.fits:
-            return [f"would fit: generate={texts.number}x{texts.prompt}+{texts.answer}"]
-        bytes_of_texts = generation.cache + generation.temporaries
-        # Memory is not quite proportional to the number of texts, which also determines how prompts are fed.
-        number = min(texts.number - 1, int(texts.number * (budget - moment.total + bytes_of_texts) / bytes_of_texts))
-        if number < 1 or moment.total < plan.memory.peak.total:
+            return [f"would fit: generate={workload.number}x{workload.prompt}+{workload.completion}"]
+        generation_bytes = generation.cache + generation.temporaries
+        # Not quite proportional: the number of sequences also determines how many prompt tokens are fed at once.
+        number = min(
+            workload.number - 1, int(workload.number * (budget - peak.total + generation_bytes) / generation_bytes)
+        )
+        if number < 1 or peak.total < plan.memory.peak.total:
             return []
-        texts = replace(texts, number=number)
-        plan = with_generation(plan, texts)
+        workload = replace(workload, number=number)
+        plan = with_generation(plan, workload)
     return []
 
 
 def _gathered_bytes(layout: Layout, units: Sequence[UnitInfo]) -> int:
-    """Return the bytes of the gathered weights, which are in memory in addition to the shards."""
+    """Return the bytes that the gathered weights occupy in addition to the shards."""
     if layout.is_unsharded:
         return 0
     total = 0
     for parameter in (parameter for unit in units for parameter in unit.parameters):
-        size = parameter.gathered_size(layout.param_size)
+        size = parameter.gathered_element_size(layout.param_size)
         if layout.division(parameter).parts > 1 or size != parameter.element_size:
             total += layout.division(parameter).gathered_numel(parameter.shape) * size
     return total
 
 
-def memory_of_texts(
-    model: nn.Module, dtype: torch.dtype, device_type: str, texts: GenerationWorkload
+def memory_of_generation(
+    model: nn.Module, dtype: torch.dtype, device_type: str, workload: GenerationWorkload
 ) -> tuple[int, int]:
-    """Return the bytes of the KV cache at the texts' full length, and those of temporary tensors.
+    """Return the bytes of the KV cache at full sequence length, and the peak bytes of temporary tensors.
 
-    Temporary tensors are the larger of two: those of a forward pass with as many tokens as a decoder feeds at once, and
-    those of sampling after it.
+    The peak is that of a forward pass over as many tokens as generation feeds at once, or that of sampling after it,
+    whichever is higher.
 
-    model: on the meta device; unusable afterwards, since the call runs on fake tensors.  dtype: of the computation.
-    Raises any error of the model's code if it cannot run on fake tensors.
+    model: on the meta device; unusable afterwards, since the call makes its tensors fake.  dtype: of the computation.
+    Passes on any error that the model's code raises on fake tensors.
     """
     model.eval()
     if device_type == "cuda":
         use_gpu_kernels(model)
-    length, padding = texts.prompt + texts.answer, [texts.prompt - 1, *[0] * (texts.number - 1)]
-    num_fed, capacity = texts.prompt, length
+    length, padding = workload.prompt + workload.completion, [workload.prompt - 1, *[0] * (workload.number - 1)]
+    num_fed, capacity = workload.prompt, length
     if supports_kv_cache(model):
-        num_fed = min(texts.prompt, max(1, PREFILL_TOKENS // texts.number))
-        capacity = _capacity(texts, num_fed)
+        num_fed = min(workload.prompt, max(1, PREFILL_TOKENS // workload.number))
+        capacity = _capacity(workload, num_fed)
     with fake_tensors(), torch.no_grad(), full_sequences(), last_logits_only():
         make_fake(model, dtype, set())
-        tokens = torch.zeros(texts.number, num_fed, dtype=torch.int64)
+        tokens = torch.zeros(workload.number, num_fed, dtype=torch.int64)
         with MemoryMeter(model, [tokens]) as meter:
             if supports_kv_cache(model):
                 cache = Cache(padding, capacity - max(padding))
                 cache.advance(length - num_fed)
                 output = model(tokens, documents=cache)
-                share, vocab_size = 1.0, output.shape[-1]
+                growth, vocab_size = 1.0, output.shape[-1]
             else:
                 output = model(input_ids=tokens, use_cache=True, **last_logits_option(model))
-                cache, share, vocab_size = output.past_key_values, length / texts.prompt, output.logits.shape[-1]
+                cache, growth, vocab_size = output.past_key_values, length / workload.prompt, output.logits.shape[-1]
             meter.cut()
             del output
             if isinstance(cache, Cache):
@@ -136,15 +138,15 @@ def memory_of_texts(
         cache_bytes = called.net + freed.net
         del cache
     logits = -freed.net
-    sampling = SAMPLING_BYTES * texts.number * vocab_size
-    return round(cache_bytes * share), max(called.peak - cache_bytes, logits + sampling)
+    sampling = SAMPLING_BYTES * workload.number * vocab_size
+    return round(cache_bytes * growth), max(called.peak - cache_bytes, logits + sampling)
 
 
-def _capacity(texts: GenerationWorkload, num_fed: int) -> int:
-    """Return the final capacity of a cache in tokens per text, found by filling a cache with heads of size 1."""
-    cache, keys = Cache([texts.prompt - 1], texts.prompt + texts.answer), torch.empty(0)
-    sizes = [num_fed] * (texts.prompt // num_fed) + [texts.prompt % num_fed] * (texts.prompt % num_fed > 0)
-    for size in (*sizes, *[1] * texts.answer):
+def _capacity(workload: GenerationWorkload, num_fed: int) -> int:
+    """Return the final capacity of a cache in tokens per sequence, found by filling a cache with heads of size 1."""
+    cache, keys = Cache([workload.prompt - 1], workload.prompt + workload.completion), torch.empty(0)
+    sizes = [num_fed] * (workload.prompt // num_fed) + [workload.prompt % num_fed] * (workload.prompt % num_fed > 0)
+    for size in (*sizes, *[1] * workload.completion):
         keys, _ = cache.extend(torch.empty(1, 1, size, 1), torch.empty(1, 1, size, 1))
         cache.advance(size)
     return keys.untyped_storage().nbytes() // keys.element_size()

@@ -1,8 +1,8 @@
-"""The work of operators, and models of a GPU's kernels, of fusion by torch.compile and of float8 casts, for tracing.
+"""What the tracer assumes about kernels: the work of each operator, a GPU's kernels, compiler fusion and float8 casts.
 
 A GPU's fused kernels save fewer activations for the backward pass than a CPU's kernels.  `use_gpu_kernels` imitates
-them while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module does not depend on the
-model or the speed of the device.
+them while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends neither on
+the model nor on the speed of the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
-        """The collective, for which `num_bytes` is the size of the full tensor; None for a kernel."""
+        """Which collective this is, with `num_bytes` as the size of the full tensor; None for a kernel."""
         return next((operation for operation in COLLECTIVES.values() if operation == self.kind), None)
 
 
@@ -57,9 +57,13 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
 }
 """Operators that are collectives among the ranks of a context-parallel or expert-parallel group."""
 
-_GROUPED = {torch.ops.meshtrainer.grouped_mm, torch.ops.meshtrainer.grouped_outer, GROUPED_PRODUCT.overloadpacket}
+_GROUPED_PRODUCTS = {
+    torch.ops.meshtrainer.grouped_mm,
+    torch.ops.meshtrainer.grouped_outer,
+    GROUPED_PRODUCT.overloadpacket,
+}
 
-_FREE = {  # operators that run no kernel
+_WITHOUT_KERNEL = {  # operators that launch nothing
     aten.detach.default,
     aten.empty.memory_format,
     aten.empty_like.default,
@@ -83,7 +87,7 @@ if GROUPED_PRODUCT.overloadpacket not in flop_registry:
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:
     """Return the work of one ATen operator call; `NO_WORK` for views, allocations and queries."""
     outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-    if not outputs or func.is_view or func in _FREE:
+    if not outputs or func.is_view or func in _WITHOUT_KERNEL:
         return NO_WORK
     inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in (*inputs, *outputs)]
@@ -96,7 +100,7 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, outputs[0].element_size())
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return Work("grouped" if packet in _GROUPED else "matmul", flops, num_bytes, outputs[0].element_size())
+        return Work("grouped" if packet in _GROUPED_PRODUCTS else "matmul", flops, num_bytes, outputs[0].element_size())
     return Work("memory", 0, num_bytes, outputs[0].element_size())
 
 
@@ -119,7 +123,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Saves for backward what the GPU's fused kernel saves: its input and one fp32 value per row."""
+    """Stands for the GPU's fused kernel: saves the same for backward, its inputs and one fp32 value per row."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:
@@ -259,7 +263,7 @@ def fuse(operators: Sequence[Operator], live_after: Collection[int]) -> tuple[Co
 
 
 def _groups(operators: Sequence[Operator]) -> list[int]:
-    """Return which kernel each operator belongs to; a kernel is identified by the index of one of its operators.
+    """Return the kernel that each operator belongs to, identified by the index of one of the kernel's operators.
 
     Operators of the same stage that share a storage are fused; a stage ends where the result of a product is needed.
     """
@@ -289,7 +293,7 @@ def _groups(operators: Sequence[Operator]) -> list[int]:
 # ---------------------------------------------------------------------------------------------------------------
 # Float8 matrix products: the casts before each product, and the product itself.
 #
-# Reproduces what torchao's float8 layers do, without importing torchao.  Each product casts both of its factors.  With
+# Reproduces what torchao's float8 layers do, without importing torchao.  Each product casts both of its operands.  With
 # tensorwise scaling, the largest element of the tensor must be found first; with rowwise scaling, one kernel finds the
 # scales and casts.
 
@@ -309,7 +313,7 @@ class Float8Casts:
         self._setting, self._are_fused = setting, are_fused
         self._num_serials = 0
         self._cast: dict[int, int] = {}
-        """The storage of the cast of each storage, both as serial numbers."""
+        """Maps the serial number of each storage that has been cast to that of its float8 copy."""
 
     def clear(self) -> None:
         """Forget which tensors have been cast; called at the start of each segment."""
@@ -321,20 +325,20 @@ class Float8Casts:
         Yields `operator` unchanged if it is not a matrix product that is converted to float8.  `serials` are the serial
         numbers of the storages of the tensors in `args`, in order.
         """
-        factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
+        operands = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
         if (
             self._setting == "none"
             or func not in _FLOAT8_PRODUCTS
-            or any(n % _FLOAT8_MULTIPLE for f in factors for n in f.shape)
+            or any(n % _FLOAT8_MULTIPLE for operand in operands for n in operand.shape)
         ):
             yield operator
             return
         reads: dict[int, int] = {}
-        for factor, serial in zip(factors, serials[-2:], strict=True):
-            # Each use of a tensor scales it along another dimension if rowwise, so casts cannot be shared.
+        for operand, serial in zip(operands, serials[-2:], strict=True):
+            # With rowwise scaling, each use scales the tensor along a different dimension, so no cast is reused.
             if serial not in self._cast or self._setting == "rowwise":
-                yield from self._cast_of(serial, factor.numel())
-            reads[self._cast[serial]] = factor.numel()
+                yield from self._cast_of(serial, operand.numel())
+            reads[self._cast[serial]] = operand.numel()
         num_bytes = sum(reads.values()) + sum(operator.writes.values())
         yield Operator(operator.work._replace(num_bytes=num_bytes, element_size=1), reads, operator.writes, False)
 
@@ -353,6 +357,6 @@ class Float8Casts:
         return Operator(Work("memory", 0, num_bytes, 1), reads, writes, is_fused)
 
     def _new_serial(self) -> int:
-        """Return a serial number for a storage that exists only in this model of the kernels."""
+        """Return a serial number for a storage that was not traced, such as that of a cast."""
         self._num_serials += 1
         return 10**15 + self._num_serials  # far above those of traced storages

@@ -1,4 +1,4 @@
-"""The machine that a plan is for: from a data sheet, a user's description, or measurements by `--calibrate`."""
+"""The machine that a plan is for, taken from a data sheet, a user's description or measurements by `--calibrate`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from trainer.plan.estimates import Rates
 
 GIB = 2**30
 
-# Shares of the data sheet's figures that good kernels reach; --calibrate replaces them.  Matrix products: fitted to a
-# figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to Llama 3 8B on 8 H100 at
-# 500 W.  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
-_MATMUL_SHARE, _FLOAT8_SHARE, _ATTENTION_SHARE, _MEMORY_SHARE, _LINK_SHARE = 0.73, 0.66, 0.38, 0.85, 0.8
+# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the resulting rates.  Matrix
+# products: fitted to a figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to
+# Llama 3 8B on 8 H100 at 500 W.  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+_MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
+_MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
+"""See `Rates.kernel_s` and `Rates.host_s`."""
 _TAKEN_BY_COLLECTIVES = 0.15
-"""Share of a GPU's multiprocessors that a collective takes while it runs: NCCL's 16 to 24 of 108 to 132."""
+"""Fraction of a GPU's multiprocessors that a collective occupies while it runs: NCCL takes 16 to 24 of 108 to 132."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
-_ALLOCATOR_SHARE = 0.16
-"""Memory that the caching allocator reserves beyond live tensors, as a share of the live tensors.
+_ALLOCATOR_FRACTION = 0.16
+"""Memory that the caching allocator reserves beyond live tensors, as a fraction of the latter.
 
 In torchtitan's published figures for Llama 3 8B, the ratio of reserved to active memory is 1.16 to 1.21."""
 _RESERVED_GIB = 1.0
@@ -37,20 +39,23 @@ _RESERVED_GIB = 1.0
 
 @dataclass(frozen=True)
 class Machine:
-    """A kind of device, with its rates, its memory, and the links within and between nodes."""
+    """The kind of device that a run uses, with its memory and its rates, including those of the links between ranks."""
 
     name: str
     rates: Rates
     memory_gib: float
-    """Memory of one device; on a CPU, each rank's share of host memory."""
+    """Memory of one device; on a CPU, host memory divided by the number of ranks on the host."""
     peak_flops: float | None
     """Peak bf16 FLOP/s from the data sheet, the denominator of MFU."""
     allocator_share: float
+    """Memory that the allocator reserves beyond live tensors, as a fraction of the latter."""
     reserved_gib: float
+    """Memory that is unavailable to tensors."""
     is_measured: bool
     source: str
+    """Where the rates come from, in words."""
     imbalance: float = 1.0
-    """With expert parallelism, rows on the busiest rank relative to the mean; 1 for a balanced router."""
+    """With expert parallelism, token rows on the busiest rank relative to the mean; 1 for a balanced router."""
 
     @property
     def device_type(self) -> str:
@@ -62,7 +67,7 @@ class Machine:
 
     @property
     def budget_bytes(self) -> float:
-        """Bytes of live tensors that fit, after subtracting reserved memory and the allocator's share."""
+        """Bytes of live tensors that fit, next to reserved memory and what the allocator reserves."""
         return max(0.0, self.memory_gib - self.reserved_gib) * GIB / (1 + self.allocator_share)
 
 
@@ -88,7 +93,7 @@ def find_machine(
         memory_gib = torch.cuda.get_device_properties().total_memory / GIB
     if device.lstrip().startswith("{"):
         custom = read_description(device)
-        machine = _from_sheet(custom.sheet, ranks_per_node or 8, network_gbps, custom.compute_share)
+        machine = _from_sheet(custom.sheet, ranks_per_node or 8, network_gbps, custom.compute_fraction)
         return _with_memory(machine, memory_gib, memory_key)
     sheet, measured = find_device(device), read_calibration(device)
     if device.lower() == "cpu":
@@ -122,20 +127,20 @@ _UNKNOWN = DEVICES[0]
 """Used for a GPU without a data sheet, so that settings can be compared; step times are not reported then."""
 
 
-def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_share: float = 1.0) -> Machine:
-    """Build a machine from a data sheet, with its compute scaled by `compute_share` (for a power limit)."""
-    peaks = {2: device.bf16_flops * compute_share, 4: device.fp32_flops * compute_share}
-    float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_share * _FLOAT8_SHARE}
+def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_fraction: float = 1.0) -> Machine:
+    """Return a machine built from a data sheet, with its compute rates scaled by `compute_fraction` (power limit)."""
+    peaks = {2: device.bf16_flops * compute_fraction, 4: device.fp32_flops * compute_fraction}
+    float8 = {} if device.fp8_flops is None else {1: device.fp8_flops * compute_fraction * _FLOAT8_EFFICIENCY}
     rates = Rates(
-        matmul=float8 | {size: peak * _MATMUL_SHARE for size, peak in peaks.items()},
-        attention={size: peak * _ATTENTION_SHARE for size, peak in peaks.items()},
-        memory=device.memory_bandwidth * _MEMORY_SHARE,
-        optimizer=device.memory_bandwidth * _MEMORY_SHARE,
+        matmul=float8 | {size: peak * _MATMUL_EFFICIENCY for size, peak in peaks.items()},
+        attention={size: peak * _ATTENTION_EFFICIENCY for size, peak in peaks.items()},
+        memory=device.memory_bandwidth * _MEMORY_EFFICIENCY,
+        optimizer=device.memory_bandwidth * _MEMORY_EFFICIENCY,
         kernel_s=_KERNEL_S,
         host_s=_HOST_S,
-        host=device.host_bandwidth * _LINK_SHARE,
-        link=device.link_bandwidth * _LINK_SHARE,
-        network=network_gbps / 8 * 1e9 * _LINK_SHARE,
+        host=device.host_bandwidth * _LINK_EFFICIENCY,
+        link=device.link_bandwidth * _LINK_EFFICIENCY,
+        network=network_gbps / 8 * 1e9 * _LINK_EFFICIENCY,
         link_latency_s=_LINK_LATENCY_S,
         network_latency_s=_NETWORK_LATENCY_S,
         ranks_per_node=ranks_per_node,
@@ -146,7 +151,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, comput
         rates,
         device.memory_gib,
         device.bf16_flops,
-        _ALLOCATOR_SHARE,
+        _ALLOCATOR_FRACTION,
         _RESERVED_GIB,
         False,
         f"data sheet, {device.source}",
@@ -154,7 +159,7 @@ def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, comput
 
 
 def _cpu_machine(num_ranks: int) -> Machine:
-    """Return this host, its cores and memory divided among the ranks; a rough guess until it is calibrated."""
+    """Return one rank's part of this host, with its cores and memory divided evenly; a guess until it is calibrated."""
     cores = max(1, len(os.sched_getaffinity(0)) // num_ranks) if hasattr(os, "sched_getaffinity") else 1
     rates = Rates(
         matmul={2: 20e9 * cores, 4: 40e9 * cores},
@@ -233,7 +238,7 @@ def _with_measurements(machine: Machine, values: dict[str, Any]) -> Machine:
 
 
 _STATIC_POWER = 0.2
-"""Share of a device's power that goes to memory and leakage, regardless of the compute load.
+"""Fraction of a device's maximum power that goes to memory and leakage, regardless of the compute load.
 
 Under a power limit a chip lowers its clock, and with it the power of its compute units.  Treating compute as
 proportional to the remaining power is an approximation.  The value was fitted to one published figure: torchtitan's
@@ -243,10 +248,10 @@ arXiv:2604.11391."""
 
 @dataclass(frozen=True)
 class CustomDevice:
-    """A data sheet, and the share of its compute that is available under the power limit."""
+    """A data sheet, and the fraction of its compute that is available under the power limit."""
 
     sheet: Device
-    compute_share: float = 1.0
+    compute_fraction: float = 1.0
 
 
 def read_description(text: str) -> CustomDevice:

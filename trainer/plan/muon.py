@@ -1,6 +1,7 @@
-"""The costs of Muon's update: memory for its messages and iterations, collectives, and time.
+"""Estimates what Muon's update costs: memory for its messages and Newton-Schulz iterations, collectives, and time.
 
-Which rank owns which matrix is decided by the same code as in training (`trainer.optim.muon.Ownership`).
+A matrix's owner is the rank that orthogonalizes it; its holders are the ranks that store parts of it.  The same code as
+in training decides which rank owns which matrix (`trainer.optim.muon.Ownership`).
 """
 
 from __future__ import annotations
@@ -20,10 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The update of Muon's matrices on a mesh of `replicate` x `shard` ranks.
-
-    Sizes and collectives are those that rank 0 sees.
-    """
+    """The costs of one Muon update for rank 0 of a mesh of `replicate` x `shard` ranks."""
 
     def __init__(
         self,
@@ -46,7 +44,7 @@ class MuonUpdate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak size of temporary tensors, in bytes; see `trainer.optim.muon._Step.run` for the order."""
+        """Peak size of temporary tensors, in bytes, in the order of operations of `trainer.optim.muon._Step.run`."""
         size, buckets, no_costs = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
         for turn in range(len(buckets) + 2):
@@ -54,23 +52,23 @@ class MuonUpdate:
                 buckets[n] if 0 <= n < len(buckets) else no_costs for n in (turn, turn - 1, turn - 2)
             )
             in_flight = self._gathered(computed) + self._scattered(applied)
-            direction = new.sent_to_owners * size + new.piece * self._moment_size
+            direction = new.sent_to_owners * size + new.largest_piece * self._moment_size
             peak = max(peak, in_flight + max(direction, self._gathered(new)))
             in_flight = self._gathered(new) + self._scattered(applied)
             rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
-            iteration = rows + (computed.sent_to_holders + 2 * computed.iterating) * size
+            iteration = rows + (computed.sent_to_holders + 2 * computed.iteration_numel) * size
             peak = max(peak, in_flight + max(iteration, self._scattered(computed)))
-            update = applied.held * size + (4 * (applied.held + applied.piece) if self._is_normuon else 0)
+            update = applied.held * size + (4 * (applied.held + applied.largest_piece) if self._is_normuon else 0)
             peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
         return peak
 
     def _gathered(self, bucket: BucketCosts) -> int:
-        """Return the bytes of a bucket's message to the owners: the sent buffer and the received one."""
+        """Return the bytes of a bucket's exchange with the owners: the send buffer and the receive buffer."""
         received = bucket.owned if self._shard > 1 else 0
         return (bucket.sent_to_owners + received) * self._itemsize
 
     def _scattered(self, bucket: BucketCosts) -> int:
-        """Return the bytes of a bucket's message to the holders: the sent buffer and the received one."""
+        """Return the bytes of a bucket's exchange with the holders: the send buffer and the receive buffer."""
         received = bucket.held if self._shard * self._replicate > 1 else 0
         return (bucket.sent_to_holders + received) * self._itemsize
 
@@ -91,9 +89,9 @@ class MuonUpdate:
         return counts
 
     def seconds(self, layout: Layout, rates: Rates) -> float:
-        """Return the time of the update besides reading and writing the weights and moments.
+        """Return the time of the update in seconds, excluding the reads and writes of weights and moments.
 
-        Messages overlap with the iterations of other buckets, except for the first and the last one.
+        Messages overlap with the iterations of other buckets, except for the first and the last message.
         """
         flops_per_s = rates.orthogonalize.get(self._itemsize) or rates.matmul.get(self._itemsize, rates.matmul[2])
         seconds = 0.0

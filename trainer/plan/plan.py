@@ -1,4 +1,4 @@
-"""Plans a run: estimates its memory, communication and time on a given machine.
+"""Plans a run: estimates its memory, communication and time on a given machine.  For example:
 
 machine = find_machine("h100")
 plan = make_plan(load_config("llama3_70b"), MeshShape(8, 64), machine)
@@ -20,7 +20,16 @@ from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
 from trainer.optim.optimizer import AVERAGE_SIZE
-from trainer.plan.estimates import Collective, Memory, Moment, StepTime, at_rest, collectives_of, memory_of, time_of
+from trainer.plan.estimates import (
+    Collective,
+    Memory,
+    MemorySnapshot,
+    StepTime,
+    at_rest,
+    collectives_of,
+    memory_of,
+    time_of,
+)
 from trainer.plan.machine import GIB, Machine
 from trainer.plan.muon import MuonUpdate
 from trainer.plan.probe import Probe
@@ -33,10 +42,10 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Generation:
-    """The memory for generating texts inside a step, in addition to the training state, in bytes per rank.
+    """The memory that generation inside a step needs besides the training state, in bytes per rank.
 
-    texts: a description.  weights: the gathered weights.  cache: for all texts at their full length.  temporaries: the
-    maximum that a call of the model, or sampling tokens after it, allocates in addition.
+    texts: describes what is generated, in words.  weights: the gathered weights.  cache: the KV cache of all sequences
+    at their full length.  temporaries: the most that a forward pass, or sampling after it, allocates besides these.
     """
 
     texts: str
@@ -55,9 +64,9 @@ class Plan:
     trace: Trace
     layout: Layout
     probe: Probe
-    """The probe that produced the trace; reused to trace the same model with other settings."""
+    """Produced the trace; reused to trace the same model with other settings."""
     generation: Generation | None = None
-    """For programs that generate the texts they train on inside a step; no setting says whether a program does."""
+    """Set only for programs that generate their training data inside a step.  No configuration key says so."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -65,14 +74,14 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory over a step, including the generation of texts."""
+        """Memory over a step, including generation if there is any."""
         memory = memory_of(self.trace, self.layout, self.num_micro_batches)
-        moment = self.generation_moment
-        return memory if moment is None or moment.total <= memory.peak.total else replace(memory, peak=moment)
+        snapshot = self.generation_peak
+        return memory if snapshot is None or snapshot.total <= memory.peak.total else replace(memory, peak=snapshot)
 
     @cached_property
-    def generation_moment(self) -> Moment | None:
-        """The moment of the highest memory use while texts are generated, or None if none are."""
+    def generation_peak(self) -> MemorySnapshot | None:
+        """The memory at the peak of generation, or None if nothing is generated."""
         generation = self.generation
         if generation is None:
             return None
@@ -82,7 +91,7 @@ class Plan:
             "activations": generation.cache,
             "temporaries": generation.temporaries,
         }
-        return Moment(f"generation of {generation.texts}", by_kind)
+        return MemorySnapshot(f"generation of {generation.texts}", by_kind)
 
     @cached_property
     def collectives(self) -> Counter[Collective]:
@@ -99,7 +108,7 @@ class Plan:
 
     @property
     def needed_gib(self) -> float:
-        """Device memory needed, including the allocator's share and the memory of driver and communicators."""
+        """Device memory needed: live tensors, the allocator's reserve beyond them, the driver and the communicators."""
         return self.peak_gib * (1 + self.machine.allocator_share) + self.machine.reserved_gib
 
     @property
@@ -108,7 +117,7 @@ class Plan:
 
     @property
     def num_parameters(self) -> int:
-        return sum(p.packed_weights or p.numel for unit in self.trace.units for p in unit.parameters)
+        return sum(p.num_quantized_weights or p.numel for unit in self.trace.units for p in unit.parameters)
 
     @property
     def tokens(self) -> int:
@@ -157,7 +166,7 @@ class Plan:
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not has_stored_base]
         average_size = AVERAGE_SIZE * (config.train.ema > 0)
         return sum(
-            int(p.numel * (p.element_size + p.moments * p.moment_size + average_size * p.is_trained))
+            int(p.numel * (p.element_size + p.num_moments * p.moment_size + average_size * p.is_trained))
             for p in parameters
         )
 
@@ -169,8 +178,8 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     """
     probe = probe or Probe(config, machine.device_type, machine.imbalance)
     train = config.train
-    share = offloaded_share(train.offload_activations)
-    trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, share)
+    offload = offloaded_share(train.offload_activations)
+    trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, offload)
     return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 
 
@@ -215,7 +224,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
 
 
 def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
-    """Return the memory and FLOPs of the teacher in distillation, or None without a teacher."""
+    """Return a distillation teacher's memory and FLOPs on one rank, or None without a teacher."""
     teacher = teacher_config(config)
     if teacher is None:
         return None

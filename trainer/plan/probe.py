@@ -1,9 +1,9 @@
 """Traces one micro-batch of a model on fake tensors: the memory it allocates and saves, and the kernels it runs.
 
-The model runs forward and backward, unsharded, on one imaginary rank, with marks where FSDP would gather and reduce.
-In a long series of identical blocks, only the first and last ones are run and the others are copied from them, so
-tracing 126 layers takes as long as tracing four.  The result is a `Trace`, from which the planner composes any mesh and
-any resharding without running the model again.
+The model runs forward and backward, unsharded, on one imaginary rank, and the places where FSDP would gather and reduce
+are recorded.  In a long series of identical blocks, only the first and last few are run, and the events of the others
+are copied from these, so tracing 126 layers takes about as long as tracing four.  The result is a `Trace`, from which
+the planner simulates a step on any mesh and with any resharding, without running the model again.
 """
 
 from __future__ import annotations
@@ -40,24 +40,21 @@ from trainer.model.units import ShardUnit, find_blocks, find_units, is_embedding
 from trainer.optim.groups import assign, block_rows
 from trainer.optim.optimizer import optimizer_state_sizes
 from trainer.plan.kernels import use_gpu_kernels
-from trainer.plan.trace import Event, Mark, MemoryMeter, ParameterInfo, Recorder, Segment, Trace, UnitInfo
+from trainer.plan.trace import Event, EventKind, MemoryMeter, ParameterInfo, Recorder, Segment, Trace, UnitInfo
 from trainer.sequence import use_slices
 
 
 class Probe:
-    """Traces one micro-batch of a configuration's model, which is built once, on the meta device."""
+    """Builds a configuration's model once, on the meta device, and traces micro-batches of it."""
 
     def __init__(self, config: RunConfig, device_type: str, imbalance: float = 1.0) -> None:
-        """`device_type` is `cuda`, which traces with the fused kernels of a GPU, or `cpu`.
-
-        imbalance: see `Machine`.
-        """
+        """device_type: `cpu`, or `cuda` to trace with the fused kernels of a GPU.  imbalance: see `Machine`."""
         self.config, self.device_type, self._imbalance = config, device_type, imbalance
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str, float], Trace] = {}
 
     def on_other_mesh(self, config: RunConfig) -> Probe:
-        """Return a probe of the same model, not built again, with a different `mesh` or `train` section."""
+        """Return a probe that reuses this model, for a configuration with another `mesh` or `train` section."""
         other = copy.copy(self)
         other.config, other._traces = config, {}
         return other
@@ -69,7 +66,7 @@ class Probe:
 
     @cached_property
     def _attended_length(self) -> float:
-        """Number of tokens that attention spans, according to the data; the sequence length if that is unknown."""
+        """Length of the document that a token is in, averaged over tokens; the sequence length if unknown."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
@@ -78,14 +75,14 @@ class Probe:
 
     @property
     def num_units(self) -> int:
-        """Number of units that FSDP gathers one by one, excluding the root."""
+        """Number of FSDP units, excluding the root."""
         return len(find_units(self._model, self.config.recipe, self.config.fsdp.wrap))
 
     def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
 
-        `offload` is the share of blocks whose activations go to host memory.  Raises UserError if the model's own code
-        cannot run on tensors without values.
+        `offload` is the fraction of blocks whose activations go to host memory.  Raises UserError if the model's own
+        code cannot run on tensors without values.
         """
         key = (micro_batch_size, checkpointing, offload)
         if key not in self._traces:
@@ -123,7 +120,7 @@ def _trace(
     config: RunConfig,
     micro_batch_size: int,
     checkpointing: int | str,
-    offload_share: float,
+    offload_fraction: float,
     device_type: str,
     skips_blocks: bool,
     imbalance: float = 1.0,
@@ -141,10 +138,12 @@ def _trace(
     if device_type == "cuda":  # imitated, since autograd in a CPU build of torch refuses fake CUDA tensors
         use_gpu_kernels(model)
     compute_dtype = getattr(torch, config.fsdp.param_dtype)
-    fuses = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
-    offload = _PlannedOffload(model, blocks, offload_share, counts_host=device_type == "cpu")
-    checkpointed = _checkpoint(blocks, checkpointing, saved_operators, fuses, offload if offload_share else None)
-    train = replace(config.train, activation_checkpoint="selective" if fuses else checkpointing)
+    is_compiled = device_type == "cuda" and compiles_when_planned(config.train.compile, device_type)
+    offload = _PlannedOffload(model, blocks, offload_fraction, counts_host=device_type == "cpu")
+    checkpointed = _checkpoint(
+        blocks, checkpointing, saved_operators, is_compiled, offload if offload_fraction else None
+    )
+    train = replace(config.train, activation_checkpoint="selective" if is_compiled else checkpointing)
     slices = find_slices(replace(config, train=train), rank=0)
     repetition = Repetition(model, units if skips_blocks else (), checkpointed, offload.offloaded_by_pattern)
     with warnings.catch_warnings(), fake_tensors():
@@ -152,13 +151,13 @@ def _trace(
         buffer_bytes = make_fake(model, compute_dtype, repetition.skipped_modules)
         shape = (micro_batch_size * config.rows_per_sample, config.data.seq_len // config.context)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
-        meter = MemoryMeter(model, batch.values(), fuses, config.train.float8)
+        meter = MemoryMeter(model, batch.values(), is_compiled, config.train.float8)
         recorder = Recorder(meter, compute_dtype)
         for block in blocks:
             recorder.watch_inside(block)
         forbid_view_outputs((*(module for unit in units for module in unit.modules), model))
         repetition.attach(recorder)
-        if offload_share:
+        if offload_fraction:
             offload.record_in(recorder, repetition.skipped_modules)
         for number, unit in enumerate(units):
             if not all(id(module) in repetition.skipped_modules for module in unit.modules):
@@ -172,13 +171,13 @@ def _trace(
             loss = loss_of(batch)
             (loss * 1.0).sum().backward()
             del loss
-            recorder.mark("end", len(units))
+            recorder.record("end", len(units))
             balance = find_balance(model)
             if balance is not None and balance.needs_totals:
                 with torch.no_grad():
                     loss_of(batch)
-    all_events = [*without_block_marks(repetition.repeated(recorder.events))]
-    num_events = next(number for number, event in enumerate(all_events, start=1) if event.mark == "end")
+    all_events = [*without_block_events(repetition.repeated(recorder.events))]
+    num_events = next(number for number, event in enumerate(all_events, start=1) if event.kind == "end")
     unit_infos = _as_frozen(unit_infos, repetition.with_skipped(meter.parameters_without_gradient(model)))
     return Trace(
         tuple(all_events[:num_events]),
@@ -186,8 +185,8 @@ def _trace(
         buffer_bytes,
         input_bytes=2 * 8 * math.prod(shape),
         # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
-        counting_pass=tuple(replace(e, before=Segment(work=e.before.work)) for e in all_events[num_events:]),
-        load_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
+        counting_pass=tuple(replace(e, segment=Segment(work=e.segment.work)) for e in all_events[num_events:]),
+        expert_count_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
     ).scaled("grouped", estimate.fill_fraction)  # the rows of the buffers of experts that hold tokens
 
 
@@ -195,12 +194,12 @@ def _checkpoint(
     blocks: Sequence[nn.Module],
     checkpointing: int | str,
     saved_operators: Sequence[frozenset[OperatorId]],
-    fuses: bool,
+    is_compiled: bool,
     offload: ActivationOffload | None,
 ) -> set[int]:
     """Apply activation checkpointing; return the ids of the checkpointed blocks.
 
-    If `fuses`, the other blocks are compiled and get selective checkpointing, since the compiler recomputes cheap
+    If `is_compiled`, the other blocks are compiled and get selective checkpointing, since the compiler recomputes cheap
     operators.
     """
     originals = [vars(block).get("forward") for block in blocks]
@@ -208,30 +207,31 @@ def _checkpoint(
     checkpointed = {
         id(b) for b, forward in zip(blocks, originals, strict=True) if vars(b).get("forward") is not forward
     }
-    if fuses:
+    if is_compiled:
         others = [block for block in blocks if id(block) not in checkpointed]
         apply_activation_checkpointing(others, "selective", offload=offload)
     return checkpointed
 
 
 class _PlannedOffload(ActivationOffload):
-    """Activation offloading on fake tensors: runs the code of training, and marks its copies in a recorder.
+    """Activation offloading on fake tensors: runs the same code as training, and records its copies as events.
 
-    `counts_host`: whether data on the host takes device memory, because the device is a CPU.
+    `counts_host`: whether host memory counts as device memory, because the device is a CPU.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], share: float, counts_host: bool) -> None:
-        super().__init__(model, blocks, share, torch.device("cpu"))
+    def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], fraction: float, counts_host: bool) -> None:
+        super().__init__(model, blocks, fraction, torch.device("cpu"))
         self._counts_host = counts_host
-        chosen = offloaded_blocks(len(blocks), share, with_last=True)
+        chosen = offloaded_blocks(len(blocks), fraction, with_last=True)
         self.offloaded_by_pattern = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
-        """Blocks that count as offloaded in the search for identical ones: also the last, which keeps the pattern."""
+        """Ids of the blocks that count as offloaded in the search for identical blocks.  Training never offloads the
+        last block, but here it counts if it fits the pattern."""
 
     def record_in(self, recorder: Recorder, skipped_modules: set[int]) -> None:
-        """Start marking copies in `recorder`, for the blocks that are not left out.
+        """Start recording the copies of all blocks that are not skipped.
 
-        Call this after the recorder has been attached, so that a block's backward pass is marked before the copies that
-        it starts.
+        Call this after the recorder has been attached, so that a block's backward pass is recorded before the copies
+        that it starts.
         """
         self._recorder = recorder
         self.attach([block for block in self._blocks if id(block) not in skipped_modules])
@@ -263,7 +263,7 @@ class _PlannedOffload(ActivationOffload):
     def end_forward(self, call: Any) -> None:
         self._copied: dict[int, int] = {}
         super().end_forward(call)
-        self._recorder.mark_copy("offload", self._copied)
+        self._recorder.record_copy("activation_offload", self._copied)
 
     def note_copied(self, storages: Sequence[Any]) -> None:
         meter = self._recorder.meter
@@ -274,14 +274,14 @@ class _PlannedOffload(ActivationOffload):
     def note_fetched(self, storages: Sequence[Any]) -> None:
         for storage in storages:
             self._recorder.meter.note_fetched(storage.serial, storage.on_device.untyped_storage())
-        self._recorder.mark_copy("prefetch", {storage.serial: storage.num_bytes for storage in storages})
+        self._recorder.record_copy("activation_reload", {storage.serial: storage.num_bytes for storage in storages})
 
     def wait_for_fetch(self, event: Any) -> None:
-        self._recorder.mark_copy("fetched", {})
+        self._recorder.record_copy("activation_reload_wait", {})
 
 
 def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Return the rows of each block of every Muon parameter, by the parameter's id."""
+    """Return `ParameterInfo.muon_blocks` of every parameter that Muon trains, by the parameter's id."""
     blocks = block_rows(model, config.recipe.blocks)
     assigned = assign(model, config.optim)
     muon = [id(assignment.parameter) for assignment in assigned if assignment.optimizer == "muon"]
@@ -326,15 +326,15 @@ def _units_of(
 
 
 def _as_frozen(units: tuple[UnitInfo, ...], names: set[str]) -> tuple[UnitInfo, ...]:
-    """Return the units with the named parameters, which get no gradient, as frozen.
+    """Return the units with the named parameters, which receive no gradient, marked as not trained.
 
-    They are not reduced and have no optimizer state.
+    Such parameters are not reduced and have no optimizer state.
     """
     return tuple(
         replace(
             unit,
             parameters=tuple(
-                replace(p, is_trained=False, moments=0) if p.name in names else p for p in unit.parameters
+                replace(p, is_trained=False, num_moments=0) if p.name in names else p for p in unit.parameters
             ),
         )
         for unit in units
@@ -369,15 +369,13 @@ def make_fake(model: nn.Module, compute_dtype: torch.dtype, skipped_modules: set
 
 
 _MAX_PERIOD = 16
-"""Largest number of blocks after which a pattern may repeat."""
+"""Largest number of blocks in a repeating pattern."""
 _MAX_LEADING_BLOCKS = 4
 """Maximum number of blocks at the start of a model that may differ from the repeated ones."""
 
 
-class NotRepeated(Exception):
-    """Raised if blocks cannot be skipped: the model treats them differently, or the output of one cannot be the next's
-    input.
-    """
+class CannotSkipBlocks(Exception):
+    """Raised if the model treats blocks differently, or if a block's output cannot serve as the next block's input."""
 
 
 @dataclass(frozen=True)
@@ -414,7 +412,7 @@ class Repetition:
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.skipped_modules = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # watched blocks, indexed by the number in their marks
+        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # watched blocks, by the number in their events
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
         self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # its run, its block, and its name in the block
@@ -429,7 +427,7 @@ class Repetition:
                         self._unit_at[id(run), position, name] = number
 
     def attach(self, recorder: Recorder) -> None:
-        """Mark where blocks begin, and make the skipped ones return their input."""
+        """Record where blocks begin, and make the skipped ones return their input."""
         for run in self.runs:
             for position, block in enumerate(run.blocks):
                 block.register_forward_pre_hook(partial(self._note_call, run, position), with_kwargs=True)
@@ -441,15 +439,15 @@ class Repetition:
                     block.register_forward_hook(self._note_output(run))
 
     def _note_output(self, run: _BlockRun) -> Callable[..., None]:
-        """Return a hook that raises NotRepeated unless a block's first output can serve as the next block's input."""
+        """Return a hook that raises CannotSkipBlocks unless a block's first output can be the next block's input."""
 
         def note(block: nn.Module, args: Any, output: Any) -> None:
             first_input = args[0] if args else None
             first, *others = output if isinstance(output, tuple) else (output,)
             if not (isinstance(first, torch.Tensor) and isinstance(first_input, torch.Tensor)):
-                raise NotRepeated
+                raise CannotSkipBlocks
             if first.shape != first_input.shape or first.dtype != first_input.dtype:
-                raise NotRepeated
+                raise CannotSkipBlocks
             self._other_outputs[id(run)] = tuple(others) if isinstance(output, tuple) else None
 
         return note
@@ -459,7 +457,7 @@ class Repetition:
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if not args:
-                raise NotRepeated
+                raise CannotSkipBlocks
             # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
             others = self._other_outputs[id(run)]
@@ -480,7 +478,7 @@ class Repetition:
         self._calls[id(run)].append((position, _signature_of((args, kwargs))))
 
     def _check(self, events: Sequence[Event]) -> None:
-        """Raise NotRepeated unless the model treats skipped blocks like the blocks that represent them.
+        """Raise CannotSkipBlocks unless the model treats skipped blocks like the blocks that represent them.
 
         Blocks must be called one after another, with arguments of the same form and the same plain values, and the
         model must do the same work between them.
@@ -488,23 +486,23 @@ class Repetition:
         for run in self.runs:
             calls, size = self._calls[id(run)], len(run.blocks)
             if len(calls) % size or [position for position, _ in calls] != [*range(size)] * (len(calls) // size):
-                raise NotRepeated
+                raise CannotSkipBlocks
             for number, (position, form) in enumerate(calls):
                 if position >= run.period and position % size >= 1 and form != calls[number - run.period][1]:
-                    raise NotRepeated
+                    raise CannotSkipBlocks
             between: dict[int, set[Any]] = {}
             for event, following in itertools.pairwise(events):
-                if event.mark == "block_return" and following.mark == "block_forward":
+                if event.kind == "block_return" and following.kind == "block_forward":
                     own_run, position = self._watched_blocks[event.unit]
                     if own_run is run and run.period <= position < run.first_after:
-                        between.setdefault(position % run.period, set()).add(frozenset(following.before.work))
+                        between.setdefault(position % run.period, set()).add(frozenset(following.segment.work))
             if any(len(kinds) > 1 for kinds in between.values()):
-                raise NotRepeated
+                raise CannotSkipBlocks
 
     def repeated(self, events: Sequence[Event]) -> list[Event]:
         """Return the events with copies of the second period in place of the skipped blocks.
 
-        A period lasts from the mark of its first block to the mark of the next period's first block.  It includes the
+        A period lasts from the event of its first block to the event of the next period's first block.  It includes the
         model's own work between blocks; the work recorded around skipped blocks is dropped.
         """
         self._check(events)
@@ -514,33 +512,33 @@ class Repetition:
             event = events[number]
             result.append(event)
             number += 1
-            if not event.mark.startswith("block"):
+            if not event.kind.startswith("block"):
                 continue
             run, position = self._watched_blocks[event.unit]
-            if event.mark == "block_forward" and position == run.first_skipped < run.first_after:
-                first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.mark, run, run.period))
+            if event.kind == "block_forward" and position == run.first_skipped < run.first_after:
+                first = max(n for n, e in enumerate(events[:number]) if self._is_at(e, event.kind, run, run.period))
                 result += self._copies(events[first + 1 : number], run, range(0, run.num_skipped, run.period))
-                number = self._next(events, number, event.mark, run, run.first_after) + 1
-            elif event.mark == "block_backward" and position == run.first_after - 1 >= run.first_skipped:
-                number = self._next(events, number, event.mark, run, run.first_skipped - 1) + 1
-                end = self._next(events, number, event.mark, run, run.period - 1) + 1
+                number = self._next(events, number, event.kind, run, run.first_after) + 1
+            elif event.kind == "block_backward" and position == run.first_after - 1 >= run.first_skipped:
+                number = self._next(events, number, event.kind, run, run.first_skipped - 1) + 1
+                end = self._next(events, number, event.kind, run, run.period - 1) + 1
                 result += self._copies(events[number:end], run, range(run.num_skipped - run.period, -1, -run.period))
         return result
 
-    def _is_at(self, event: Event, mark: Mark, run: _BlockRun, position: int) -> bool:
-        return event.mark == mark and self._watched_blocks[event.unit] == (run, position)
+    def _is_at(self, event: Event, kind: EventKind, run: _BlockRun, position: int) -> bool:
+        return event.kind == kind and self._watched_blocks[event.unit] == (run, position)
 
-    def _next(self, events: Sequence[Event], start: int, mark: Mark, run: _BlockRun, position: int) -> int:
+    def _next(self, events: Sequence[Event], start: int, kind: EventKind, run: _BlockRun, position: int) -> int:
         for number in range(start, len(events)):
-            if self._is_at(events[number], mark, run, position):
+            if self._is_at(events[number], kind, run, position):
                 return number
-        raise NotRepeated
+        raise CannotSkipBlocks
 
     def _copies(self, template: Sequence[Event], run: _BlockRun, offsets: Iterable[int]) -> Iterator[Event]:
         for offset in offsets:
             for event in template:
                 unit = event.unit
-                if not event.mark.startswith("block") and unit in self._block_of_unit:
+                if not event.kind.startswith("block") and unit in self._block_of_unit:
                     own_run, position, name = self._block_of_unit[unit]
                     if own_run is run:
                         unit = self._unit_at[id(run), position + run.period + offset, name]
@@ -548,7 +546,7 @@ class Repetition:
 
 
 def _signature_of(arguments: Any) -> Any:
-    """Return a value that is equal for two calls with the same structure, shapes and dtypes, and other values."""
+    """Return a value that is equal for two calls with the same structure, shapes, dtypes and plain values."""
     leaves, structure = pytree.tree_flatten(arguments)
     return str(structure), [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
@@ -556,19 +554,19 @@ def _signature_of(arguments: Any) -> Any:
     ]
 
 
-def without_block_marks(events: Iterable[Event]) -> Iterator[Event]:
-    """Yield FSDP's marks only, merging the segments on both sides of each block mark."""
+def without_block_events(events: Iterable[Event]) -> Iterator[Event]:
+    """Yield all events except those of blocks, merging the segments on both sides of each dropped event."""
     merged = Segment()
     for event in events:
-        if event.mark.startswith("block"):
-            merged = merged.then(event.before)
+        if event.kind.startswith("block"):
+            merged = merged.then(event.segment)
         else:
-            yield replace(event, before=merged.then(event.before))
+            yield replace(event, segment=merged.then(event.segment))
             merged = Segment()
 
 
 def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) -> list[_BlockRun]:
-    """Return the runs of identical blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
+    """Return the runs of repeated blocks that are worth shortening, in outermost ModuleLists and Sequentials."""
     runs: list[_BlockRun] = []
     inside: set[int] = set()
     shared = {id(model.get_parameter(group[0])) for group in tied_names(model)}
@@ -607,7 +605,7 @@ def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
-    """Return a value that is equal for two identical blocks: those with the same modules, shapes and plain settings.
+    """Return a value that is equal for two identical blocks, which have the same modules, shapes and plain settings.
 
     Settings in `counted` are ignored.  A block with a tied parameter is identical to no other.
     """
@@ -638,7 +636,7 @@ _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"})
 
 
 def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
-    """Return the settings (module name, attribute) that are only the index of a block in the list."""
+    """Return the settings (module name, attribute) that merely hold the index of a block in the list."""
     counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
     for position, block in enumerate(blocks):
         indices = {

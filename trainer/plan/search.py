@@ -1,9 +1,9 @@
-"""Resolves `auto`: finds the fastest resharding, checkpointing, micro-batch and group sizes that fit in memory.
+"""Resolves settings that are `auto`: finds the fastest values that fit in memory.
 
 The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
-A unit that is not resharded after the forward pass saves one all-gather, but occupies memory until its backward pass.
-That time is shortest for the last units of the forward pass, so the search leaves the last k units unsharded, finds the
-largest k that fits by bisection, and then tunes the units one by one.
+A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
+The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded; it finds
+the largest k that fits by bisection, and then tunes the units one by one.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
 _TIME_TOLERANCE = 0.005
-"""Among choices within this fraction of the fastest step time, the search takes the one that needs the least memory."""
+"""Among choices that are slower than the fastest by at most this fraction, the one with the least memory is taken."""
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
-"""Units are tuned one by one only in models with at most this many; in deeper models one unit makes no difference."""
+"""Units are tuned one by one only in models with at most this many units; with more, a single one hardly matters."""
 
 
-_OFFLOADED_SHARES = (1.0, 0.5, 0.25)
-"""Shares of blocks to try for `train.offload_activations=auto`, besides none."""
+_OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
+"""Fractions of blocks to try for `train.offload_activations=auto`, besides `none`."""
 
 
 class NothingFits(UserError):
@@ -88,10 +88,10 @@ def uses_auto(config: RunConfig) -> bool:
 def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> PlannedChoice:
     """Return the fastest choice of the `auto` settings in `config` that fits `machine`.
 
-    Among group sizes for sequences or experts, it takes the smallest within the time tolerance of the fastest.  Groups
-    that share sequences across nodes are tried only if nothing else fits.
+    Among sizes of context-parallel or expert-parallel groups, it takes the smallest within the time tolerance of the
+    fastest.  Context-parallel groups that span nodes are tried only if nothing else fits.
 
-    Raises NothingFits if no choice fits; its message lists changes to other settings that would.
+    Raises NothingFits if no choice fits; its message lists changes to other settings that would help.
     """
     try:
         return _with_context(config, mesh, machine, Probe(config, machine.device_type, machine.imbalance))
@@ -127,7 +127,7 @@ def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine, probe: P
 def _smallest_near_fastest(
     groups: Iterable[Sequence[RunConfig]], mesh: MeshShape, machine: Machine, probe: Probe
 ) -> PlannedChoice:
-    """Return the first choice, in the order given, among those within the time tolerance of the fastest.
+    """Return the first choice, in the given order, that is within the time tolerance of the fastest.
 
     A group of configurations is tried only if nothing fits in the groups before it.
     """
@@ -148,7 +148,7 @@ def _smallest_near_fastest(
 
 
 class _Search:
-    """Searches the `auto` settings of one configuration whose groups of ranks are already fixed."""
+    """Searches the other `auto` settings of a configuration whose context and expert group sizes are fixed."""
 
     def __init__(self, config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> None:
         self.config, self.mesh, self.machine, self._probe = config, mesh, machine, probe
@@ -165,15 +165,15 @@ class _Search:
         kinds = [train.activation_checkpoint]
         if train.activation_checkpoint == AUTO:  # least memory first
             kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
-        shares: list[float | str] = [train.offload_activations]
+        fractions: list[float | str] = [train.offload_activations]
         if train.offload_activations == AUTO:  # least memory first; on a CPU there is no other memory to offload to
-            shares = [*(_OFFLOADED_SHARES if self.machine.device_type == "cuda" else ()), "none"]
+            fractions = [*(_OFFLOADED_FRACTIONS if self.machine.device_type == "cuda" else ()), "none"]
         for micro in sizes:
-            for kind in kinds:  # if a kind does not fit, no later kind does, and the same holds for shares
+            for kind in kinds:  # if one kind does not fit, no later kind does; the same holds for fractions
                 fit_before = len(fitting)
-                for share in shares:
+                for fraction in fractions:
                     settings = replace(
-                        train, micro_batch_size=micro, activation_checkpoint=kind, offload_activations=share
+                        train, micro_batch_size=micro, activation_checkpoint=kind, offload_activations=fraction
                     )
                     plans = list(self._with_resharding(settings))
                     smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
@@ -215,7 +215,7 @@ class _Search:
 
     @cached_property
     def _resharding_choices(self) -> list[int | str]:
-        """The alternatives to `never` for one unit after the forward pass: reshard fully, or to n ranks."""
+        """The alternatives to `never` for one unit: reshard fully after the forward pass, or to groups of n ranks."""
         shard, node = self.mesh.shard, self.machine.rates.ranks_per_node
         sizes = {n for n in (2, 4, 8, 16, node) if n < shard and shard % n == 0}
         return ["always", *sorted(sizes, reverse=True)]
@@ -238,7 +238,7 @@ class _Search:
             yield best
 
     def _tune_units(self, plan: Plan) -> list[Plan]:
-        """Change one unit at a time while that makes the step faster; return the successive plans."""
+        """Change one unit at a time for as long as that makes the step faster; return the successive plans."""
         if self.config.fsdp.reshard_after_forward != AUTO or plan.trace.root > _MAX_UNITS:
             return []
         plans = [plan]
@@ -258,7 +258,7 @@ class _Search:
         return plans[1:]
 
     def _simplify(self, plan: Plan) -> Plan:
-        """Return the plan with a list of equal entries replaced by a single value."""
+        """Return the plan with a resharding list of equal entries replaced by a single value."""
         entries = _as_list(plan)
         if len(set(entries)) > 1:
             return plan
@@ -280,7 +280,7 @@ def _nothing_fits(config: RunConfig, smallest: Plan) -> str:
 def remedies(plan: Plan, limit: int = 2) -> list[str]:
     """Return descriptions of the cheapest changes that would make `plan` fit.
 
-    Changes of settings come before more ranks; among them, changes that round weights or moments come last.
+    Changes that need fewer ranks come first; among these, changes that round weights or moments come last.
     """
     fitting = []
     for change, config, mesh in _changes(plan):

@@ -184,7 +184,7 @@ def _offload_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def memory_by_kind(plan: Plan) -> dict[str, float]:
-    """Return peak memory in GiB by kind, plus the allocator's share, the driver's memory, and the total."""
+    """Return peak memory in GiB by kind, plus the allocator's reserve, the driver's memory, and the total."""
     by_kind: dict[str, float] = {kind: plan.memory.peak.by_kind[kind] / GIB for kind in get_args(Kind)}
     by_kind["allocator"] = plan.peak_gib * plan.machine.allocator_share
     by_kind["driver and communicators"] = plan.machine.reserved_gib
@@ -274,7 +274,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts FSDP's marks, in order."""
+    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts the trace's events, in order."""
     from matplotlib.figure import Figure  # imported here because it takes a second
 
     curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, with_curve=True).curve

@@ -156,7 +156,9 @@ def _sizes_of(parameters: Sequence[ParameterInfo], layout: Layout, parts: int) -
     trained = [parameter for parameter in parameters if parameter.is_trained]
     padded = [layout.division(parameter).gathered_numel(parameter.shape) for parameter in parameters]
     stored = [n // parts * parameter.element_size for n, parameter in zip(padded, parameters, strict=True)]
-    gathered = [n * parameter.gathered_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)]
+    gathered = [
+        n * parameter.gathered_element_size(layout.param_size) for n, parameter in zip(padded, parameters, strict=True)
+    ]
     trained_numel = sum(layout.division(parameter).gathered_numel(parameter.shape) for parameter in trained)
     element_size = trained[0].element_size if trained else 4
     local_numel = [parameter.numel // layout.division(parameter).expert for parameter in trained]
@@ -169,7 +171,7 @@ def _sizes_of(parameters: Sequence[ParameterInfo], layout: Layout, parts: int) -
         stored=tuple(stored),
         unsharded=tuple(gathered),
         cast=tuple(
-            size * (parameter.element_size != parameter.gathered_size(layout.param_size))
+            size * (parameter.element_size != parameter.gathered_element_size(layout.param_size))
             for size, parameter in zip(gathered, parameters, strict=True)
         ),
         gradients=sum(local_numel) * layout.param_size,
@@ -280,10 +282,10 @@ class Step:
     def _counting_pass(self, repeats: int) -> None:
         self.watcher.begin(repeats)
         for event in self.trace.counting_pass:
-            self._compute(event.before, event.unit, is_backward=False, adds_in_place=False)
-            if event.mark == "pre_forward":
+            self._compute(event.segment, event.unit, is_backward=False, adds_in_place=False)
+            if event.kind == "pre_forward":
                 self._pre_forward(self._groups[event.unit])
-            elif event.mark == "post_forward":
+            elif event.kind == "post_forward":
                 self._post_forward(self._groups[event.unit], is_backward=False)
         self.watcher.finish()
 
@@ -293,23 +295,23 @@ class Step:
         self._adds_in_place = any(group.adds_in_place for groups in self._groups for group in groups)
         for event in self.trace.events:
             groups = self._groups[event.unit]
-            is_backward = is_backward or event.mark in ("pre_backward", "end")
-            adds_in_place = groups[0].adds_in_place if event.mark == "post_backward" else self._adds_in_place
-            self._compute(event.before, event.unit, is_backward, adds_in_place)
-            if event.mark == "pre_forward":
+            is_backward = is_backward or event.kind in ("pre_backward", "end")
+            adds_in_place = groups[0].adds_in_place if event.kind == "post_backward" else self._adds_in_place
+            self._compute(event.segment, event.unit, is_backward, adds_in_place)
+            if event.kind == "pre_forward":
                 self._pre_forward(groups)
-            elif event.mark == "post_forward":
+            elif event.kind == "post_forward":
                 self._post_forward(groups, is_backward)
-            elif event.mark == "pre_backward":
+            elif event.kind == "pre_backward":
                 self._pre_backward(groups)
-            elif event.mark == "post_backward":
+            elif event.kind == "post_backward":
                 for group in reversed(groups):
                     self._post_backward(group, is_last)
-            elif event.mark == "offload":
+            elif event.kind == "activation_offload":
                 self.watcher.offload(event.num_bytes)
-            elif event.mark == "prefetch":
+            elif event.kind == "activation_reload":
                 self.watcher.prefetch(event.num_bytes)
-            elif event.mark == "fetched":
+            elif event.kind == "activation_reload_wait":
                 self.watcher.wait_for_prefetch()
             else:
                 self._end(is_last)

@@ -1,4 +1,4 @@
-"""Records a `Trace` of one micro-batch: FSDP's marks in order, with the memory and the kernels between them."""
+"""Records a `Trace` of one micro-batch: the events of FSDP's hooks, with the memory and the kernels between them."""
 
 from __future__ import annotations
 
@@ -17,21 +17,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.model.parameters import storage_id
 from trainer.plan.kernels import Float8Casts, Operator, Work, fuse, work_of
 
-Mark = Literal[
-    "pre_forward",
+EventKind = Literal[
+    "pre_forward",  # this and the next three: FSDP's hooks of a unit
     "post_forward",
     "pre_backward",
     "post_backward",
-    "end",
-    "block_forward",
-    "block_return",
-    "block_backward",
-    "offload",
-    "prefetch",
-    "fetched",
+    "end",  # the whole backward pass has ended
+    "block_forward",  # a block's forward pass starts
+    "block_return",  # a block's forward pass returns
+    "block_backward",  # a block's backward pass starts
+    "activation_offload",  # copies to the host start
+    "activation_reload",  # copies back to the device start
+    "activation_reload_wait",  # the backward pass waits for the earliest of these copies
 ]
-"""FSDP's hooks; the start, the return and the backward pass of a block; the start of copies of activations to the host
-and back, and the point where the backward pass waits for them."""
 
 
 @dataclass(frozen=True)
@@ -41,30 +39,32 @@ class ParameterInfo:
     name: str
     shape: tuple[int, ...]
     is_trained: bool
+    """Whether it requires a gradient and receives one."""
     element_size: int
-    moments: int
-    """Number of tensors of the parameter's size in its optimizer state."""
+    num_moments: int
+    """Number of tensors of the parameter's shape in its optimizer state."""
     moment_size: float
-    """Bytes per element of these tensors."""
+    """Bytes per element of each of these tensors, including the scales of 8-bit ones."""
     muon_blocks: tuple[int, ...] | None = None
-    """Rows of each block that Muon orthogonalizes, empty for undivided matrices; None for other optimizers."""
+    """Number of rows in each submatrix that Muon orthogonalizes separately; empty if it orthogonalizes the parameter's
+    matrices as they are, None if Muon does not train the parameter."""
     is_expert: bool = False
-    """Whether its rows may be divided among ranks (`Recipe.experts`)."""
-    packed_weights: int = 0
-    """Number of packed weights, if the elements are bytes (gathered as stored); otherwise 0."""
+    """Whether it holds expert weights, which expert parallelism may divide among ranks (`Recipe.experts`)."""
+    num_quantized_weights: int = 0
+    """Number of weights that the parameter stores if it is quantized, as bytes that are gathered unchanged; else 0."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
-    def gathered_size(self, param_size: int) -> int:
-        """Return the bytes per element of the gathered parameter, given `param_size`, that of the compute dtype."""
-        return self.element_size if self.packed_weights else param_size
+    def gathered_element_size(self, param_size: int) -> int:
+        """Return the bytes per element once gathered.  param_size: bytes per element of the compute dtype."""
+        return self.element_size if self.num_quantized_weights else param_size
 
 
 @dataclass(frozen=True)
 class UnitInfo:
-    """A unit that FSDP gathers at once: its name, and its parameters except those of units inside it."""
+    """An FSDP unit: its name and the parameters that it all-gathers together, without those of nested units."""
 
     name: str
     parameters: tuple[ParameterInfo, ...]
@@ -78,12 +78,12 @@ class UnitInfo:
 
 @dataclass(frozen=True)
 class Segment:
-    """The work between two marks: memory in bytes, relative to the first mark, and the kernels that run."""
+    """What happens between two events: the memory in bytes, relative to the first event, and the kernels that run."""
 
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
-    """The same peak if each parameter already has a gradient, to which new ones are added."""
+    """The same peak if each parameter already has a gradient, to which the new one is added in place."""
     net: int = 0
     """Bytes at the end, excluding the parameters' gradients."""
     gradients: int = 0
@@ -104,24 +104,24 @@ class Segment:
             tuple(work.items()),
         )
 
-    def scaled(self, kind: str, share: float) -> Segment:
-        """Return the segment with the FLOPs of one kind of kernels multiplied by `share`."""
+    def scaled(self, kind: str, factor: float) -> Segment:
+        """Return the segment with the FLOPs of all kernels of one kind multiplied by `factor`."""
         work = Counter[Work]()
         for kernel, count in self.work:
-            flops = round(kernel.flops * share) if kernel.kind == kind else kernel.flops
+            flops = round(kernel.flops * factor) if kernel.kind == kind else kernel.flops
             work[kernel._replace(flops=flops)] += count
         return replace(self, work=tuple(work.items()))
 
 
 @dataclass(frozen=True)
 class Event:
-    """One of FSDP's marks, for the unit with this number, and the segment since the previous mark."""
+    """An event of a unit or block, given by its index, and the segment from the previous event to this one."""
 
-    before: Segment
-    mark: Mark
+    segment: Segment
+    kind: EventKind
     unit: int
     num_bytes: int = 0
-    """Bytes that `offload` and `prefetch` copy."""
+    """Bytes that `activation_offload` or `activation_reload` copies."""
 
 
 @dataclass(frozen=True)
@@ -135,20 +135,20 @@ class Trace:
     input_bytes: int
     """Bytes of the micro-batch's tokens and targets."""
     counting_pass: tuple[Event, ...] = ()
-    """The forward pass that counts which experts are chosen, if each of several micro-batches needs one."""
-    load_bytes: int = 0
+    """The extra forward pass that counts how often each expert is chosen, if load balancing needs it."""
+    expert_count_bytes: int = 0
     """Bytes of the expert counts that are summed over all ranks once per step."""
 
     @property
     def root(self) -> int:
         return len(self.units) - 1
 
-    def scaled(self, kind: str, share: float) -> Trace:
-        """Return the trace with the FLOPs of one kind of kernels, such as `attention`, multiplied by `share`."""
-        if share == 1.0:
+    def scaled(self, kind: str, factor: float) -> Trace:
+        """Return the trace with the FLOPs of all kernels of one kind, such as `attention`, multiplied by `factor`."""
+        if factor == 1.0:
             return self
         scaled = (
-            tuple(replace(event, before=event.before.scaled(kind, share)) for event in events)
+            tuple(replace(event, segment=event.segment.scaled(kind, factor)) for event in events)
             for events in (self.events, self.counting_pass)
         )
         events, counting_pass = scaled
@@ -160,23 +160,23 @@ class Trace:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Tracks the storages that operators allocate, from allocation to free, and the kernels that run.
+    """Tracks the storages that operators allocate until they are freed, and the kernels that run.
 
     Each storage has a serial number; a storage that existed before is identified by the negative of its address.
     """
 
     def __init__(
-        self, model: nn.Module, inputs: Iterable[torch.Tensor], fuses: bool = False, float8: str = "none"
+        self, model: nn.Module, inputs: Iterable[torch.Tensor], is_compiled: bool = False, float8: str = "none"
     ) -> None:
-        """`fuses`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
+        """`is_compiled`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
         super().__init__()
         self.in_block = self.is_backward = False
         """Whether the current operators are inside a block, and whether they belong to the backward pass."""
         self.is_paused = False
         """Whether operators are ignored, because they work on host memory."""
         self._original: dict[int, int] = {}
-        """For each storage that received fetched contents, the storage that was offloaded."""
-        self._fuses, self._casts = fuses, Float8Casts(float8, fuses)
+        """For each storage that received reloaded contents, the storage that was offloaded; both as serial numbers."""
+        self._is_compiled, self._casts = is_compiled, Float8Casts(float8, is_compiled)
         self._live_storages: dict[int, weakref.ref[Any]] = {}
         self._serials: dict[int, int] = {}
         self._num_allocated = 0
@@ -209,7 +209,7 @@ class MemoryMeter(TorchDispatchMode):
         return result
 
     def _note_work(self, work: Work, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        is_fused = self._fuses and self.in_block and work.kind == "memory"
+        is_fused = self._is_compiled and self.in_block and work.kind == "memory"
         operator = Operator(work, self._touched((args, kwargs)), self._touched(result), is_fused)
         if not self.in_block:
             self._operators.append(operator)
@@ -238,11 +238,11 @@ class MemoryMeter(TorchDispatchMode):
         return self._serials.get(key, -key)
 
     def note_fetched(self, original: int, storage: torch.UntypedStorage) -> None:
-        """Note that `storage` gets the contents of the storage with the serial number `original`."""
+        """Note that `storage` receives the contents of the offloaded storage with the serial number `original`."""
         self._original[self.serial(storage)] = original
 
     def _touched(self, tree: Any) -> dict[int, int]:
-        """Return the number of bytes of each storage that the tensors in `tree` cover."""
+        """Return how many bytes of each storage the tensors in `tree` cover, by serial number."""
         num_bytes: dict[int, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
@@ -273,7 +273,7 @@ class MemoryMeter(TorchDispatchMode):
 
     def segments(self) -> list[Segment]:
         """Return the segments so far, in order."""
-        if not self._fuses:
+        if not self._is_compiled:
             return [_segment_of(raw.log, Counter(o.work for o in raw.operators)) for raw in self._raw_segments]
         segments, already_dropped = list[Segment](), set[int]()
         never_fetched = self.never_fetched()
@@ -303,8 +303,8 @@ class MemoryMeter(TorchDispatchMode):
         ]
 
     def never_fetched(self) -> set[int]:
-        """Return the offloaded storages that compiled code would not have saved and that are therefore not copied."""
-        if not self._fuses:
+        """Return the reloaded storages that nothing reads: compiled code would not have saved or copied them."""
+        if not self._is_compiled:
             return set()
         read = {s for raw in self._raw_segments for operator in raw.operators for s in operator.reads}
         return {serial for serial in self._original if serial not in read}
@@ -336,36 +336,36 @@ def _segment_of(log: Iterable[tuple[int, int]], work: Counter[Work], not_materia
 
 
 class Recorder:
-    """Marks where FSDP would gather and reduce, and where repeated blocks begin, using the same hooks as FSDP."""
+    """Records where FSDP would gather and reduce, and where blocks begin and return, using the same hooks as FSDP."""
 
     def __init__(self, meter: MemoryMeter, compute_dtype: torch.dtype) -> None:
         self.meter = meter
         self.cast_dtype = None if compute_dtype == torch.float32 else compute_dtype
-        self._marks: list[tuple[Mark, int, Mapping[int, int]]] = []
+        self._recorded: list[tuple[EventKind, int, Mapping[int, int]]] = []
 
     @property
     def events(self) -> list[Event]:
-        """The marks so far, each with the segment since the previous mark."""
-        pairs = zip(self.meter.segments(), self._marks, strict=True)
-        return [Event(segment, mark, unit, self.meter.copied_bytes(sizes)) for segment, (mark, unit, sizes) in pairs]
+        """The events so far, in order."""
+        pairs = zip(self.meter.segments(), self._recorded, strict=True)
+        return [Event(segment, kind, unit, self.meter.copied_bytes(sizes)) for segment, (kind, unit, sizes) in pairs]
 
-    def mark(self, mark: Mark, unit: int) -> None:
+    def record(self, kind: EventKind, unit: int) -> None:
         self.meter.cut()
-        self._marks.append((mark, unit, {}))
+        self._recorded.append((kind, unit, {}))
 
-    def mark_copy(self, mark: Mark, sizes: Mapping[int, int]) -> None:
-        """Mark a copy to or from the host, of storages with these sizes by serial number, in the current unit."""
+    def record_copy(self, kind: EventKind, sizes: Mapping[int, int]) -> None:
+        """Record a copy to or from the host in the current unit.  sizes: bytes of each storage, by serial number."""
         self.meter.cut()
-        unit = next((unit for earlier, unit, _ in reversed(self._marks) if not earlier.startswith("block")), 0)
-        self._marks.append((mark, unit, sizes))
+        unit = next((unit for earlier, unit, _ in reversed(self._recorded) if not earlier.startswith("block")), 0)
+        self._recorded.append((kind, unit, sizes))
 
     def watch_block(self, block: nn.Module, position: int) -> None:
-        """Mark where the block begins in the forward and the backward pass, and where its forward pass returns."""
-        block.register_forward_pre_hook(lambda *_: self.mark("block_forward", position))
+        """Record where the block's forward and backward passes begin, and where its forward pass returns."""
+        block.register_forward_pre_hook(lambda *_: self.record("block_forward", position))
 
         def after(block: nn.Module, args: Any, output: Any) -> None:
             self._when_gradient("block_backward", position, output)
-            self.mark("block_return", position)
+            self.record("block_return", position)
 
         block.register_forward_hook(after)
 
@@ -391,7 +391,7 @@ class Recorder:
         block.register_forward_hook(leave)
 
     def watch_unit(self, modules: Sequence[nn.Module], unit: int, is_root: bool = False) -> None:
-        """Add the marks of FSDP's hooks for `modules`, which form one unit.
+        """Record the events of FSDP's hooks for `modules`, which form one unit.
 
         The unit is gathered before its first module runs and resharded after its last.  Its gradients are reduced once
         the gradients of the first module's inputs have been computed, or at the end of the backward pass if the inputs
@@ -403,7 +403,7 @@ class Recorder:
             is_first = pending == set(modules)
             if self.cast_dtype is not None:
                 args, kwargs = pytree.tree_map_only(torch.Tensor, self._cast, (args, kwargs))
-            self.mark("pre_forward", unit)
+            self.record("pre_forward", unit)
             if is_first and torch.is_grad_enabled() and not is_root:
                 args, kwargs = self._note_inputs(unit, args, kwargs)
             return args, kwargs
@@ -412,7 +412,7 @@ class Recorder:
             pending.discard(module)
             if not pending:
                 pending.update(modules)
-                self.mark("post_forward", unit)
+                self.record("post_forward", unit)
                 self._when_gradient("pre_backward", unit, output)
 
         for module in modules:
@@ -422,15 +422,15 @@ class Recorder:
     def _cast(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.cast_dtype) if tensor.is_floating_point() else tensor
 
-    def _when_gradient(self, mark: Mark, unit: int, output: Any) -> None:
-        """Add the mark as soon as the first gradient of `output` is computed."""
+    def _when_gradient(self, kind: EventKind, unit: int, output: Any) -> None:
+        """Record the event as soon as the first gradient of `output` is computed."""
         is_done = False
 
         def note(gradient: torch.Tensor) -> None:
             nonlocal is_done
             if not is_done:
                 is_done = True
-                self.mark(mark, unit)
+                self.record(kind, unit)
 
         for tensor in pytree.tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
@@ -441,7 +441,7 @@ class Recorder:
         with_gradient = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
         if with_gradient:
             outputs = _AfterBackward.apply(
-                lambda: self.mark("post_backward", unit), *(leaves[n] for n in with_gradient)
+                lambda: self.record("post_backward", unit), *(leaves[n] for n in with_gradient)
             )  # type: ignore[no-untyped-call]
             for n, tensor in zip(with_gradient, outputs, strict=True):
                 leaves[n] = tensor
@@ -449,7 +449,7 @@ class Recorder:
 
 
 class _AfterBackward(torch.autograd.Function):
-    """Identity that calls a callback in the backward pass, once the gradients of all its tensors are computed."""
+    """The identity; in the backward pass, calls a callback once the gradients of all its tensors are computed."""
 
     @staticmethod
     def forward(ctx: Any, callback: Callable[[], None], *inputs: torch.Tensor) -> Any:

@@ -126,7 +126,7 @@ def _tiles(run: RecordedRun) -> str:
         ("target tokens per second", readable_count(speed) if speed else MISSING, f"median{with_mfu}"),
         ("peak memory", MISSING if memory is None else f"{memory:.2f} GiB", "per rank"),
         ("wall time", readable_duration(goodput.wall_s) if goodput.wall_s else MISSING, ""),
-        ("goodput", _format_percent(goodput.share), "of wall time"),
+        ("goodput", _format_percent(goodput.fraction), "of wall time"),
         ("restarts", str(goodput.restarts), ""),
         ("steps lost", f"{goodput.lost_steps:,}", "and repeated" if goodput.lost_steps else ""),
     ]
@@ -137,7 +137,7 @@ def _tiles(run: RecordedRun) -> str:
 def _time_bar(run: RecordedRun) -> str:
     """Return the bar that shows how the wall time was spent."""
     goodput = run.goodput
-    if goodput.share is None:
+    if goodput.fraction is None:
         return ""
     bar, items = [], []
     for name, (label, color) in PART_STYLES.items():
@@ -382,7 +382,7 @@ def _summary_cells(run: RecordedRun) -> list[str]:
         _format_number(run.last("loss", of_evals=True)),
         readable_count(speed) if speed else MISSING,
         readable_duration(run.goodput.wall_s) if run.goodput.wall_s else MISSING,
-        _format_percent(run.goodput.share),
+        _format_percent(run.goodput.fraction),
     ]
 
 

@@ -32,23 +32,24 @@ KERNELS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Names of the attention kernels; the device determines which one is used.  Each has a `_backward`."""
+"""Names of the attention kernels; the device determines which one runs.  Backward kernels add `_backward`."""
 
 ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
 )
 """The attention operators, none of which materializes the full matrix of scores."""
 
-Kernels: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
+KernelContext: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
-_gpu_kernels: Kernels | None = None
+_gpu_kernels: KernelContext | None = None
 
 
 @contextmanager
-def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
-    """Attend as on a GPU, where no causal mask is materialized, for plans on fake tensors.
+def use_gpu_attention(kernels: KernelContext) -> Iterator[None]:
+    """Compute attention inside the block as on a GPU, where no causal mask is materialized, for plans on fake tensors.
 
-    kernels: creates a context that replaces GPU kernels; it is entered again when `with_current_kernels` recomputes.
+    kernels: creates a context that imitates GPU kernels; functions wrapped by `with_current_kernels` enter it again
+    when they run in the backward pass.
     """
     global _gpu_kernels
     previous, _gpu_kernels = _gpu_kernels, kernels
@@ -59,7 +60,7 @@ def use_gpu_attention(kernels: Kernels) -> Iterator[None]:
 
 
 def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an attention function so that it runs later, in the backward pass, with the kernels active now."""
+    """Wrap an attention function that may run again in the backward pass, so that it uses the kernels active now."""
     kernels = _gpu_kernels
     if kernels is None:
         return function
@@ -79,7 +80,7 @@ class AttentionOptions:
     window: int | None = None
     scale: float | None = None
     sinks: torch.Tensor | None = None
-    """One per query head, (N,)."""
+    """A score per query head, (N,)."""
 
 
 CAUSAL_ONLY = AttentionOptions()
@@ -92,7 +93,7 @@ def attend_full(
     documents: Documents | None = None,
     options: AttentionOptions = CAUSAL_ONLY,
 ) -> torch.Tensor:
-    """Return causal attention of the last Q of T tokens within their documents: (B, N, Q, H).
+    """Return causal attention from the last Q of T tokens to the tokens of their documents: (B, N, Q, H).
 
     See `trainer.sequence.attend`.
     """
@@ -121,7 +122,7 @@ def attend_cached(
     mask: torch.Tensor | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Attend from the last Q of T tokens, during generation.  mask: see `Cache.mask_of`."""
+    """Return attention from the last Q of T tokens during generation, (B, N, Q, H).  mask: see `Cache.mask_of`."""
     if q_BNQH.shape[2] > 1:
         if mask is None:
             return attend_full(q_BNQH, k_BKTH, v_BKTH, None, options)
@@ -132,7 +133,7 @@ def attend_cached(
 
 
 def _supports_grouped_heads(device_type: str, dtype: torch.dtype) -> bool:
-    """Return whether a kernel that never materializes the full matrix of scores supports grouped-query heads.
+    """Return whether some kernel supports grouped-query heads without materializing the full matrix of scores.
 
     In fp32 on a GPU, none does.
     """
@@ -176,7 +177,7 @@ def _kernel_arguments(q_BNQH: torch.Tensor, k_BKTH: torch.Tensor, options: Atten
 
 
 _SINK_WIDTH = 8
-"""Dimensions added to each head for the sink.  One is enough, but GPU kernels need a multiple of 8."""
+"""Dimensions added to each head for the sink.  One would be enough, but GPU kernels need a multiple of 8."""
 
 
 def _with_sink_key(
@@ -184,7 +185,7 @@ def _with_sink_key(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, AttentionOptions]:
     """Return queries, keys and values with an additional first key, and the options without sinks.
 
-    The score of this key is the sink of the query's head, and its value is zero, so any attention kernel can compute
+    The score of this key is the sink of the query's head, and its value is zero, so any attention kernel supports
     sinks.  In an additional dimension, queries contain the sink, the new key is 1, and all other keys are 0.
     """
     assert options.sinks is not None
@@ -271,7 +272,7 @@ def _attend_packed(
     documents: Documents,
     options: AttentionOptions = CAUSAL_ONLY,
 ) -> torch.Tensor:
-    """Concatenate all rows and attend with the variable-length kernel.  No document is longer than a row."""
+    """Concatenate all rows and attend with the variable-length kernel, (B, N, Q, H).  Documents never span rows."""
     (num_rows, _, num_queries, width), num_tokens = q_BNQH.shape, k_BKTH.shape[2]
     cu_seqlens_q, cu_seqlens_k, scale = documents.query_cu_seqlens, documents.cu_seqlens, options.scale
     if options.sinks is None:
@@ -327,7 +328,7 @@ def _attend_gathered(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Gather all keys and values, then attend.  They are freed afterwards if the backward pass gathers them again."""
+    """Gather all keys and values, then attend.  Frees them afterwards if the backward pass is to gather them again."""
     if not slices.regathers_in_backward:
         return _attend_to_all(slices, q_BNtH, k_BKtH, v_BKtH, documents, options)
     arguments: Any = {
@@ -374,7 +375,7 @@ def _attend_by_heads(
     documents: Documents | None,
     options: AttentionOptions,
 ) -> torch.Tensor:
-    """Exchange slices for heads: each rank computes some heads on full sequences, then sends the results back."""
+    """Exchange slices for heads: each rank computes some heads for full sequences, then sends the results back."""
     num_ranks, num_heads, num_kv_heads = slices.count, q_BNtH.shape[1], k_BKtH.shape[1]
     if num_heads % num_ranks:
         rule = f"needs mesh.context={num_ranks} to divide the number of query heads, {num_heads}"

@@ -1,11 +1,11 @@
-"""The states of linear attention between chunks of tokens, as operators with gradients.
+"""The recurrent state of linear attention, passed from chunk to chunk of tokens by differentiable operators.
 
-Within a chunk, all computation is matrix products; the state is passed from chunk to chunk in a loop.  Each loop is one
-operator, so that autograd keeps only the states of its iterations, and neither `torch.compile` nor the planner unrolls
+Within a chunk, everything is computed with matrix products; a loop passes the state from chunk to chunk.  Each loop is
+one operator, so that autograd keeps only the states that it needs, and neither `torch.compile` nor the planner unrolls
 the thousands of iterations over a long sequence.
 
 A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states;
-they then apply to the last columns.
+they are then added to the last columns only.
 
 Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
 """

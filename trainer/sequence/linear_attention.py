@@ -1,8 +1,8 @@
 """The gated delta rule (linear attention with a matrix-valued state), and short causal convolutions.
 
 Masks separate the documents in a row, so that shapes do not depend on them.  Under context parallelism, each rank
-computes how its pieces of a sequence change the state.  This change is an affine map, so one all-gather of the maps of
-all pieces gives the initial state of each piece.
+computes how its pieces of a sequence change the state.  This change is an affine map, so after one all-gather of the
+maps of all pieces, each rank can compute the initial states of its pieces.
 
 Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the chunkwise products, Yang
 et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
@@ -117,7 +117,7 @@ def gated_delta_rule(
 
 
 class _Chunks(NamedTuple):
-    """The effect of each chunk as a function of the state before it, called S0.
+    """The effect of each chunk as a function of S0, the state before it.
 
     The values written are `writes` - `seen` @ S0; the outputs are `reads` @ S0 + `attention` @ written, and the state
     after the chunk is `decay` * S0 + `keys`.T @ written.
@@ -126,7 +126,7 @@ class _Chunks(NamedTuple):
     reads: torch.Tensor
     """Queries, decayed from the start of the chunk, (B, N, C, S, H)."""
     seen: torch.Tensor
-    """Keys that read the values to replace from S0, (B, N, C, S, H)."""
+    """Keys that read from S0 the values to replace, (B, N, C, S, H)."""
     writes: torch.Tensor
     """Values to write if S0 is zero, (B, N, C, S, E)."""
     keys: torch.Tensor
@@ -196,9 +196,9 @@ def _read_chunks(chunks: _Chunks, state_BNHE: torch.Tensor) -> tuple[torch.Tenso
 
 
 def _total_map(chunks: _Chunks) -> torch.Tensor:
-    """Return how all chunks together change the state, (B, N, H, H + E): S becomes A S + b, with [A, b] = result.
+    """Return how all chunks together change the state, (B, N, H, H + E): the result is [A, b] if S becomes A S + b.
 
-    The result is the final state for the initial state [1, 0], with writes that apply only to b.
+    It is the final state if the initial state is [identity, 0] and writes apply only to the columns of b.
     """
     num_rows, num_heads, _, _, key_size = chunks.keys.shape
     identity_HH = torch.eye(key_size, device=chunks.keys.device)

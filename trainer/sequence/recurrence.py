@@ -15,7 +15,7 @@ from trainer.sequence.row_layout import Documents
 def apply_by_document(
     layer: Callable[[torch.Tensor], torch.Tensor], x_BTD: torch.Tensor, documents: Documents
 ) -> torch.Tensor:
-    """Return the output of a causal layer whose state is reset at each document, (B, T, D).
+    """Return the output of a causal layer whose state is reset at the start of each document, (B, T, D).
 
     layer: maps (N, L, D) to (N, L, D).  It is called with one document per row, padded with zeros: once for documents
     of 1 token, once for 2 to 3 tokens, once for 4 to 7 and so on, so that less than half of the tokens are padding.

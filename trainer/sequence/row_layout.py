@@ -30,7 +30,7 @@ def current_slices() -> Slices | None:
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """From now on, treat inputs of models as slices of sequences, if `mesh.context` is above 1.
+    """From now on, treat the inputs of models as slices of sequences if `mesh.context` is above 1.
 
     Creates the process group of the ranks that share sequences.  Collective.
     """
@@ -70,9 +70,9 @@ _needs_last_logits_only = False
 
 @contextmanager
 def last_logits_only() -> Iterator[None]:
-    """Say that inside the block only the logits of each row's last token are needed, as of a prompt.
+    """Declare that inside the block only the logits of each row's last token are needed, as after a prompt.
 
-    A model may return all others as well; its head saves computing them with `needed_for_logits`.
+    A model may return the others too.  A head that calls `needed_for_logits` does not compute them.
     """
     global _needs_last_logits_only
     previous, _needs_last_logits_only = _needs_last_logits_only, True
@@ -83,7 +83,7 @@ def last_logits_only() -> Iterator[None]:
 
 
 def needed_for_logits(x_BTD: torch.Tensor) -> torch.Tensor:
-    """Return the hidden states of the tokens whose logits are needed: all, or (B, 1, D) in `last_logits_only`."""
+    """Return the hidden states of the tokens whose logits are needed: (B, T, D), or (B, 1, D) in `last_logits_only`."""
     return x_BTD[:, -1:] if _needs_last_logits_only else x_BTD
 
 
@@ -99,12 +99,11 @@ Measured on a CPU: 0.04 ms per document, forward and backward, against 1.5 ms fo
 
 
 class Documents:
-    """The documents packed into a batch, in the forms that attention needs; created once and used by all layers."""
+    """The documents packed into a batch, in the forms that layers need; created once and used by all layers."""
 
     @classmethod
     def of(cls, documents_BT: torch.Tensor | Cache | None, cu_seqlens: torch.Tensor | None = None) -> Documents | None:
-        """Return the documents of a batch from its entries `documents` and, if present, `cu_seqlens`; None if there
-        are none.
+        """Return the documents of a batch, given its entries `documents` and `cu_seqlens`; None without `documents`.
 
         Consecutive tokens of a row with the same number form one document.  A `Cache` is returned unchanged.  Both
         entries describe full rows, even if the model is called with slices of them.
@@ -221,16 +220,18 @@ class Cache(Documents):
     Passed to a model instead of a batch's `documents`, it makes a call's tokens follow those of earlier calls:
     `model(tokens, documents=cache)`, followed by `cache.advance(tokens.shape[1])`.
 
-    Texts of different lengths are padded on the left, with any tokens.  Nothing attends to the padding, and positions
-    count from the first token after it.  They are limited to `max_tokens` - 1, since finished texts are still fed
-    tokens until all texts in the batch have finished.
+    Sequences of different lengths are padded on the left, with any tokens.  No other token attends to the padding, and
+    positions count from the first token after it.  Positions are limited to `max_tokens` - 1, since a finished sequence
+    is fed more tokens until the whole batch has finished.
 
     A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens`, and doubled when
     full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
-        """`padding`: number of padding tokens of each text.  `max_tokens`: length of the longest text; 0 if unknown."""
+        """padding: number of padding tokens per row.  max_tokens: length of the longest sequence, without padding; 0 if
+        unknown.
+        """
         self.num_tokens = 0
         """Number of tokens in finished calls, including padding."""
         self._padding = torch.tensor(padding) if any(padding) else None
@@ -257,7 +258,7 @@ class Cache(Documents):
         self._next_layer += 1
 
     def extend(self, k_BKTH: torch.Tensor, v_BKTH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Append keys and values to those of the next layer; return views of the layer's, for all tokens so far."""
+        """Append keys and values to those of the next layer; return views of all that the layer has so far."""
         stop, stored = self.num_tokens + k_BKTH.shape[2], self.recall()
         if stored is None or stop > stored[0].shape[2]:
             memory = (self._allocate(k_BKTH, stop), self._allocate(v_BKTH, stop))
@@ -278,7 +279,7 @@ class Cache(Documents):
         return like_BKTH.new_empty(*like_BKTH.shape[:2], capacity, like_BKTH.shape[3])
 
     def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop the texts in all other rows.  Copies the remaining cache."""
+        """Drop all rows except `rows`.  Copies the cache of the rows that remain."""
         index_R = torch.tensor(rows)
         if self._padding is not None:
             self._padding = self._padding[index_R.to(self._padding.device)]
@@ -294,16 +295,16 @@ class Cache(Documents):
         return (index_T - self._padding.to(tokens_BT.device).unsqueeze(1)).clamp(min=0, max=self._max_position)
 
     def is_padding(self, x_BTD: torch.Tensor) -> torch.Tensor | None:
-        """Return which of a call's tokens are padding, (B, T); None if no text has padding."""
+        """Return which of a call's tokens are padding, (B, T); None if no row has padding."""
         if self._padding is None:
             return None
         index_T = torch.arange(self.num_tokens, self.num_tokens + x_BTD.shape[1], device=x_BTD.device)
         return index_T < self._padding.to(x_BTD.device).unsqueeze(1)
 
     def mask_of(self, q_BNTH: torch.Tensor, window: int | None = None) -> torch.Tensor | None:
-        """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None if no text has padding.
+        """Return the mask of a call's queries, (B, 1, T, S) for S tokens so far; None if no row has padding.
 
-        It is 0 where a query may attend to a key, within the last `window` ones, and -inf elsewhere; all layers use it.
+        It is 0 where a query may attend to a key (one of the last `window`) and -inf elsewhere; all layers share it.
         Padding attends to itself, since a query that attends to nothing has no finite output.
         """
         if self._padding is None or window in self._masks:
@@ -320,15 +321,14 @@ class Cache(Documents):
 
 
 _MIN_CACHED_TOKENS = 64
-"""Smallest number of tokens for which a KV cache allocates memory, unless its `max_tokens` is lower."""
+"""A KV cache allocates memory for at least this many tokens, unless `max_tokens` is lower."""
 
 
 def compute_cu_seqlens(documents_BT: torch.Tensor) -> torch.Tensor:
     """Return the cumulative lengths of the documents, as in FlashAttention (int32).
 
-    These are the start of each document in the concatenated rows, and the end of the last one.
-
-    The length depends on the number of documents, so this needs a host sync.
+    These are the start of each document in the concatenated rows, followed by the end of the last document.  The size
+    of the result depends on the data, so this needs a host sync.
     """
     (starts,) = torch.nonzero(_is_first_token(documents_BT).flatten(), as_tuple=True)
     return F.pad(starts, (0, 1), value=documents_BT.numel()).to(torch.int32)
