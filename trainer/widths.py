@@ -1,10 +1,10 @@
-"""Check that a model's activations do not grow with its width, using muP's coordinate check.
+"""Check that a model's activations do not grow with its width (muP's coordinate check).
 
     python -m trainer.widths recipe=llama_small \\
         optim.base_model='{dim: 48, num_heads: 2, num_kv_heads: 2, ffn_dim: 128}'
 
-Trains the model at each width for a few steps, with optim.base_model and without it, and writes a page that shows the
-mean magnitude of each layer's output activations, before and after.  Where activations grow with width, each width
+Trains the model at each width for a few steps, with and without optim.base_model, and writes a page that shows the mean
+magnitude of each layer's output activations before and after these steps.  If activations grow with width, each width
 needs a different learning rate.  Exits with 1 if they grow even with optim.base_model.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 MAX_EXPONENT = 0.3
-"""Activations may grow with at most this power of the width.  Without muP, the exponent is 0.5 and more."""
+"""Activations may grow with at most this power of the width.  Without muP, the exponent is at least 0.5."""
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
