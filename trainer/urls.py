@@ -44,7 +44,7 @@ def has_pattern(url: str) -> bool:
 
 
 def join(url: str, name: str) -> str:
-    """Split a URL into the part before the query, and the query with its `?`, which is empty if there is none."""
+    """Return the URL of a file in the folder at `url`, with the folder's query, which may hold a token for it."""
     location, query = split_query(url)
     return f"{location.rstrip('/')}/{name}{query}"
 

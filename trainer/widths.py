@@ -116,7 +116,7 @@ def _parse_factors(text: str) -> list[int]:
 
 
 def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) -> list[WidthCurves]:
-    """Return the activations by width, with and without `optim.base_model`."""
+    """Return the magnitudes of activations at each width, with and without `optim.base_model`."""
     from trainer.report.widths import WidthCurves
 
     name = "dim" if "dim" in base else next(iter(base))
@@ -135,7 +135,7 @@ def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) ->
 
 
 def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Train one model; return the mean magnitude of each unit's output activations before and after the steps."""
+    """Train one model; return the mean absolute output activation of each unit before and after the steps."""
     from trainer.trainer import Trainer
 
     trainer = Trainer(config)
@@ -152,7 +152,7 @@ def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, f
 
 
 def _activation_magnitudes(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
-    """Return the mean magnitude of each unit's output activations for these tokens, by the unit's name."""
+    """Return the mean absolute output activation of each unit for these tokens, by the names of its modules."""
     from torch.utils.hooks import RemovableHandle
 
     from trainer.model.gradients import evaluation_mode
