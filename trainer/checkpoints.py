@@ -1,10 +1,10 @@
-"""The command that lists, checks and compares the checkpoints of a run.
+"""List, verify and compare the checkpoints of a run.
 
     python -m trainer.checkpoints <run folder>                  list steps, sizes, ages and meshes; check sizes
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-The command changes nothing.  Exit codes: 1 if a checkpoint is damaged, 2 for a mistake in the input.
+The command is read-only.  It exits with 1 if a checkpoint is damaged, and with 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""Maximum number of times to list a folder to which a run is saving new checkpoints."""
+"""Maximum number of times to list a folder again because a run has saved new checkpoints meanwhile."""
 
 _BLOCK_BYTES = 64 << 20
-"""Bytes of a tensor to hold in memory at a time when two checkpoints are compared."""
+"""Bytes of each tensor to read at a time when two checkpoints are compared."""
 
 
 @dataclass
@@ -66,13 +66,14 @@ class CheckpointEntry:
     """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `quarantined`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
-    """Number of consecutive skipped steps up to this one.  If above 0, runs do not resume from it automatically."""
+    """Number of consecutive skipped updates up to this step.  If it is above 0, runs do not resume from this checkpoint
+    automatically, unless there is no other."""
     notes: tuple[str, ...] = ()
     """Remarks to print below the list."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
-    """Losses from the evaluation at this step."""
+    """Losses and metrics of the evaluation at this step."""
     is_best: bool = False
-    """True if RUN/best refers to this checkpoint."""
+    """Whether RUN/best refers to this checkpoint."""
 
 
 _SAVED_WHILE_SKIPPING = (
@@ -144,7 +145,7 @@ class TensorChange:
 
 
 def compare_tensors(first: StoredWeights, second: StoredWeights) -> Iterator[TensorChange]:
-    """Yield each tensor that differs or that only one checkpoint has.  Reads one block of rows at a time."""
+    """Yield each tensor that differs between two checkpoints or is in only one.  Reads one block of rows at a time."""
     for key in [*first.layout, *(key for key in second.layout if key not in first.layout)]:
         before, after = first.layout.get(key), second.layout.get(key)
         if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):

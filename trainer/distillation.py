@@ -1,6 +1,8 @@
-"""Distillation from a sharded teacher: the Trainer for objectives that compare probabilities with a teacher's.
+"""Distillation: the Trainer for objectives that match a teacher's next-token distribution.
 
-Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary.
+The teacher is a second, sharded model, or a folder of its log-probabilities that `trainer.teach` has written.
+
+Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary size.
 """
 
 from __future__ import annotations
@@ -30,13 +32,13 @@ TEACHER = "teacher"
 """Key of the state entry that identifies the teacher's weights."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Bytes of fp32 logits per chunk.  Several tensors of this size are in memory at once, for student and teacher."""
+"""Bytes of one model's fp32 logits per chunk.  Several tensors of this size are in memory at the same time."""
 
 
 class DistillationTrainer(Trainer):
-    """Trains a model to imitate a teacher: a second model, frozen and sharded like the first.
+    """Trains a student to imitate a teacher: a second, frozen model, sharded like the student, or its stored outputs.
 
-    The logits of both are computed in chunks, and never materialized in full.
+    The logits of student and teacher are computed in chunks, and never materialized in full.
     """
 
     takes_objectives = True
@@ -51,7 +53,7 @@ class DistillationTrainer(Trainer):
                 self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        """Return the sharded model; for the run's own model, build the teacher first."""
+        """Return the sharded model; for the run's own model, build the teacher, if there is one, first."""
         if config is None:
             config_of_teacher = self.world.agreed(lambda: teacher_config(self.config))
             if config_of_teacher is not None:
@@ -59,7 +61,7 @@ class DistillationTrainer(Trainer):
         return super().build_model(config)
 
     def build_loader(self) -> Iterable[Batch]:
-        """Return the training data, with the teacher's log-probabilities if they were written to files."""
+        """Return the training data, with the teacher's log-probabilities if these are stored in files."""
         if self.teacher is not None:
             return super().build_loader()
         data = open_source(self.config.data, self.config.vocab_size, "train")
@@ -69,7 +71,8 @@ class DistillationTrainer(Trainer):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's targets.
 
-        Collectives: those of the teacher's forward pass, unless its log-probabilities are in files, then the model's.
+        Collectives: those of the teacher's forward pass, unless its log-probabilities are stored in files; then those
+        of the student's forward pass.
         """
         teacher: Outputs | TopTokens
         if self.teacher is None:
@@ -94,14 +97,14 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return the hidden states and the output projection from which a model computes the logits of a batch.
+    """Return the final hidden states of a batch, and the weight that projects them to logits.
 
     Collectives: those of a forward pass.
     """
     captured: list[Outputs] = []
 
     def capture(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-        # Copy the weight: `reshard` below frees a gathered one.
+        # Copy the weight, because `reshard` below frees it if it was gathered.
         captured.append(Outputs(hidden.flatten(0, -2), None if weight is None else weight.clone()))
         return hidden.new_zeros(())
 
@@ -113,7 +116,7 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Hidden states (N, D) and the weight (V, D) of the output projection; without a weight, `hidden` is the logits."""
+    """Hidden states (N, D) and the weight (V, D) that projects them to logits; if None, `hidden` is the logits."""
 
     hidden: torch.Tensor
     weight: torch.Tensor | None
@@ -132,27 +135,27 @@ class Outputs:
 class TopTokens:
     """A teacher's most likely next tokens and their log-probabilities, (N, k) each.
 
-    Student and teacher are compared on k + 1 outcomes: each of these tokens, and any other token.  The divergence is
-    then a lower bound of the full one, and exact for k = V.
+    Student and teacher are compared on k + 1 outcomes: each of these tokens, and all other tokens together.  The result
+    is a lower bound on the divergence over the full vocabulary, with equality for k = V.
     """
 
     ids: torch.Tensor
     logps: torch.Tensor
 
     def log_prob_pair(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both log-probabilities at rows [start, stop), (n, k + 1) each; see `Outputs.log_prob_pair`."""
+        """Return the log-probabilities of student and teacher at rows [start, stop), (n, k + 1) each."""
         student_nk = student_nV.gather(1, self.ids[start:stop])
         return _with_other_tokens(student_nk), _with_other_tokens(self.logps[start:stop])
 
 
 def _with_other_tokens(logps_nk: torch.Tensor) -> torch.Tensor:
-    """Append the log-probability of any other token: (n, k + 1)."""
+    """Append the log-probability of all other tokens together; return (n, k + 1)."""
     other_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_MIN_OTHER_PROB).log()
     return torch.cat([logps_nk, other_n1], 1)
 
 
 _MIN_OTHER_PROB = 1e-7
-"""Lower bound on the total probability of all other tokens, about the rounding error of a difference from 1 in fp32."""
+"""Lower bound on the total probability of all other tokens: about the rounding error of 1 - x in fp32."""
 
 
 def _rows_per_chunk(vocab_size: int) -> int:
@@ -160,7 +163,7 @@ def _rows_per_chunk(vocab_size: int) -> int:
 
 
 class _DistillationLoss(torch.autograd.Function):
-    """Returns the summed loss of tokens, and the sum of their divergences from the teacher, which has no gradient.
+    """Returns the loss summed over targets, and the summed divergence from the teacher; only the loss has a gradient.
 
     Gradients are computed in the forward pass, while a chunk's logits exist, as in `linear_cross_entropy`.
     """

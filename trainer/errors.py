@@ -1,9 +1,9 @@
-"""Errors, their messages and exit codes, and the redaction of all printed or stored text.
+"""Exceptions, exit codes and error messages, and the redaction of all printed or stored text.
 
-Every other module may import this one.  Text for a terminal, a log or a shared file passes through `printable`, which
-removes credentials and terminal control sequences.  A message names the setting and its value, the rule that it breaks,
-and a fix: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong suggestion
-is worse than none.
+All higher layers may import this module.  Text for a terminal, a log or a shared file passes through `printable` or
+`redact`, which mask credentials; `printable` also removes terminal control sequences.  An error message names the
+setting, its value and the rule that the value breaks.  It suggests a fix: the nearest legal value, the value that was
+probably meant, an example or an instruction.  A wrong suggestion is worse than none.
 """
 
 from __future__ import annotations
@@ -35,29 +35,27 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
-"""Only from the planner: the planned run needs more memory than the device has."""
+"""Used only by the planner: the planned run needs more memory than the device has."""
 EXIT_STOPPED = 75
-"""Stopped on request after saving; run again to resume (`EX_TEMPFAIL` in sysexits.h)."""
-
-
+"""Stopped on request; run the same command again to resume (`EX_TEMPFAIL` in sysexits.h)."""
 EXIT_INTERRUPTED = 130
-"""Exit code of a command interrupted by Ctrl-C, following the shells' convention."""
+"""Interrupted by Ctrl-C: by the shells' convention, 128 plus the number of the signal."""
 
 
 class UserError(Exception):
-    """A mistake in the user's input, found before training: one message, exit code 2."""
+    """A mistake in the user's input: printed as one message without a traceback, exit code 2."""
 
 
 class TrainingFailed(Exception):
-    """Training cannot continue, for a reason that is not a bug: one message, exit code 1."""
+    """Training cannot continue, for a reason that is not a bug: printed like a UserError, exit code 1."""
 
 
 class PeerFailed(Exception):
-    """Another rank failed first and reports the error: no message from this rank, exit code 1."""
+    """Another rank failed first and reports the error, so this rank prints nothing; exit code 1."""
 
 
 _MAX_SHOWN_CHARS = 500
-"""Longest value, in characters, that messages show in full."""
+"""Error messages truncate values longer than this many characters."""
 
 
 def print_stderr(text: str) -> None:
@@ -173,8 +171,8 @@ def signal_exit_code(name: str) -> int:
 def _raise_on_signals() -> Iterator[None]:
     """Raise an exception on SIGTERM, SIGHUP or Ctrl-C inside the block, so that temporary files are cleaned up.
 
-    If the command does not end within seconds, in a long call or because the exception was swallowed, the process exits
-    (see `trainer.stopping`).
+    If the command has not ended seconds later, because it is in a long call or the exception was swallowed, the process
+    exits (see `trainer.stopping`).
     """
     defaults = {
         signal.SIGTERM: signal.SIG_DFL,
@@ -186,23 +184,23 @@ def _raise_on_signals() -> Iterator[None]:
     caught = {
         number: previous for number, previous in handlers.items() if previous in (defaults[number], exit_immediately)
     }
-    prompt = PromptStop(caught, signal_exit_code)
+    prompt_stop = PromptStop(caught, signal_exit_code)
 
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         with contextlib.suppress(StopRequested):  # raised below, as KeyboardInterrupt for Ctrl-C
-            prompt.on_signal(name)
+            prompt_stop.on_signal(name)
         if not is_in_hook(frame):
             raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:
         signal.signal(number, handle)
     if caught:
-        prompt.start()
+        prompt_stop.start()
     try:
         yield
     finally:
-        prompt.cancel()
+        prompt_stop.cancel()
         for number, previous in caught.items():
             signal.signal(number, previous)
 
@@ -210,7 +208,7 @@ def _raise_on_signals() -> Iterator[None]:
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
     """Return the legal value whose spelling is closest to `value`, or None if none is close.
 
-    cutoff: minimum similarity, as in difflib.  Use a higher one for short values, and for values that share an ending.
+    cutoff: minimum similarity, as in difflib.  Use a higher cutoff for short values and for values that end alike.
     """
     by_text = {str(candidate): candidate for candidate in legal}
     matches = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
@@ -234,7 +232,7 @@ def setting_error(
 
     rule: completes the text "KEY=VALUE: ...", for example "must be at least 1".
     legal: the nearest legal value, for ordered values.
-    meant: the legal value that was probably meant, because its spelling or its name in other tools is similar.
+    meant: the legal value that was probably meant: one with a similar spelling, or other tools' name for it was given.
     example: a value of the correct form.
     fix: what to do, in words.
     """
@@ -268,7 +266,7 @@ def choice_error(
 ) -> UserError:
     """Return the error for a setting whose value is not one of the `legal` ones.
 
-    aliases: legal values to suggest for other names: {"gpu": "cuda"}.
+    aliases: maps other names of values to the legal values to suggest: {"gpu": "cuda"}.
     """
     choices = list(legal)
     meant = (aliases or {}).get(_format(value).lower())

@@ -5,8 +5,8 @@
     python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     with lm-evaluation-harness
 
 A run is evaluated with its own settings, by default on one rank.  Any key can be overridden: data.eval_path selects
-different data, eval.steps=0 uses all of it.  --lm-eval exports the run, merges adapters, and runs tasks from the
-lm_eval library or from a folder of YAML files.
+other data, and eval.steps=0 evaluates on all of it.  --lm-eval exports the run with its adapters merged, and evaluates
+it on tasks of the lm_eval library or on tasks defined by the YAML files in a folder.
 """
 
 from __future__ import annotations
@@ -70,16 +70,16 @@ _EVALUATION_OVERRIDES = {
     "log.prometheus": "null",
     "log.profile_steps": "null",
 }
-"""Overrides of the run's settings: an evaluation runs on any number of ranks and stores nothing."""
+"""Settings that replace the run's own: an evaluation runs on any number of ranks, and stores nothing."""
 
 
 _DISPLAYED_PATH_OPTION = "--shown-as"
-"""Internal option of spawned ranks: the path to display for the weights, which these ranks read from a pinned path."""
+"""Internal option of spawned ranks: the path to display in place of the pinned path of their weights."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate: its configuration, the path of its weights, and their step if they come from a run."""
+    """A model to evaluate: its configuration, the path of its weights, and their training step if a run saved them."""
 
     config: RunConfig
     weights: str
@@ -160,7 +160,7 @@ def _init_from_value(source: StoredWeights, path: str) -> str:
 
 
 def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
-    """Return a subclass of `trainer_class` that counts targets, and has no training data or optimizer state."""
+    """Return a subclass of `trainer_class` that counts targets and has neither training data nor optimizer state."""
     import torch
 
     from trainer.loss import count_targets
@@ -223,7 +223,7 @@ def _load_checkpoint(trainer: Trainer, stored: StoredWeights) -> None:
 
 @dataclass(frozen=True)
 class EvaluationStats:
-    """The size of an evaluation: its sequence length, and the number of tokens that the loss averages over."""
+    """The size of an evaluation: the sequence length, and the number of target tokens over all ranks."""
 
     seq_len: int
     tokens: int
@@ -232,7 +232,7 @@ class EvaluationStats:
 
     @classmethod
     def of(cls, trainer: Trainer) -> EvaluationStats:
-        """Return the size of the evaluation of `trainer`, over all ranks.  Collective."""
+        """Return the size of the evaluation that `trainer` has run.  Collective."""
         (tokens,) = trainer.world.sum([float(getattr(trainer, "num_targets_seen", 0))])
         source = getattr(trainer.eval_loader, "source", None)
         is_chat = trainer.config.data.source == "chat" and source is not None
@@ -247,7 +247,7 @@ class EvaluationStats:
 
 
 def as_table(subject: Subject, record: Record, stats: EvaluationStats | None = None) -> str:
-    """Return the evaluation as a table: one line per source if there are several, and one for all."""
+    """Return the evaluation as a table: one line for each source if there are several, and one for the total."""
     bits_per_byte = record.get("bits_per_byte")
     headers = ("", "loss", *(["bits per byte"] if bits_per_byte is not None else []))
     source_losses = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
@@ -274,7 +274,7 @@ def _number(value: float | None) -> str:
 def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     """Return the evaluation as one JSON object.
 
-    It has the fields of the run's `eval` lines, the path of the weights, the sequence length and the number of tokens.
+    It has the fields of the run's `eval` records, and the path of the weights, sequence length and number of tokens.
     """
     metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}

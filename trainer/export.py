@@ -3,8 +3,8 @@
     python -m trainer.export <run or checkpoint> <folder>             Hugging Face format, with config.json
     python -m trainer.export <run or checkpoint> <folder> --merged    the same, with adapters merged in
     python -m trainer.export <run or checkpoint> --push org/name      to the Hugging Face Hub, with a model card
-    python -m trainer.export <run or checkpoint> weights.pt           a plain state dict, as torch.save writes it
-    python -m trainer.export <run or checkpoint> weights.safetensors  the same as safetensors
+    python -m trainer.export <run or checkpoint> weights.pt           a plain state dict, written with torch.save
+    python -m trainer.export <run or checkpoint> weights.safetensors  a plain state dict, in safetensors format
 
 Uses one process.  A folder is written tensor by tensor, so the model may be larger than memory.
 """
@@ -63,17 +63,19 @@ def export_checkpoint(
     base: str | None = None,
     ema: bool = False,
 ) -> list[Path]:
-    """Write the weights of `checkpoint`, or of a run's newest one, to `target`; return the files written.
+    """Write the weights of a checkpoint, or of the newest checkpoint of a run, to `target`; return the files written.
 
     A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory.  Any other target is a
     folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapter in peft's
     format, unless `merges` is True.
 
-    dtype: None for the stored dtype.
+    dtype: dtype of the exported weights; None for the stored dtypes.
+    max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.
+    overwrite: whether to replace an earlier export.
     allow_import: modules that may be imported if the checkpoint names them (see `load_weights`).
-    merges: whether to merge the adapters into the model.  If its base weights were packed (lora.base_dtype), True
-        merges into the unpacked values, with which the adapters were trained, and "original" into the weights before
-        packing.
+    merges: whether to merge the adapters into the model.  If its base weights were quantized (`lora.base_dtype`), True
+        merges into the dequantized weights, with which the adapters were trained, and "original" into the weights
+        before quantization.
     base: the new path of the base weights, if they have moved.
     ema: whether to export the averaged weights of a run with `train.ema`.
 
@@ -144,7 +146,7 @@ def export_checkpoint(
 
 
 def _was_trained_on_bytes(config: RunConfig) -> bool:
-    """Return whether the run was trained on bytes.  For token shards, `data.tokenizer` alone does not decide."""
+    """Return whether the run was trained on bytes; for token shards, `data.tokenizer` alone does not tell."""
     if config.data.tokenizer != "bytes" or config.data.source == "synthetic":
         return False
     path = config.data.path
@@ -201,8 +203,8 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         dest="merges",
         action="store_const",
         const="original",
-        help="also --merged=original: merge adapters into the weights before packing (lora.base_dtype=nf4 or fp8); "
-        "--merged alone merges into the unpacked values, with which the adapters were trained",
+        help="also --merged=original: merge adapters into the weights before quantization (lora.base_dtype=nf4 or "
+        "fp8); --merged alone merges into the dequantized weights, with which the adapters were trained",
     )
     adapters.add_argument(
         "--adapter", dest="merges", action="store_false", default=None, help="export only the adapter (LoRA)"
@@ -215,7 +217,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     for item in arguments:
         if item.startswith("--merged=") and item != "--merged=original":
             parser.error(f"{item}: the only value is original: --merged, or --merged=original")
-    # If --merged had an optional value, argparse would take the folder in `--merged FOLDER` as that value.
+    # If --merged took an optional value, argparse would parse the folder in `--merged FOLDER` as that value.
     options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
     add_working_folder_to_path()
     return run_command(lambda: _export(options))
@@ -242,10 +244,10 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allow_import: Collection[str] = ()) -> str:
-    """Return the model card (the text of README.md) for a run or checkpoint that was exported to a folder."""
+    """Return the model card (the text of README.md) for a run or checkpoint.  exported: the folder of its export."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
-    candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # `checkpoint` is a run's folder, perhaps moved
+    candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # `checkpoint` may be a moved run folder
     metrics = next((file for file in candidates if file.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
     return model_card(config, title, stored.manifest.step, records, __version__, exported)

@@ -1,4 +1,7 @@
-"""Crash-safe files: a reader sees either the old content or the new, never a partial write."""
+"""Reads and writes files: atomic replacement, untrusted JSON, checksums, free disk space, cache folders.
+
+Crash-safe: after a crash, a file that is replaced atomically has either its old content or the new, never a part of it.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ from trainer.errors import TORCH_SAVE_ERRORS, UserError, is_disk_full, setting_e
 from trainer.stopping import partial_file
 
 try:
-    from isal.isal_zlib import crc32 as crc32  # the same checksum, at 26 GB/s instead of zlib's 6
+    from isal.isal_zlib import crc32 as crc32  # the same checksums, at 26 GB/s instead of zlib's 6
 except ImportError:  # no wheel for this machine
     from zlib import crc32 as crc32
 
 
 def find_cache_folders(setting: str | None) -> list[Path]:
-    """Return the possible cache folders, preferred ones first; only `setting` if it is given."""
+    """Return the candidates for the cache folder, in order of preference; only `setting` if it is not None."""
     if setting is not None:
         return [Path(setting).expanduser()]
     folders = []
@@ -42,7 +45,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 MAX_JSON_BYTES = 16 << 20
-"""Size limit of JSON files that come with a model, except for the tokenizer.  Real ones are a few megabytes."""
+"""Size limit of the JSON files that come with a model, except for tokenizer.json.  Real files have a few megabytes."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -95,7 +98,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def atomic_replace(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write; after the block the file is flushed to disk and renamed to `path`.
+    """Yield the path of a temporary file to write, which is flushed to disk and renamed to `path` after the block.
 
     If the block raises, the temporary file is deleted and `path` is unchanged.
     """
@@ -108,10 +111,10 @@ def atomic_replace(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
-    """Wrap a block that writes a file or folder at `path`, of at least `num_bytes` bytes.
+    """Wrap a block that writes at least `num_bytes` bytes to a file or folder at `path`.
 
-    Raises UserError about `setting` if the disk is too full, before or during the block.  If the block raises, empty
-    folders that were created for `path` are removed.
+    Raises UserError, naming `setting`, if the disk is too full before the block or fills up during it.  If the block
+    raises, empty folders that were created for `path` are removed.
     """
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     free = free_bytes(path)
@@ -133,7 +136,7 @@ def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
 
 
 def free_bytes(path: Path) -> int:
-    """Return the free space on the disk that holds `path`, which need not exist."""
+    """Return the free space on the disk of `path`, in bytes.  The path need not exist."""
     return shutil.disk_usage(next(folder for folder in (path, *path.absolute().parents) if folder.exists())).free
 
 
@@ -165,7 +168,7 @@ def append_and_sync(path: Path, text: str) -> None:
 
 
 CHECKSUM = "crc32"
-"""Key of the checksum inside a JSON object."""
+"""The key of a JSON object under which its checksum is stored."""
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:

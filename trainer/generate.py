@@ -1,10 +1,10 @@
-"""Generate text with a trained model: print it as it is generated, or answer a file of prompts in batches.
+"""Generate text with a trained model: stream one completion, or complete a file of prompts in batches.
 
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompt TEXT
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompts FILE --batch 16 --out FILE
 
-Uses one process, on a GPU if there is one.  Generation stops at the end of the document or turn.
+Uses one process, on a GPU if there is one.  A completion ends with the document or the chat turn.
 """
 
 from __future__ import annotations
@@ -69,13 +69,14 @@ from trainer.weights.exporting import GENERATION, read_model_files, settings_for
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
 _MAX_PROMPT_CHARS = 60
-"""Longest prompt, in characters, that error messages show in full."""
+"""Error messages truncate prompts longer than this many characters."""
 
 _NUM_CONTEXT_TOKENS = 8
-"""Number of preceding tokens to decode along with new ones; they can determine whether a space comes first."""
+"""Number of preceding tokens to decode along with new tokens: they can determine whether the new text starts with a
+space."""
 
 _DEFAULT_BATCH_SIZE = 8
-"""Number of prompts to continue at once, unless --batch is given."""
+"""Number of prompts to complete at once, unless --batch is given."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,12 @@ class TextGenerator:
     """A model with everything needed to generate text.
 
     build: returns the model on the meta device.
-    load: returns the model with its weights, on `device`.
-    tokenizer: a value of `data.tokenizer`: `bytes` or a folder.
-    template: a value of `data.chat_template`: `model` or a file.
-    settings: the entries of generation_config.json, and `eos_token_id` of config.json.
+    load: returns the model on `device`, with its weights.
+    tokenizer: `bytes`, or the path of a tokenizer, as for `data.tokenizer`.
+    template: `model`, or a template file, as for `data.chat_template`.
+    settings: the entries of generation_config.json; `eos_token_id` may come from config.json.
     bos: the run's `data.bos`.
-    turn_ends: tokens with which the model was trained to end its chat turns.
+    turn_ends: ids of the tokens with which the model was trained to end its chat turns.
     """
 
     build: Callable[[], nn.Module]
@@ -106,16 +107,16 @@ class TextGenerator:
         return self.load()
 
     def end_ids(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the tokens that end a text: those in `settings`, or else the tokenizer's; plus `turn_ends`."""
+        """Return the ids of the stop tokens: those in `settings`, or else the tokenizer's, plus `turn_ends`."""
         end_ids = self.settings.get("eos_token_id")
         if end_ids is None:
             return {tokenizer.end_id, *self.turn_ends}
         return {*(end_ids if isinstance(end_ids, list) else [end_ids]), *self.turn_ends}
 
     def sampling(self, overrides: Mapping[str, float]) -> Sampling:
-        """Return the sampling parameters: `overrides`, else those in `settings`, else the defaults.
+        """Return the sampling parameters: each from `overrides`, else from `settings`, else the default.
 
-        Raises UserError for unusable settings.
+        Raises UserError if generation_config.json holds an invalid value.
         """
         names = [name for name in _SAMPLING if self.settings.get(name) is not None]
         given: dict[str, Any] = {**{name: self.settings[name] for name in names}, **overrides}
@@ -129,19 +130,21 @@ class TextGenerator:
 
 
 _SAMPLING = ("temperature", "top_k", "top_p")
-"""Entries of generation_config.json that `Sampling` has too."""
+"""Entries of generation_config.json that are parameters of `Sampling`."""
 
 
 def open_generator(
     path: str, device: torch.device, stack: ExitStack, allow_import: Collection[str] = (), ema: bool = False
 ) -> TextGenerator:
-    """Open the model at `path`: a checkpoint, a run's folder (its newest), or a Hugging Face folder.
+    """Open the model at `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder.
 
-    Its weights are read when `model` is first used.  A folder without a matching recipe is loaded with transformers.
-    Files stored in a checkpoint are extracted to a temporary folder, which is removed when `stack` closes.  Raises
-    UserError if the model cannot be read.
+    The weights are read when `TextGenerator.model` is first used.  A Hugging Face folder that matches no recipe is
+    loaded with transformers.  A checkpoint's tokenizer files are extracted to a temporary folder, which is removed when
+    `stack` closes.
 
     ema: whether to use the averaged weights of a run with `train.ema`.
+
+    Raises UserError if the model cannot be read.
     """
     check_single_gguf(path, "path")
     location = locate(local_model_path(path))
@@ -201,7 +204,7 @@ def _model_of_folder(
 
 
 def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
-    """Return the generation settings in config.json and generation_config.json."""
+    """Return the entries of generation_config.json, with `eos_token_id` from config.json if it has none."""
     config = json.loads(files[CONFIG_JSON]) if CONFIG_JSON in files else {}
     return {"eos_token_id": config.get("eos_token_id"), **json.loads(files.get(GENERATION, b"{}"))}
 
@@ -211,7 +214,7 @@ def _generation_settings(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[Sequence[int]], str]) -> Iterator[str]:
-    """Yield the text of `tokens`, which continue `prompt`, as soon as its characters are complete."""
+    """Yield the text of `tokens`, a continuation of `prompt`, in pieces that end with a complete character."""
     context, new = list(prompt[-_NUM_CONTEXT_TOKENS:]), list[int]()
     for token in tokens:
         new.append(token)
@@ -291,7 +294,7 @@ def _generate(options: argparse.Namespace) -> int:
 def _stream(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Print the text that continues `--prompt` or answers `--chat` as it is generated."""
+    """Print the completion of `--prompt`, or the response to `--chat`, as it is generated."""
     if options.chat is None:
         prompt = prompt_tokens(options.prompt, tokenizer)
     else:
@@ -320,21 +323,21 @@ def _stream(
     print(flush=True)
 
 
-def _check_memory(text_generator: TextGenerator, texts: GenerationWorkload, options: argparse.Namespace) -> None:
-    """Print the memory that generating `texts` needs.  Raises UserError if it exceeds the free memory of the GPU."""
+def _check_memory(text_generator: TextGenerator, workload: GenerationWorkload, options: argparse.Namespace) -> None:
+    """Print the memory that generation needs.  Raises UserError if it exceeds the free memory of the GPU."""
     model = text_generator.build()
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     try:
-        cache, temporaries = memory_of_generation(model, dtype, text_generator.device.type, texts)
+        cache, temporaries = memory_of_generation(model, dtype, text_generator.device.type, workload)
         is_known = True
     except Exception:  # the model's own code cannot be traced without data
         cache, temporaries, is_known = 0, 0, False
     needed = weights + cache + temporaries
     parts = f"weights {readable_size(weights)}{'' if is_known else ', more for the texts that cannot be estimated'}"
     if cache:
-        texts_at_once = f"{texts.number} x {texts.prompt + texts.completion} tokens"
-        parts += f", cache {readable_size(cache)} for {texts_at_once}, temporaries {readable_size(temporaries)}"
+        batch = f"{workload.number} x {workload.prompt + workload.completion} tokens"
+        parts += f", cache {readable_size(cache)} for {batch}, temporaries {readable_size(temporaries)}"
     print_stderr(f"memory: {readable_size(needed)} ({parts})")
     free = _free_bytes(text_generator.device)
     if free is None or needed <= free:
@@ -342,9 +345,9 @@ def _check_memory(text_generator: TextGenerator, texts: GenerationWorkload, opti
     rule = f"needs {readable_size(needed)} of memory ({parts}), but the GPU has {readable_size(free)} free"
     if weights > free:
         raise setting_error("path", options.path, rule, fix="free memory on the GPU, or use --device cpu")
-    if texts.number > 1:
-        number = max(1, int(texts.number * (free - weights) / (needed - weights)))
-        raise setting_error("--batch", texts.number, rule, number)
+    if workload.number > 1:
+        number = max(1, int(workload.number * (free - weights) / (needed - weights)))
+        raise setting_error("--batch", workload.number, rule, number)
     raise setting_error("--max-tokens", options.max_tokens, rule, fix="generate fewer tokens, or use --device cpu")
 
 
@@ -366,17 +369,15 @@ def _require_token(generated: Token) -> int:
 def _answer_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Answer the prompts of `--prompts` in order, and flush each batch of answers to disk.
+    """Complete the prompts of `--prompts` in order.  With `--out`, flush each batch of completions to disk.
 
-    Skips prompts that already have an answer in `--out`.
+    Skips prompts whose completion is already in `--out`.
     """
     max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
     longest = max(map(len, prompts))
-    texts_at_once = GenerationWorkload(
-        min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest)
-    )
-    _check_memory(text_generator, texts_at_once, options)
+    workload = GenerationWorkload(min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest))
+    _check_memory(text_generator, workload, options)
     model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
     out = None if options.out is None else AnswerFile(Path(options.out), "--out", options.prompts, records)
     if out is not None:
@@ -396,7 +397,7 @@ def _answer_prompts(
     with ProgressLine(progress):
         for start in range(num_done, len(records), batch_size):
             batch = range(start, min(start + batch_size, len(records)))
-            texts = generate_batch(
+            completions = generate_batch(
                 model,
                 [prompts[index] for index in batch],
                 [min(options.max_tokens, max_len - len(prompts[index])) for index in batch],
@@ -407,21 +408,21 @@ def _answer_prompts(
                 device=text_generator.device,
             )
             lines = ""
-            for index, text in zip(batch, texts, strict=True):
-                if text.finish == "not finite":
+            for index, completion in zip(batch, completions, strict=True):
+                if completion.finish == "not finite":
                     raise TrainingFailed(_NOT_FINITE)
-                tokens = (token for token in text.tokens if token not in end_ids)
-                completion = "".join(stream_text(tokens, prompts[index], tokenizer.decode))
-                lines += answer_line(records[index], completion, text.finish)
+                tokens = (token for token in completion.tokens if token not in end_ids)
+                text = "".join(stream_text(tokens, prompts[index], tokenizer.decode))
+                lines += answer_line(records[index], text, completion.finish)
             if out is None:
                 print(lines, end="", flush=True)
             else:
                 out.append(lines)
-            num_done, num_tokens = batch.stop, num_tokens + sum(len(text.tokens) for text in texts)
+            num_done, num_tokens = batch.stop, num_tokens + sum(len(each.tokens) for each in completions)
 
 
 def _checksum_of_model(model: nn.Module) -> str:
-    """Return a checksum of the first values of each tensor, which differ between models and between steps of a run."""
+    """Return a checksum of each tensor's first values: they differ between models, and between the steps of a run."""
     crc = 0
     for name, tensor in model.state_dict().items():
         values = tensor.detach().reshape(-1)[:_NUM_CHECKSUM_VALUES].cpu()
@@ -431,13 +432,13 @@ def _checksum_of_model(model: nn.Module) -> str:
 
 
 _NUM_CHECKSUM_VALUES = 2**12
-"""Number of values of each tensor in this checksum."""
+"""Number of values of each tensor that enter the checksum."""
 
 
 def _read_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, max_len: int
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
-    """Return the records in the file `--prompts`, and their tokens.  Raises UserError for an unusable record."""
+    """Return the records in the file `--prompts`, and their tokenized prompts.  Raises UserError for a bad record."""
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None

@@ -1,9 +1,8 @@
-"""Models in llama.cpp's GGUF format, which are converted once to a Hugging Face folder in the cache.
+"""Converts models in llama.cpp's GGUF format to Hugging Face folders in the cache, once per file.
 
-The weights are dequantized, since quantized weights cannot be trained.  Floating-point tensors keep their dtype; all
-others become float32, which represents every GGUF format exactly.  The tokenizer, chat template and sizes in the file
-become `tokenizer.json`, `chat_template.jinja` and `config.json`, so that the rest of the program handles an ordinary
-model folder.  Stored configurations name the .gguf file.
+Quantized weights cannot be trained, so they are dequantized to float32; F32, F16 and BF16 tensors keep their dtype.
+The file's metadata becomes `config.json`, `tokenizer.json` and `chat_template.jinja`, so that all other code sees an
+ordinary model folder.  The stored configuration of a run names the .gguf file, not the converted folder.
 
 Needs the library `gguf` (the extra `gguf`), which is imported when a file is converted.  Does not import torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -31,7 +30,8 @@ _SUFFIX = ".gguf"
 _SOURCE_FILE = "made_from.json"
 _WEIGHTS_FILE = "model.safetensors"
 _VERSION = 2
-"""Version of the conversion.  Increase it when the conversion changes, so that older folders are not reused."""
+"""Version of the conversion.  Increment it when the conversion changes, so that folders of older versions are not
+reused."""
 
 
 def is_gguf(path: str) -> bool:
@@ -49,7 +49,7 @@ def _find_file(path: Path) -> Path | None:
 
 
 def original_file(path: str) -> str | None:
-    """Return the .gguf file that a cached folder, or the folder of a cached file, was converted from; else None."""
+    """Return the .gguf file from which a cached folder, or the folder of a cached file, was converted; or None."""
     location = Path(path)
     folder = location.parent if location.suffix else location
     if not folder.name.startswith("gguf-"):
@@ -60,17 +60,17 @@ def original_file(path: str) -> str | None:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Return whether a folder was converted from a .gguf file without its weights."""
+    """Return whether a folder was converted from a .gguf file, but its weights were not converted."""
     return original_file(str(folder)) is not None and not (folder / _WEIGHTS_FILE).exists()
 
 
 def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
-    """Convert a .gguf file, or the one in a folder, to a Hugging Face folder in the cache, and return that folder.
+    """Convert a .gguf file, or the only one in a folder, to a Hugging Face folder in the cache; return that folder.
 
-    Uses the existing folder if it was converted before.  Processes that convert the same file wait for the first one.
-    For `data.tokenizer`, returns the folder's tokenizer.json.
+    A file that was converted before is not converted again.  If several processes convert the same file, one does the
+    work and the others wait.  If `setting` is `data.tokenizer`, returns the folder's tokenizer.json instead.
 
-    with_weights: whether to convert the weights too; without them, the folder is small.
+    with_weights: whether to convert the weights too; the other files are small.
 
     Raises UserError, naming `setting`, if the file is damaged, if its model or tokenizer is not supported, if the
     library is missing, or if there is not enough space.
@@ -96,7 +96,10 @@ def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = Tru
 
 
 def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: bool) -> None:
-    """Write the files that a folder lacks.  The caller holds the lock."""
+    """Write the files that are missing from `folder`.  The caller holds the lock.
+
+    shown: the value of `setting` to show in messages.
+    """
     reader = _Gguf(file, shown, setting)
     if not (folder / _SOURCE_FILE).exists():
         files = {"config.json": reader.config(), "generation_config.json": reader.generation_config()}
@@ -139,7 +142,7 @@ _LAYER_TENSOR_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Tensor names of llama.cpp, and their names in transformers."""
+"""Tensor names in llama.cpp, and the corresponding names in transformers."""
 
 _ROPE_FACTORS = "rope_freqs.weight"
 
@@ -163,7 +166,7 @@ _PRE_TOKENIZERS: Mapping[str, list[dict[str, Any]]] = {
     **dict.fromkeys(("llama-bpe", "llama3"), _regex_split(_LLAMA3_PATTERN)),
     "qwen2": _regex_split(_LLAMA3_PATTERN.replace(r"\p{N}{1,3}", r"\p{N}")),
 }
-"""Rules for splitting text before encoding, by llama.cpp's name."""
+"""Pre-tokenizers: rules that split text before encoding, by llama.cpp's names."""
 
 _LLAMA3_SPLITS = ("llama-bpe", "llama3")
 
@@ -171,7 +174,7 @@ _METASPACE = "▁"
 """The character that SentencePiece uses for a space."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-"""Token types; the others are 5 (unused) and 6 (a byte)."""
+"""Token types of GGUF; there are also 5 (unused) and 6 (byte)."""
 
 _SPECIAL_TOKENS = {
     "bos_token_id": "bos_token",
@@ -183,7 +186,7 @@ _SPECIAL_TOKENS = {
 
 
 class _Gguf:
-    """An open .gguf file, and its content in Hugging Face's formats.  Raises UserError that names `setting`."""
+    """Reads a .gguf file, and returns its content in Hugging Face's formats.  Raises UserError, naming `setting`."""
 
     def __init__(self, file: Path, shown: str, setting: str) -> None:
         """`shown`: the value of the setting to show in messages."""
@@ -195,7 +198,7 @@ class _Gguf:
             raise self._error("needs the library gguf", "pip install 'meshtrainer[gguf]'") from error
         try:
             self._reader = self._library.GGUFReader(file)
-        except Exception as error:  # any error of numpy, if the header's lengths do not match the file
+        except Exception as error:  # if the header's lengths do not match the file, numpy may raise anything
             fix = "download the file again"
             raise self._error(f"is not a complete GGUF file ({str(error).partition(chr(10))[0]})", fix) from error
         self._architecture = str(self.get("general.architecture"))
@@ -251,7 +254,7 @@ class _Gguf:
             "num_key_value_heads": int(self.get(f"{self._architecture}.attention.head_count_kv") or num_heads),
             "head_dim": int(key_length or width // num_heads),
             "max_position_embeddings": int(self._required("context_length")),
-            # In float32, as GGUF stores it, but as the shortest decimal number: 1e-05.
+            # GGUF stores float32; write the shortest decimal number that rounds to it, such as 1e-05.
             "rms_norm_eps": float(str(np.float32(self._required("attention.layer_norm_rms_epsilon")))),
             "rope_parameters": rope,
             "tie_word_embeddings": "output.weight" not in self._tensors,
@@ -296,7 +299,7 @@ class _Gguf:
 
     @property
     def dtypes(self) -> list[str]:
-        """The dtypes of the converted matrices by transformers' names, most frequent first."""
+        """The dtypes of the converted matrices, by their names in transformers, most frequent first."""
         names = {"F16": "float16", "BF16": "bfloat16"}
         matrices = [tensor for tensor in self._tensors.values() if len(tensor.shape) > 1]
         counts = Counter(names.get(tensor.tensor_type.name, "float32") for tensor in matrices)
@@ -340,7 +343,10 @@ class _Gguf:
         return f"model.layers.{layer}.{_LAYER_TENSOR_NAMES[part]}.{suffix}"
 
     def _values(self, name: str, tensor: Any) -> Any:
-        """Return a tensor's values as an array, with rows in transformers' order."""
+        """Return a tensor's values as an array, with the rows in transformers' order.
+
+        name: the tensor's name in transformers.
+        """
         import numpy as np
 
         shape = tuple(reversed(tensor.shape.tolist()))
@@ -355,7 +361,7 @@ class _Gguf:
             values = np.asarray(values, np.float32).reshape(shape)
         part = name.rpartition(".")[0].rpartition(".")[2]
         if self._architecture == "llama" and part in ("q_proj", "k_proj"):
-            # RoPE rotates neighboring pairs of dimensions in llama.cpp, and pairs half a head apart in transformers.
+            # RoPE rotates pairs of dimensions: adjacent ones in llama.cpp, half a head apart in transformers.
             heads = int(self._required("attention.head_count"))
             if part == "k_proj":
                 heads = int(self.get("llama.attention.head_count_kv") or heads)
@@ -401,7 +407,7 @@ class _Gguf:
         return content, settings
 
     def _token_list(self, key: str) -> list[Any]:
-        """Return a tokenizer list with one entry per token, or an empty list if the file does not have it."""
+        """Return a list of the tokenizer with one entry per token; empty if the file does not have the list."""
         values = self.get(f"tokenizer.ggml.{key}") or []
         num_tokens = len(self.get("tokenizer.ggml.tokens") or [])
         if len(values) not in (0, num_tokens) or num_tokens == 0:
@@ -428,7 +434,7 @@ class _Gguf:
         }
 
     def _sentencepiece(self, tokens: Sequence[str], types: Sequence[int]) -> dict[str, Any]:
-        """Return the parts of tokenizer.json for a BPE vocabulary of SentencePiece, such as Llama 2's.
+        """Return the parts of tokenizer.json for a SentencePiece BPE vocabulary, such as Llama 2's.
 
         Characters outside the vocabulary are encoded as byte tokens.
         """
@@ -438,7 +444,7 @@ class _Gguf:
             if not scores:
                 raise self._error("its metadata has no tokenizer.ggml.scores")
             merges = [*_merges_by_score(tokens, scores, types)]
-        # transformers adds a space before a text even if the file disables it; llama.cpp does not.
+        # transformers adds a space before the text even if the file disables that; llama.cpp does not.
         has_prefix = self.get("tokenizer.ggml.add_space_prefix") is not False
         decoders: list[dict[str, Any]] = [
             {"type": "Replace", "pattern": {"String": _METASPACE}, "content": " "},
@@ -500,9 +506,10 @@ def _bpe(tokens: Sequence[str], merges: Sequence[Sequence[str]], **settings: Any
 
 
 def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequence[int]) -> list[tuple[str, str]]:
-    """Return merges equivalent to SentencePiece's scores, ordered by the merged tokens' scores.
+    """Return BPE merges equivalent to SentencePiece's scores, in descending order of the merged tokens' scores.
 
-    Every way to split a token into two tokens is a merge.  Text never becomes a control token or a byte token.
+    Each way to split a token into two other tokens gives one merge.  Control tokens and byte tokens are excluded, so
+    that no text is merged into them.
     """
     ids = {token: number for number, token in enumerate(tokens) if types[number] in (_NORMAL, _USER_DEFINED)}
     merges = [
@@ -517,5 +524,5 @@ def _merges_by_score(tokens: Sequence[str], scores: Sequence[float], types: Sequ
 
 
 def _bytes_per_value(tensor: Any) -> int:
-    """Return the number of bytes per converted value."""
+    """Return the number of bytes per value of a tensor after conversion."""
     return 2 if tensor.tensor_type.name in ("F16", "BF16") else 4

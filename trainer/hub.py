@@ -1,15 +1,16 @@
-"""Repositories of the Hugging Face Hub by name: pinned to a commit, and fetched into the Hub's own cache.
+"""Resolves the names of Hugging Face Hub repositories to commits, and downloads files into the Hub's own cache.
 
-`model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit once,
-when a run starts, and the run keeps that commit: its stored configuration has `hf://org/name@<commit>`.  Files are
-stored in the layout of `huggingface_hub` (`blobs/` by checksum, `snapshots/<commit>/` with links to them), so other
-programs can use them too, and `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` work as usual.
+`model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit when a
+run first starts, and the run keeps that commit: its stored configuration has `hf://org/name@<commit>`.  Files are
+stored in the cache layout of `huggingface_hub` (`blobs/` named by checksum, and links to them in `snapshots/<commit>/`)
+so that other programs can use them too.  `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` work
+as usual.
 
-The library (the extra `hf`) queries the server and opens connections, but this module writes the files, because the
-library restarts an interrupted download from the beginning.  Here one process per machine downloads while the others
-wait, interrupted downloads are resumed, and every file is verified.
+The library `huggingface_hub` (the extra `hf`) queries the server and opens connections, but this module writes the
+files, because the library restarts an interrupted download from the beginning.  Here, one process per machine downloads
+while the others wait, interrupted downloads are resumed, and every downloaded file is verified.
 
-This module does not import torch, and imports `huggingface_hub` only when a name is used.
+This module does not import torch, and imports `huggingface_hub` only when a repository is named.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from trainer.stopping import stop_if_asked
 SCHEME = "hf://"
 
 PINS = "MESHTRAINER_HUB_PINS"
-"""Environment variable that passes the resolved commits to the ranks that `nproc=N` starts."""
+"""Environment variable that passes the resolved commits to the ranks started by `nproc=N`."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(
@@ -51,7 +52,7 @@ _MAX_TRIES = 5
 _NUM_CONNECTIONS = 4
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 _PROGRESS_S = 10.0
-"""Seconds between progress messages of a download."""
+"""Seconds between progress messages during a download."""
 
 Kind = Literal["model", "dataset"]
 
@@ -62,11 +63,11 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubName:
-    """The name of a repository, or of files in it.
+    """The name of a repository on the Hub, or of files in it.
 
     revision: a branch, tag or commit; None for the default branch.
     path: a file, folder or glob in the repository; empty for all files.
-    options: the query, without `?`.
+    options: what follows `?` in the name.
     text: the name as the user wrote it, for messages.
     """
 
@@ -93,11 +94,11 @@ class HubName:
 
 
 def parse_name(text: str) -> HubName | None:
-    """Parse a setting as the name of a Hub repository; return None if it is not one.
+    """Parse the value of a setting as the name of a Hub repository; return None if it is not such a name.
 
-    `hf://org/name` and `hf://datasets/org/name`, optionally with `@REVISION`, `/PATH` and `?OPTIONS`, always are.
-    `org/name`, optionally with a revision or the path of a .gguf file, is one unless that path or the folder `org`
-    exists on this machine: it is then probably a local path.
+    `hf://org/name` and `hf://datasets/org/name`, optionally with `@REVISION`, `/PATH` and `?OPTIONS`, are always names.
+    `org/name`, optionally with a revision or the path of a .gguf file, is a name unless a file of that path or a folder
+    `org` exists on this machine, because it is then probably a local path.
     """
     if text.startswith(SCHEME):
         rest = text.removeprefix(SCHEME)
@@ -119,7 +120,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def repo_id_of(text: str) -> str:
-    """Return the Hub's repo id `org/name` for the name of a model repository; return any other text unchanged."""
+    """Return the repo id `org/name` of an hf:// name without a path; return any other text unchanged."""
     name = parse_name(text) if text.startswith(SCHEME) else None
     return text if name is None or name.path else name.repo
 
@@ -132,7 +133,7 @@ def is_hub_data(setting: str) -> bool:
 def pinned_name(path: str) -> str | None:
     """Return the pinned name of a file or folder in the Hub's cache, or None for any other path.
 
-    Stored configurations contain these names instead of paths, so that they are valid on other machines.
+    Stored configurations contain these names in place of local paths, so that they are valid on other machines.
     """
     root = str(cache_folder())
     if not path.startswith(f"{root}/"):
@@ -173,10 +174,10 @@ def default_revision(name: HubName) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Pins: the commits that names were resolved to
+# Pins: the commits to which names were resolved
 
 _resolved: dict[str, str] = {}
-"""Commits by name, as resolved by this process."""
+"""The commits to which this process has resolved names, by `_pin_key`."""
 
 
 def pins_for_children() -> str:
@@ -198,7 +199,7 @@ def pins_in(tree: Any) -> dict[tuple[str, str], str]:
 
 
 def pinned_by_parent(name: HubName) -> str | None:
-    """Return the commit that the parent process has resolved a name to, or None."""
+    """Return the commit to which the parent process has resolved a name, or None."""
     try:
         commit = json.loads(os.environ.get(PINS, "{}")).get(_pin_key(name))
     except (ValueError, AttributeError):
@@ -216,9 +217,10 @@ def _pin_key(name: HubName) -> str:
 
 @dataclass(frozen=True)
 class HubFile:
-    """A file in a commit: its path, its size in bytes, and its checksum, which is also its name in the cache.
+    """A file in a commit: its path, its size in bytes, and its checksum, which also names its blob in the cache.
 
-    checksum: SHA-256 for a file in LFS, git's SHA-1 for any other; empty for a file that another program has stored.
+    checksum: SHA-256 for a file in Git LFS, git's SHA-1 for any other; empty if only another program has downloaded
+        the file.
     """
 
     path: str
@@ -227,7 +229,7 @@ class HubFile:
 
 
 class Repository:
-    """One commit of a repository: the list of its files, and its folder in the cache."""
+    """A repository at one commit: its list of files, and its snapshot folder in the cache."""
 
     def __init__(self, name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> None:
         self.name, self.files, self._setting = replace(name, revision=commit), files, setting
@@ -283,7 +285,7 @@ class Repository:
         return _repository_folder(self.name) / "blobs" / f"{hub_file.checksum}.part"
 
     def _fetch_file(self, library: Any, hub_file: HubFile, progress: _Progress) -> None:
-        """Download one file, resuming a partial download, verify it, and link it into the snapshot."""
+        """Download one file or resume its partial download, verify it, and link it into the snapshot."""
         partial = self._partial(hub_file)
         blob = partial.with_suffix("")
         tries_left, size = _MAX_TRIES - 1, _size(partial)
@@ -294,7 +296,7 @@ class Repository:
                 os.replace(partial, blob)
             except UserError:
                 raise
-            except Exception as error:  # the type depends on the version of the library and of its HTTP library
+            except Exception as error:  # its type depends on the versions of the library and its HTTP client
                 if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
                     raise
                 if not tries_left or not is_temporary(error):
@@ -305,7 +307,7 @@ class Repository:
         _link(blob, self.folder / hub_file.path)
 
     def _receive(self, library: Any, hub_file: HubFile, partial: Path, progress: _Progress) -> None:
-        """Download the rest of a partial file.  Raises OSError if the result is incomplete or has a wrong checksum."""
+        """Download what a partial file lacks.  Raises OSError if the result is incomplete or its checksum is wrong."""
         url = library.hf_hub_url(
             self.name.repo,
             hub_file.path,
@@ -323,7 +325,7 @@ class Repository:
                 session, timeout = library.utils.get_session(), library.constants.HF_HUB_DOWNLOAD_TIMEOUT
                 with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
                     library.utils.hf_raise_for_status(response)
-                    if start and response.status_code != 206:  # the server sends the complete file
+                    if start and response.status_code != 206:  # the server ignored the range, and sends the whole file
                         file.truncate(0)
                     for block in response.iter_bytes():  # written as it arrives, so that a retry can resume
                         stop_if_asked()
@@ -342,12 +344,12 @@ class Repository:
 def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
     """Resolve `name` to a commit of its repository.
 
-    A commit is used as given.  A branch or tag is resolved by `pins`, which a resumed run has stored, or by the parent
-    process, or by the server.  If the server cannot be reached, the commit in the cache is used, and a message is
-    printed.  With HF_HUB_OFFLINE the server is not contacted.
+    A commit is used as given.  Any other revision is looked up in `pins`, which a resumed run has stored; then among
+    the commits that the parent process has resolved; then on the server.  If the server cannot be reached, the cached
+    commit is used, and a message is printed.  With HF_HUB_OFFLINE the server is not contacted.
 
-    Raises UserError that names `setting` if the repository or revision does not exist, if access is restricted, or if
-    the server cannot be reached and the cache does not have it.
+    Raises UserError, naming `setting`, if the repository or revision does not exist, if access is restricted, or if the
+    server cannot be reached and the cache does not have the revision.
     """
     commit = name.revision if name.is_pinned else (pins or {}).get((name.kind, name.repo)) or pinned_by_parent(name)
     if commit is not None and (listed := _read_file_list(name, commit)) is not None:
@@ -378,7 +380,7 @@ def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], 
 
 
 def _pin(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> Repository:
-    """Record the commit that `name` was resolved to, and return the repository at that commit."""
+    """Record the commit to which `name` was resolved, and return the repository at that commit."""
     _resolved[_pin_key(name)] = commit
     return Repository(name, commit, files, setting)
 
@@ -415,7 +417,7 @@ def _file_list_path(name: HubName, commit: str) -> Path:
 
 
 def _read_file_list(name: HubName, commit: str) -> list[HubFile] | None:
-    """Return the cached list of a commit's files, or None if it was never queried."""
+    """Return the cached list of a commit's files, or None if this machine has never queried it."""
     with contextlib.suppress(OSError, ValueError, TypeError):
         rows = json.loads(_file_list_path(name, commit).read_text())
         return [HubFile(path, size, checksum) for path, size, checksum in rows]
@@ -448,7 +450,7 @@ def _content_checksum(path: Path, hub_file: HubFile) -> str:
 
 
 def _link(blob: Path, path: Path) -> None:
-    """Link a file of a snapshot to its content, as `huggingface_hub` does."""
+    """Make `path` in a snapshot a link to its blob, as `huggingface_hub` does; or a copy, if links are unsupported."""
     path.parent.mkdir(parents=True, exist_ok=True)
     link = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
@@ -487,9 +489,9 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str], with_weights: bool) -> Path:
-    """Return the cached folder of a model, or the .gguf file that `name` names, after downloading missing files.
+    """Download the missing files of a model; return its folder in the cache, or the .gguf file that `name` names.
 
-    with_weights: whether to download the weights, or only the small files.
+    with_weights: whether to download the weights too, or only the small files.
 
     Raises UserError, naming `setting`.
     """
@@ -531,7 +533,7 @@ def lacks_weights(folder: Path) -> bool:
 
 
 def _weight_files(files: Sequence[HubFile]) -> list[HubFile]:
-    """Return the safetensors files of a model, without duplicates in other layouts."""
+    """Return a model's safetensors files, without files that repeat its weights in another layout."""
     at_root = [file for file in files if file.path.endswith(".safetensors") and "/" not in file.path]
     standard = [file for file in at_root if file.path.startswith("model")]
     return standard or [file for file in at_root if not file.path.startswith("adapter")] or at_root
@@ -590,7 +592,7 @@ def import_library(setting: str, name: HubName) -> Any:
 
 
 def endpoint(library: Any) -> str:
-    """Return the URL of the server: `HF_ENDPOINT`, or that of the Hub."""
+    """Return the URL of the server: `HF_ENDPOINT`, or else the Hub's."""
     return (os.environ.get("HF_ENDPOINT") or str(library.constants.ENDPOINT)).rstrip("/")
 
 

@@ -13,13 +13,14 @@ from pathlib import Path
 from trainer.stopping import stop_if_asked
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
-"""First and longest pause between attempts to acquire a lock, in seconds; each pause is twice the previous one."""
+"""First and longest pause between attempts to acquire a lock, in seconds.  Each pause is twice as long as the previous
+one, up to the longest."""
 
 
 class FileLock:
     """The lock that a `locked` block holds.
 
-    is_locked: False on a file system without locks.
+    is_locked: whether the lock is held; False on a file system without locks.
     """
 
     def __init__(self, descriptor: int, is_locked: bool) -> None:
@@ -36,11 +37,14 @@ class FileLock:
 
 @contextlib.contextmanager
 def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) -> Iterator[FileLock]:
-    """Hold a file lock during a block.  The last holder removes the file, unless the block has renamed it.
+    """Hold a lock on the file at `path` during a block.  The last holder removes the file, unless the block renamed it.
 
-    The kernel releases the lock if this process dies.  On a file system without locks, raises OSError with advice if
-    `is_required`; otherwise runs the block without waiting, so the block must tolerate several processes at once.
-    Raises StopRequested if this process is asked to stop while waiting.
+    is_shared: whether other processes may hold a shared lock on the file at the same time.
+    is_required: what to do on a file system without locks.  If True, raise OSError with advice; if False, run the block
+        without a lock, so that the block must tolerate other processes running it concurrently.
+
+    The kernel releases the lock if this process dies.  Raises StopRequested if this process is asked to stop while
+    waiting.
     """
     while True:
         descriptor, is_locked = open_lock(path), True
@@ -57,7 +61,7 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
             raise
         if not is_locked or is_same_file(descriptor, path):
             break
-        os.close(descriptor)  # between our opening and locking the file, its last holder removed or renamed it
+        os.close(descriptor)  # its last holder removed or renamed it after it was opened here
     lock = FileLock(descriptor, is_locked)
     try:
         yield lock

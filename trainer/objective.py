@@ -1,10 +1,11 @@
 """The base class of training objectives, and their registry.
 
-An objective is plain data that does not depend on the mesh, a rank or the size of a micro-batch: a frozen dataclass,
-whose fields are the keys of the section `objective`.  The Trainer class named by `Objective.trainer` computes its
-inputs (`ObjectiveInputs`), and divides the sum of the losses it returns by the number of samples in the global batch.
+An objective is a frozen dataclass whose fields are the keys of the configuration section `objective`.  It knows nothing
+of the mesh, the rank or the micro-batch size.  The Trainer class named by `Objective.trainer` computes the objective's
+inputs (`ObjectiveInputs`), sums the losses that the objective returns, and divides the sum by the number of samples in
+the global batch.
 
-This module does not import torch, and neither do the built-in objectives, so that `--help` lists them quickly.
+Neither this module nor the built-in objectives import torch, so that `--help` lists them quickly.
 """
 
 from __future__ import annotations
@@ -30,23 +31,23 @@ Direction = Literal["higher", "lower"]
 
 
 def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = None) -> None:
-    """Do nothing: the `ObjectiveInputs.log` of passes that log no metrics."""
+    """Do nothing.  This is `ObjectiveInputs.log` in forward passes whose metrics are not logged."""
 
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """The inputs of an objective: a micro-batch of S samples with `Objective.rows_per_sample` sequences each, R in
-    total.
+    """The inputs of an objective for one micro-batch: S samples of `Objective.rows_per_sample` sequences, R in total.
 
-    logps: log-probability of each sequence's targets, (R,), in float64.
+    logps: log-probability of each sequence's targets, summed over the sequence, (R,), in float64.
     lengths: number of targets in each sequence, (R,), at least 1.
     reference: like `logps`, from the reference model; only if `needs` includes "reference".
     labels: label of each sample, (S,), int64; only if `needs` includes "labels".
-    scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` includes "scores", and then
-        `logps` is empty.
-    mean_statistic: mean of `Objective.statistic` over the samples of the global batch.
+    scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` includes "scores", in which
+        case `logps` is empty.
+    mean_statistic: mean of `Objective.statistic` over the samples of the global batch or, in an evaluation, over all
+        held-out samples; None if the objective has no statistic.
     log: `log(name, values, over)` adds a field to the metrics: the mean of `values` (S,) over all samples, or over
-        those selected by the mask `over` (S,).
+        those selected by the boolean mask `over` (S,).
     """
 
     logps: torch.Tensor
@@ -64,16 +65,16 @@ Rows = ObjectiveInputs
 
 @dataclass(frozen=True)
 class Objective:
-    """Base class of objectives: a frozen dataclass, whose fields are its settings (`objective.NAME`).
+    """Base class of objectives: frozen dataclasses whose fields are their settings (`objective.NAME`).
 
     rows_per_sample: sequences per sample.  With two, rows 2i and 2i + 1 are the two sequences of sample i.
-    needs: the fields of `ObjectiveInputs` to compute, apart from `logps` and `lengths`.
+    needs: inputs to compute besides `logps` and `lengths`: fields of `ObjectiveInputs`, or "teacher".
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
-    num_classes: number of different labels, numbered from 0; 0: any number, or `outputs` if that is set.
+    num_classes: number of classes; labels are 0 to `num_classes` - 1.  0: `outputs` if that is set, else unlimited.
     better: whether higher or lower values are better, for each logged field; `eval.metric` may name any of them.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
-    trainer: the Trainer class that computes the `ObjectiveInputs`, as "package.module:class".
+    trainer: the Trainer class that computes the objective's inputs, as "package.module:class".
     """
 
     rows_per_sample: ClassVar[int] = 1
@@ -89,11 +90,9 @@ class Objective:
         raise NotImplementedError
 
     def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
-        """Return a value for each sample, (S,).
+        """Return one value per sample, (S,), whose mean over the global batch the loss receives as `mean_statistic`.
 
-        The loss gets its mean over the global batch as `inputs.mean_statistic`.
-
-        Overriding this costs one more forward pass, without gradients.
+        Overriding this method costs one more forward pass, without gradients.
         """
         raise NotImplementedError
 
@@ -104,10 +103,11 @@ class Objective:
 
 @dataclass(frozen=True)
 class TokenObjective(Objective):
-    """Base class of objectives that compare next-token probabilities with those of a teacher.
+    """Base class of objectives that match a teacher's next-token distribution.
 
-    The loss of a token is `hard` times its cross-entropy, plus 1 - `hard` times the divergence.  The loss of a step is
-    the mean over the targets of the global batch, as for `tokens`.  `teacher` is a path.
+    The loss of a token is `hard` times its cross-entropy with the target, plus (1 - `hard`) times the divergence.  The
+    loss of a step is the mean over the targets of the global batch, as for `tokens`.  `teacher`: the path of the
+    teacher model, or of a folder with its stored log-probabilities.
     """
 
     needs: ClassVar[tuple[ExtraInput, ...]] = ("teacher",)
@@ -126,7 +126,7 @@ class TokenObjective(Objective):
 
 
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split one value per row, (2 S,), into those of the first and the second row of each pair, (S,) each."""
+    """Split one value per row, (2 S,), into those of the first and of the second rows of all pairs, (S,) each."""
     return values[0::2], values[1::2]
 
 

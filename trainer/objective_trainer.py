@@ -1,6 +1,6 @@
-"""The Trainer for objectives over complete sequences: computes an objective's inputs, and sums the losses it returns.
+"""The Trainer for objectives over complete sequences: computes their inputs, and sums the losses that they return.
 
-The objective itself sees only a micro-batch (`trainer.objective.ObjectiveInputs`): no mesh, no scaling, no collectives.
+An objective sees only one micro-batch (`trainer.objective.ObjectiveInputs`): no mesh, no scaling, no collectives.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ from trainer.weights.loading import load_base
 
 
 class ObjectiveTrainer(Trainer):
-    """Trains a model with an objective that has one loss per sample: preferences, rewards, classes.
+    """Trains a model with an objective that has one loss per sample: preferences, rewards or classes.
 
-    The loss is the mean over the samples of the global batch.  The reference model has the initial weights.  With
-    adapters, it is the model without them; otherwise it is a second, frozen copy, sharded like the model.
+    The loss is the mean over the samples of the global batch.  The reference model, if any, has the initial weights.
+    With adapters, it is the same model with the adapters disabled; otherwise it is a second, frozen model, sharded like
+    the first.
     """
 
     takes_objectives = True
@@ -49,18 +50,18 @@ class ObjectiveTrainer(Trainer):
             self.reference = super().build_model(self.config).requires_grad_(False).eval()
         model = super().build_model(config)
         balance = find_balance(model)
-        if balance is not None:  # its losses are sums over tokens, and cannot be added to a loss per sample
+        if balance is not None:  # load-balancing losses are sums over tokens, which do not add to a loss per sample
             balance.loss = balance.sequence_loss = balance.z_loss = 0.0
         return model
 
     def count(self, batch: Batch) -> float:
-        """Return the number of samples, not counting padding (samples without targets)."""
+        """Return the number of samples in the batch, excluding padding (samples without targets)."""
         return int(self._sample_mask(batch).sum())
 
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's samples.
 
-        Collectives: with a reference, those of its forward pass; then those of the model's.
+        Collectives: those of the model's forward pass, then those of the reference model's, if the objective needs one.
         """
         objective, mask_S = self.config.objective, self._sample_mask(batch)
         if objective.has_statistic and self._mean_statistic is None:  # the first batch of an evaluation
@@ -76,9 +77,10 @@ class ObjectiveTrainer(Trainer):
 
     @contextmanager
     def global_sums(self, micro_batches: Sequence[Batch]) -> Iterator[None]:
-        """Compute the mean of the objective's statistic over the global batch, for `loss` inside the block.
+        """Compute the mean of the objective's statistic over the global batch, which `loss` uses inside the block.
 
-        Collectives, if the objective has a statistic: one more forward pass per micro-batch, and a small all-reduce.
+        Collectives, if the objective has a statistic: those of one more forward pass per micro-batch, and a small
+        all-reduce.
         """
         if self.config.objective.has_statistic:
             self._mean_statistic = self._compute_mean_statistic(micro_batches)
@@ -91,7 +93,7 @@ class ObjectiveTrainer(Trainer):
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out samples; see `Trainer.evaluate`.
 
-        The mean of the objective's statistic is over all held-out samples, which takes another pass over them.
+        The objective's statistic is averaged over all held-out samples, which takes one more pass over them.
         """
         try:
             return super().evaluate()
@@ -112,7 +114,7 @@ class ObjectiveTrainer(Trainer):
         """Return the objective's inputs for a batch."""
         needs = self.config.objective.needs
         with loss_mode(self.config):
-            outputs = super().loss(batch)  # the loss of each row, (R,), or the scores at its last target, (R, outputs)
+            outputs = super().loss(batch)  # each row's loss, (R,), or its scores at the last target, (R, outputs)
         self._check_rows(batch, outputs)
         return ObjectiveInputs(
             logps=torch.empty(0) if "scores" in needs else -outputs,

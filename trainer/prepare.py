@@ -1,9 +1,9 @@
 """Tokenize text into shards for training: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
 Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
-or not, local or at a URL.  Memory use is constant.  The shards appear under their names only once all are complete.  If
-the command is killed, run it again to resume.  Several processes may share the work.  Training reads the shards with
- `data.source=tokens`; `trainer.data.shards` describes their format.  Does not import torch.
+or not, from local files or URLs.  Memory use is constant.  The shards get their final names only when all of them are
+complete.  If the command is killed, run it again to resume.  Several processes may share the work.  Training reads the
+shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 if __name__ == "__main__":
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise numpy starts threads for matrix products, which spin
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise numpy starts threads that busy-wait
 
 from trainer.data.ingest.build import (
     BuildJob,
@@ -59,7 +59,7 @@ from trainer.errors import (
 from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
-"""Keys of the `data` section that this command has as options."""
+"""Keys of the `data` section that are options of this command, for `--show`."""
 
 _SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
@@ -76,7 +76,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(options: argparse.Namespace) -> int:
-    """Print conversations with the targets in green, or in angle brackets if the output has no colors."""
+    """Print conversations with the target tokens in green, or in angle brackets if the output has no colors."""
     from rich.console import Console
     from rich.text import Text
 
@@ -130,9 +130,8 @@ def prepare(
 ) -> str:
     """Write token shards and return a report that ends with the settings to train on them.
 
-    The parameters are those of the command line.  A hash of its text decides whether a document is held out, so the
-    decision does not depend on other documents, and equal documents are in the same split.  If UserError is raised, no
-    file has been written or replaced.
+    The parameters are the command's options.  Whether a document is held out depends only on a hash of its text, so
+    duplicates are in the same split.  If UserError is raised, no shard has been written or replaced.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
@@ -141,7 +140,7 @@ def prepare(
     text_tokenizer = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
         job = _make_job(files, text_tokenizer, text_key, holdout, shard_tokens, bad, bos)
-        stem = Path(out).expanduser()  # common prefix of the shards' paths
+        stem = Path(out).expanduser()  # the part that the shards' paths have in common
         if out.endswith(os.sep) or stem.is_dir():
             raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
         with writing_to("--out", stem, _min_bytes(job, stem)), _creating_folder(stem, out):
@@ -196,7 +195,7 @@ def _make_job(
 
 
 def _min_bytes(job: BuildJob, stem: Path) -> int:
-    """Return the minimum size of the shards: two bytes per byte of plain text; 0 if it cannot be estimated."""
+    """Return a lower bound on the size of the shards: two bytes per byte of plain text; 0 if there is no estimate."""
     is_plain = all(file.kind == "text" and not file.compression for file in job.inputs)
     if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
         return 0
@@ -204,14 +203,14 @@ def _min_bytes(job: BuildJob, stem: Path) -> int:
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:
-    """Return the folder of unfinished work, named by everything that determines the shards, to be found again."""
+    """Return the folder for unfinished work, whose name has a hash of the inputs and settings, to find it again."""
     files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return stem.with_name(f".{stem.name}.{hashlib.sha256(content.encode()).hexdigest()[:12]}.building")
 
 
 def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) -> None:
-    """Raise UserError if no documents are left to train on, or if `holdout` holds out none."""
+    """Raise UserError if the split leaves no documents to train on, or holds out none although `holdout` is above 0."""
     num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
     if manifest.train and (manifest.held_out or not holdout):
         return
@@ -235,24 +234,24 @@ class _Split:
 
     @property
     def pattern(self) -> str:
-        """The path or glob of these shards.  Five `?` match the shard numbers, and no shards named `eval-...`."""
+        """The path or glob of these shards.  Five `?` match a number, but not the `eval-NNNNN` of held-out shards."""
         if len(self.paths) == 1:
             return str(self.paths[0].absolute())
         return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
 
 
-def _round_up(share: float) -> float:
-    """Return a short decimal just above `share`."""
+def _round_up(fraction: float) -> float:
+    """Return a short decimal number slightly above `fraction`."""
     for digits in range(1, 17):
-        rounded = math.ceil(share * 10.0**digits + 1) / 10.0**digits
-        if rounded < min(1.0, 2 * share):
+        rounded = math.ceil(fraction * 10.0**digits + 1) / 10.0**digits
+        if rounded < min(1.0, 2 * fraction):
             return rounded
-    return share
+    return fraction
 
 
 @contextmanager
 def _creating_folder(stem: Path, out: str) -> Iterator[None]:
-    """Create the shards' folder; if the block raises, remove it again if it is empty."""
+    """Create the shards' folder and its missing parents; if the block raises, remove those that are empty."""
     missing = [folder for folder in stem.parents if not folder.exists()]
     try:
         try:

@@ -1,7 +1,7 @@
-"""Recipes, which describe models to the trainer, and the registry of recipes.
+"""Recipes, which describe models to the trainer, and their registry.
 
-A recipe is plain data that does not depend on the mesh or the rank.  Importing a recipe does not import torch: the
-recipe names the module with the network, which is imported when the model is built.
+A recipe is plain data that does not depend on the mesh or the rank.  Importing a recipe does not import torch: it only
+names the module that defines the network, and that module is imported when the model is built.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ ENTRY_POINTS = "meshtrainer.recipes"
 """Entry-point group in which other distributions list modules that register recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
-"""One FSDP unit: a module, a module's dotted name (`*` matches one part), or several that are gathered together."""
+"""One FSDP unit: a module, its dotted name (`*` matches one part of it), or several modules gathered together."""
 
 
 TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of weights, by the model's parameter names.  Needs no process group.
+    """A source of tensors, under the names that they have in our model.  Needs no process group.
 
     description: where the weights are, for messages.
-    shapes, dtypes: the shape and dtype of every tensor, by name.  Tied weights may appear under one or all names.
+    shapes, dtypes: the shape and dtype of every tensor, by name.  A tied weight may appear under one of its names or
+        under all of them.
     """
 
     @property
@@ -62,9 +63,9 @@ class WeightSource(Protocol):
 
 
 class StoredTensors:
-    """Base class of weight sources that implements `shapes` and `dtypes`.
+    """Base class of weight sources: implements `shapes` and `dtypes`.
 
-    `_stored` holds, by name, an object with the attributes `shape` and `dtype` for each tensor.
+    `_stored` maps the name of each tensor to an object with the attributes `shape` and `dtype`.
     """
 
     _stored: Mapping[str, Any]
@@ -79,16 +80,16 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that is (in, out) there, as in GPT-2, and (out, in) here.
+    """Hugging Face name of a matrix that has shape (in, out) there, as in GPT-2, and (out, in) in our model.
 
-    Also used for a stack of such matrices, one per expert.
+    Also the name of a stack of such matrices, one per expert.
     """
 
     __slots__ = ()
 
 
 class Stacked(str):
-    """Hugging Face name of separate tensors that are the rows of a single tensor here; the last `*` is the row."""
+    """Hugging Face name of separate tensors that are stacked into one tensor in our model; the last `*` is the row."""
 
     __slots__ = ()
 
@@ -97,31 +98,31 @@ class Stacked(str):
 class HuggingFace:
     """The mapping between a recipe's model and its Hugging Face counterpart.
 
-    model_type, architecture: of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
-        that covers several model types gives functions of the model's configuration.
+    model_type, architecture: those of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
+        that covers several model types gives functions of the model configuration.
     names: maps our name of each parameter (and persistent buffer) to the Hugging Face name: {"layers.*.wq.weight":
         "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.  Wrap the name of a
-        matrix that is stored transposed in `Transposed`.  If separate tensors, such as experts, are the rows of one
-        tensor here, wrap their name in `Stacked`, with one more `*`.  List tied parameters under all their names.  May
-        also be a function of the model's configuration that returns the mapping.
-    stored: `stored(model_config, source) -> WeightSource`, or "package.module:function", if renaming is not enough:
-        computes the tensors of Hugging Face's files from those of `source`, which has our names.
-    output: `output(model_config, model) -> name`, finds the module that projects onto the vocabulary, which a new head
-        replaces, if `names` does not map its weight to "lm_head.weight".  Raises UserError if transformers has no
-        classifier for such a model.
+        matrix that is stored transposed in `Transposed`.  If separate tensors there, such as experts, are stacked into
+        one tensor here, wrap their name in `Stacked`, with an additional `*` for the row.  List tied parameters under
+        all their names.  May also be a function of the model configuration that returns the mapping.
+    stored: if renaming is not enough, `stored(model_config, source) -> WeightSource`, or "package.module:function".
+        It computes the tensors in Hugging Face's files from those in `source`, which have our names.
+    output: `output(model_config, model) -> name`, returns the name of the output projection, which a new head replaces.
+        Only needed if `names` does not map its weight to "lm_head.weight".  Raises UserError if transformers has no
+        sequence classifier for such a model.
     config: `config(model_config) -> dict`, returns the entries of config.json.
-    model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of our configuration.  Raises
-        UserError for a model that the recipe cannot build.
+    model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of our model configuration.
+        Raises UserError for a model that the recipe cannot build.
     fixed: entries of config.json for which the network supports only one value, for example {"hidden_act": "silu"}.
-        They are written on export, and a folder with another value is refused.
+        Exports contain them, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
-    ignored: Hugging Face names of tensors that old files contain and the model does not need, such as causal masks.
-    left_out: `left_out(model_config) -> dict`, the parts of published models that this one lacks: maps the prefix of
-        their tensors' names to what the start block calls them, {"model.layers.61.": "multi-token prediction"}.
-    dropped: entries of config.json that a recipe must list here to accept them, and that exports lack:
-        "quantization_config", whose weights are then dequantized as `trainer.weights.quantized` describes, and
-        "auto_map", the name of code that is not run because the recipe replaces it.
-    exported: entries of config.json that replace those of the original folder on export.
+    ignored: Hugging Face names of tensors that old files contain but the model does not need, such as causal masks.
+    left_out: `left_out(model_config) -> dict`, the parts of published models that our model lacks: maps the prefix of
+        their tensors' names to a description for the start block, {"model.layers.61.": "multi-token prediction"}.
+    dropped: entries of config.json that are accepted only if a recipe lists them here, and that are not exported:
+        "quantization_config", in which case the weights are dequantized as `trainer.weights.quantized` describes, and
+        "auto_map", which names code that is not run because the recipe replaces it.
+    exported: entries that replace those of the original config.json on export.
     """
 
     model_type: str | Callable[[Any], str]
@@ -152,7 +153,7 @@ class Recipe:
     """A model that the trainer can build, shard and initialize.
 
     name: the value of `model.name` that selects this recipe.
-    config: dataclass of the model's fields, with defaults; a `vocab_size` field, if any, is checked against the data.
+    config: dataclass of the model's fields, with defaults.  A field `vocab_size`, if any, is checked against the data.
     build: `build(config) -> nn.Module`, or "package.module:function".  It is called on the meta device.  The module
         maps `tokens` (B, T) to logits (B, T, V).  If its `forward` also takes `targets`, it returns the loss summed
         over the targets, and need not materialize all logits.
@@ -160,27 +161,28 @@ class Recipe:
         a function of the model that returns these.  All other parameters belong to the root unit.
     trainer: the `Trainer` subclass to use, or "package.module:class"; None for `Trainer` itself.
     init: `init(module)` or `init(module, name, model)`, initializes the parameters and buffers that a submodule
-        directly owns; by default calls its `reset_parameters()`.
-    resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the shape of the model in a
-        folder.  Called once, when a recipe file and the command line are loaded; config.yaml stores the result.
+        directly owns; the default calls the submodule's `reset_parameters()`.
+    resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the sizes of the model in a
+        folder.  Called once, when the recipe file and the command line are loaded; config.yaml stores the result.
     weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialize them; or
         "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily, because
         a resumed run does not need them.
     notes: `notes(config, model)`, returns remarks about the model to print when a run starts; or
         "package.module:function".
     check: `check(config)`, raises `UserError` for inconsistent fields (see `setting_error`).
-    flops: `flops(config, seq_len)`, returns model FLOPs per token for forward and backward, with attention over
-        `seq_len` tokens (the mean length of masked documents); by default 6 x parameters outside embeddings (Kaplan et
-        al. 2020, arXiv:2001.08361).
-    hf: the mapping to Hugging Face; needed to export to and import from that format.
-    context: declares that only functions of `trainer.sequence` other than `apply_by_document` mix or count tokens, so
-        ranks may hold slices of sequences (`mesh.context`).
-    experts: the name of the expert modules, such as "layers.*.moe.experts".  It declares that their parameters are all
-        stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so the experts
-        may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have experts, this is a
-        function of the model that returns their names, and `num_experts` is None in the configurations of the others.
-    blocks: fused weights, which Muon orthogonalizes block by block.  Maps patterns of parameter names to the number of
-        equal blocks, or to the number of rows of each: {"*.attention.qkv.weight": 3}.
+    flops: `flops(config, seq_len)`, returns the model's FLOPs per token in a forward and backward pass, with attention
+        over `seq_len` tokens (the mean length if documents are masked); the default is 6 x the number of parameters
+        outside embeddings (Kaplan et al. 2020, arXiv:2001.08361).
+    hf: the mapping to Hugging Face's format, which imports and exports need.
+    context: declares that the model mixes or counts tokens only with functions of `trainer.sequence` other than
+        `apply_by_document`, so that ranks may hold slices of sequences (`mesh.context`).
+    experts: the name of the expert modules, such as "layers.*.moe.experts".  This declares that all their parameters
+        are stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so that
+        the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have experts, this
+        is a function of the model that returns their names, and the other models' configurations have
+        `num_experts=None`.
+    blocks: fused weights, which Muon orthogonalizes block by block: maps patterns of parameter names to the number of
+        equal blocks, or to the number of rows of each block: {"*.attention.qkv.weight": 3}.
     """
 
     name: str
@@ -242,17 +244,17 @@ class Recipe:
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key, with its default, its help text and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` maps other names of values to those that
+    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` maps other names of values to the values that
     messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.  `free=True` marks a
-    model field that only affects training, such as dropout: it may differ from the one that comes with the weights of
-    `train.init_from`.
+    model field that only affects training, such as dropout: it may differ from the value that the model in
+    `train.init_from` was trained with.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
 
 @dataclass(frozen=True)
 class BalanceConfig:
-    """Base class for configurations of mixture-of-experts models: the settings that balance the load of experts.
+    """Base class for configurations of mixture-of-experts models: the settings that balance the experts' load.
 
     See `trainer.experts.Balance` and `trainer.experts.TopKExperts`.
     """
@@ -289,9 +291,9 @@ class BalanceConfig:
 def check_number(
     key: str, value: Any, number: float, limits: Mapping[str, Any], example: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise UserError unless `number` is finite and within the limits of `declare`.
+    """Raise UserError unless `number` is finite and within the key's limits (see `declare`).
 
-    value: the value of the key, which is `number` or contains it.
+    value: the complete value of the key, which is `number` or contains it.
     example: returns a value to suggest if there is no nearest legal value.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
@@ -347,8 +349,11 @@ def find_recipe(name: str, allowed_modules: Collection[str] | None = None) -> Re
     """Return the recipe with this `model.name`: a registered name, or "package.module:name".
 
     The second form first imports the module, so that models outside this package can be used from the command line.
-    allowed_modules: the modules that may be imported, with their submodules; None for any, if the name comes from the
-    user.  Modules that are already imported may always be used.  Raises UserError if there is no such recipe.
+
+    allowed_modules: the modules that may be imported, with their submodules; None, for a name that the user gave,
+        allows any.  Modules that are already imported may always be used.
+
+    Raises UserError if there is no such recipe.
     """
     module_name, colon, registered = name.partition(":")
     if colon:
@@ -445,13 +450,13 @@ def import_object(path: str, setting: str) -> Any:
 
 
 def add_working_folder_to_path() -> None:
-    """Make modules in the working folder importable, as `python -m` does, unlike console scripts."""
+    """Make modules in the working folder importable: `python -m` does so by itself, but console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 
 
 def _import_module(module_name: str, setting: str, value: str) -> Any:
-    """Import a module.  Raises UserError that names the line of user code if the import fails."""
+    """Import a module.  If that fails, raises UserError with the line of the user's code where it failed."""
     try:
         return importlib.import_module(module_name)
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Aliases: old names of public attributes and methods, which keep working for one version."""
+"""Deprecated aliases: the old names of public attributes and methods keep working for one version."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class Renamed:
     """The old name of an attribute or method of a class.  Using it emits a DeprecationWarning.
 
     class Loader:
-        of = Renamed("from_config")
+        of = Renamed("from_config")  # `Loader.of` is the old name of `Loader.from_config`
     """
 
     def __init__(self, new_name: str) -> None:

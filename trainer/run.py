@@ -1,4 +1,4 @@
-"""The command `trainer.run`: parses the command line, builds a Trainer and trains.
+"""The command `trainer.run`: parses the command line, builds a Trainer, and trains the model.
 
     python -m trainer.run recipe=llama_small [section.key=value ...] [nproc=N]
 
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _REPORT_DELAY_S = 2.0
-"""Seconds that the other ranks wait before exiting on a user error, so that rank 0 can report it first."""
+"""Seconds that all ranks but 0 wait before they exit on a user error, so that rank 0 can report it first."""
 
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
@@ -176,7 +176,7 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
 
 
 def _worker_command(arguments: Arguments, trainer: type[Trainer] | None) -> list[str]:
-    """Return the arguments of a worker's Python interpreter: `trainer.run` or the user's script, with its options."""
+    """Return the Python interpreter's arguments for a rank: `trainer.run` or the user's script, and its options."""
     program = ["-m", "trainer.run"]
     if trainer is not None:
         spec = getattr(sys.modules["__main__"], "__spec__", None)
@@ -186,7 +186,7 @@ def _worker_command(arguments: Arguments, trainer: type[Trainer] | None) -> list
 
 
 def should_spawn(nproc: int | None, env: Environment) -> bool:
-    """Return whether this process must start the ranks.  Raises UserError if a launcher started a different number."""
+    """Return whether this process must start the ranks.  Raises UserError if a launcher has started another number."""
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
         raise setting_error("nproc", nproc, rule, env.world_size)
@@ -213,7 +213,7 @@ def _check_without_torch(
 ) -> None:
     """Check the rules between settings, the required libraries and compilers, and that the data can be read.
 
-    Text that has not been tokenized yet is tokenized by all ranks together, unless `tokenizes` is False.
+    tokenizes: whether to tokenize text that has not been tokenized yet, which all ranks do together.
     """
     from trainer.data.mixture import find_order
     from trainer.data.opening import check_tokenizer, is_untokenized, open_source, resolve_from_data
@@ -234,9 +234,9 @@ def _check_without_torch(
 
 
 def _check_before_printing(config: RunConfig, nproc: int | None, env: Environment) -> None:
-    """Check a configuration before printing it.  It may be for another machine, and its data may not exist yet.
+    """Check a configuration before it is printed.  It may be for another machine, and its data may not exist yet.
 
-    Without a launcher or `nproc`, assume the smallest possible number of ranks.
+    Without a launcher or `nproc`, the smallest possible number of ranks is assumed.
     """
     if config.data.source in ("tokens", "chat") and not config.data.path:
         config = replace(config, data=config.data.as_synthetic())
@@ -251,9 +251,9 @@ def _check_before_printing(config: RunConfig, nproc: int | None, env: Environmen
 
 
 def report_error(error: UserError | TrainingFailed, env: Environment, exit_code: int = EXIT_USER_ERROR) -> int:
-    """Print an error that occurs on all ranks once, on rank 0, and return the exit code.
+    """Report an error that all ranks have raised: rank 0 prints it.  Returns the exit code.
 
-    The other ranks wait for rank 0: a launcher kills all ranks as soon as one exits.
+    The other ranks wait a moment, because a launcher kills all ranks as soon as one exits.
     """
     ignore_termination()
     if env.rank == 0:
@@ -328,7 +328,7 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
 
 
 def _dry_run(config: RunConfig, trainer: Trainer) -> int:
-    """Start up without training, and print the plan.  config: that of the actual run, whose folders it names."""
+    """Start up without training, and print the plan.  config: that of the actual run, for the folder of checkpoints."""
     from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan
 
@@ -348,7 +348,7 @@ def _dry_run(config: RunConfig, trainer: Trainer) -> int:
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
-    """Return the message for an out-of-memory error; empty if another rank reports it."""
+    """Return the message for an out-of-memory error, or an empty string if another rank reports the error."""
     if is_built:
         return "\n".join(getattr(error, "__notes__", []))
     return (
@@ -402,7 +402,7 @@ _COMMANDS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("sbatch", "queue"), "submit"),
     **dict.fromkeys(("grid", "multirun", "hpo", "tune"), "sweep"),
 }
-"""Names that other tools use for these subcommands."""
+"""Names of similar commands in other tools, mapped to our subcommands."""
 
 
 def meshtrainer() -> NoReturn:

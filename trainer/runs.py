@@ -1,8 +1,8 @@
-"""List the runs in a folder, with their progress, losses and the next command to run.
+"""List the runs in a folder, with the progress and losses of each, and the command to run next.
 
     python -m trainer.runs              the runs in runs/
-    python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example of a sweep
-    python -m trainer.runs --json       one JSON object per run
+    python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example those of a sweep
+    python -m trainer.runs --json       a JSON list with one object per run
 
 Read-only; does not import torch.  The most recently active run comes first.
 """
@@ -36,9 +36,9 @@ from trainer.metrics.record import read_records
 from trainer.tables import table_lines
 
 _TAIL_BYTES = 1 << 16
-"""Number of bytes to read from the end of a metrics file to find the latest records."""
+"""Bytes to read from the end of a metrics file to find the latest records."""
 _MAX_DEPTH = 4
-"""Number of folder levels to search for runs."""
+"""Depth of the subfolders in which runs are searched for."""
 _RUN_FILES = ("metrics.jsonl", "status.json")
 
 
@@ -59,13 +59,13 @@ class RunSummary:
     goodput: float | None
     reason: str
     next: str
-    """Advice: the next command, or the file to read."""
+    """What to do next: a command to run, or a file to read."""
     active: float
-    """Time at which its files last changed, in seconds since the epoch."""
+    """Time at which the run's files last changed, in seconds since the Unix epoch."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders below a folder, or the folder itself if it is one, most recently active first."""
+    """Return the run folders in a folder, most recently active first; if it is a run folder itself, only that one."""
     return sorted(_find_run_folders(folder, _MAX_DEPTH), key=_last_active, reverse=True)
 
 
@@ -111,7 +111,7 @@ def summarize(folder: Path) -> RunSummary:
 
 
 def _latest_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last record of each kind.  Reads only the end of the file if it contains all kinds."""
+    """Return the last record of each kind.  Reads only the end of the file if all kinds occur there."""
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)

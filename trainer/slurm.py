@@ -1,9 +1,9 @@
 """Supervises a run inside a Slurm batch job: `python -m trainer.slurm recipe=NAME [section.key=value ...]`.
 
 A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
-ranks with `srun`, forwards the job's notice to them, requeues the job if the run stopped before the end, and gives up
-after several attempts in a row without progress.  It appends each start of an attempt, and whether it requeued the job,
-to RUN_DIR/attempts.log.
+ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped before its end, and
+gives up after several consecutive attempts without progress.  It logs the start of each attempt, and whether it
+requeued the job, in RUN_DIR/attempts.log.
 
 The overrides are those of `trainer.run`; options go before or between them.  Environment variables:
 
@@ -45,16 +45,16 @@ from trainer.errors import (
 from trainer.lifecycle.folder import read_status
 
 STEP_NAME = "ranks"
-"""Name of the Slurm step that runs the ranks, to find it by: it may not be the job's first step."""
+"""Name of the Slurm step that runs the ranks, by which it is found: it need not be the job's first step."""
 
 
 @dataclass
 class Signals:
-    """The signals received by this job: USR1 (notice of the time limit) and TERM (cancellation)."""
+    """The signals that this job has received: USR1 (the time limit is near) and TERM (the job is cancelled)."""
 
     stop_requested: bool = False
     is_cancelled: bool = False
-    """True if a user has cancelled the job or Slurm is requeuing it, so that it must not be requeued here."""
+    """Whether a user has cancelled the job or Slurm is requeuing it; in both cases it must not be requeued here."""
 
     def install(self) -> None:
         """Handle both signals from now on, including those that arrived while the batch file blocked them."""
@@ -75,7 +75,7 @@ class Job:
     run_dir: Path
     overrides: Sequence[str]
     job_id: str
-    """Job id for scontrol.  In a job array it is ARRAY_TASK, because a bare id can mean the entire array."""
+    """Job id for scontrol.  In a job array this is ARRAY_TASK, because a plain id can mean the entire array."""
     restart: int
     requeue: bool = True
     requeue_failed: bool = False
@@ -90,11 +90,11 @@ class Job:
 
     @property
     def train_command(self) -> list[str]:
-        """The arguments of the Python interpreter that runs one rank."""
+        """The arguments of the Python interpreter of each rank."""
         return ["-m", "trainer.run", f"recipe={self.recipe}", f"run.dir={self.run_dir}", *self.overrides]
 
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
-        """Run the srun `command` as one attempt, and requeue the job if needed.  Returns the batch job's exit code."""
+        """Run the srun command as one attempt, and requeue the job if needed.  Returns the exit code of the job."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         env = with_stale_notice(env, self.run_dir)
         (self.run_dir / NOTICE).unlink(missing_ok=True)
@@ -120,10 +120,10 @@ class Job:
         return subprocess.run(["scontrol", "requeue", self.job_id]).returncode
 
     def _wait(self, srun: subprocess.Popen[bytes]) -> None:
-        """Wait for srun, forward a notice, and end a step that outlives its ranks.
+        """Wait for srun, pass on the notice of the time limit, and end a step that outlives its ranks.
 
-        srun waits forever for a slurmstepd that has died.  Therefore this method cancels the step LEAVE_S after the run
-        has reported its end, and kills srun after another LEAVE_S, so that the job can end.
+        srun waits forever for a slurmstepd that has died.  Therefore this method cancels the step LEAVE_S seconds after
+        the run has reported its end, and kills srun LEAVE_S seconds later, so that the job can end.
         """
         cancel_at = kill_at = float("inf")
         while True:
@@ -132,7 +132,7 @@ class Job:
                 return
             now = time.monotonic()
             if self.signals.stop_requested:
-                # With cgroup tracking, no signal reaches ranks started by torchrun, but a file does.
+                # With cgroup tracking, signals do not reach ranks started by torchrun; this file does.
                 with suppress(OSError):  # such as a full disk; tried again a second later
                     (self.run_dir / NOTICE).touch()
             if cancel_at == float("inf") and self._reported_state() in ("finished", "stopped", "failed"):
@@ -154,7 +154,7 @@ class Job:
         return ""
 
     def _gives_up(self) -> bool:
-        """Return whether the last MAX_IDLE attempts made fewer than MIN_STEPS steps each, and record it if so."""
+        """Return whether the last MAX_IDLE attempts made fewer than MIN_STEPS steps each; if so, log that."""
         status = read_status(self.run_dir)
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         idle = count_idle(lines, self.job_id, int(status.get("step") or 0), self.min_steps)
@@ -174,10 +174,11 @@ class Job:
 
 
 def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> int:
-    """Return how many of a job's latest consecutive attempts made fewer than `min_steps` steps each.
+    """Return the number of a job's most recent consecutive attempts that made fewer than `min_steps` steps each.
 
-    lines: the lines of attempts.log.  step: the current step.  An attempt's steps end where the next attempt, of any
-    job, starts, or at `step`.  An attempt of a different job in the same folder resets the count.
+    lines: the lines of attempts.log.  step: the current step.  An attempt ends at the step at which the next attempt,
+    of any job, starts; the last attempt ends at `step`.  An attempt of a different job in the same folder resets the
+    count.
     """
     starts = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
     reached = [from_step for _, from_step in starts[1:]] + [step]
@@ -190,7 +191,7 @@ def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> 
 def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
     """Return the srun command that starts the ranks on all nodes of the job, and its environment.
 
-    Each rank exits with its own exit code.  LEAVE_S after the first exit, srun ends the remaining ranks.
+    Each rank has its own exit code.  LEAVE_S seconds after the first rank has exited, srun ends the remaining ranks.
     """
     env = dict(env)
     srun = ["srun", f"--job-name={STEP_NAME}", "--kill-on-bad-exit=0", f"--wait={job.leave_s}"]

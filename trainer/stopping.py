@@ -1,13 +1,14 @@
 """Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
 
-Runs use this until their first training step, all other commands throughout.  A signal takes effect in three stages:
+A training run uses this until its first step; all other commands use it until they end.  A signal takes effect in
+three stages:
 
 1. Immediately, the handler records it.  Long loops call `stop_if_asked`, which raises StopRequested at a safe point.
-2. After RAISE_S, StopRequested is raised in the main thread, even if it is waiting, reading, or in a library.
-3. After END_S, the process exits, after deleting partially written files.  The main thread must be in a long call that
-   runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
+2. RAISE_S seconds later, StopRequested is raised in the main thread, even if that is waiting, reading, or in a library.
+3. END_S seconds after the signal, the process deletes partially written files and exits.  Usually the main thread is
+   then in a long call that runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
 
-Imports neither torch nor other modules of this package, so that signals are caught before the slow imports start.
+This module imports neither torch nor other modules of this package, so that signals are caught before slow imports.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from types import FrameType
 from typing import NoReturn
 
 RAISE_S, END_S = 1.5, 3.0
-"""Seconds from the signal to the second and to the third stage."""
+"""Seconds from the signal to the second stage, and to the third."""
 
 _RERAISE_S = 0.05
-"""Seconds until a request that a destructor or a callback has swallowed is raised again."""
+"""Seconds after which StopRequested is raised again if a destructor or a callback has swallowed it."""
 
 _HOOK_TIMEOUT_S = 1.0
 """Time limit of `before_exit` in seconds, because it may hang on a disk."""
 
 
 def exit_on_signals(command: str) -> None:
-    """Let signals end this process immediately while it imports modules and has nothing to clean up.
+    """Let signals end this process immediately while it only imports modules, and has nothing to clean up.
 
     command: the name of the command, such as `run` or `export`, which installs its own handlers when it starts.
     """
@@ -48,7 +49,7 @@ _command: list[str] = []
 
 
 def exit_immediately(number: int, frame: object) -> NoReturn:
-    """Exit this process; the handler that `exit_on_signals` installs."""
+    """Exit this process: the signal handler that `exit_on_signals` installs."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, f"{stop_message(signal.Signals(number).name)}\n".encode())
@@ -58,6 +59,7 @@ def exit_immediately(number: int, frame: object) -> NoReturn:
 class StopRequested(BaseException):
     """Raised if a signal has asked this process to stop.  Not an Exception, so that no code retries or swallows it.
 
+    name: the name of the signal, such as SIGTERM.
     note: what the next start can reuse, for the message; may be empty.
     """
 
@@ -91,9 +93,9 @@ def unwrapping() -> Iterator[None]:
 
 
 class PromptStop:
-    """Takes a signal through the three stages.  Must be used in the main thread; only one can be active.
+    """Stops this process promptly after a signal, in three stages.  Used in the main thread; only one can be active.
 
-    numbers: the signals that have a Python handler, which must call `on_signal`.
+    numbers: the signals to watch for.  Each must have a Python handler that calls `on_signal`.
     exit_code: returns the exit code of the third stage, given the name of the signal.
     """
 
@@ -104,7 +106,8 @@ class PromptStop:
         self.before_exit: Callable[[], None] | None = None
         """Called in the third stage, in a separate thread."""
         self.raises_immediately = False
-        """True during work that can be interrupted anywhere, such as an import.  A signal then raises immediately."""
+        """Whether a signal raises StopRequested immediately: only in work that can be interrupted anywhere, such as an
+        import."""
         self._is_raising = False
         self._is_cancelled = threading.Event()
         self._lock = threading.Lock()
@@ -115,7 +118,8 @@ class PromptStop:
     def start(self) -> None:
         """Start watching for signals, and cancel any active PromptStop.
 
-        An unclosed Trainer may have left one, which must not end the process while another Trainer saves.
+        A Trainer that was not closed may have left one active, which must not end the process while another Trainer
+        saves.
         """
         for earlier in list(_active):
             earlier.cancel()
@@ -128,7 +132,7 @@ class PromptStop:
         _active.append(self)
 
     def cancel(self) -> None:
-        """Leave signals to their handlers from now on, because there is state to save or the command has ended."""
+        """Stop watching for signals, because there is now state to save or the command has ended."""
         with self._lock:
             if self not in _active or threading.get_ident() != self._main_thread:
                 return
@@ -175,9 +179,9 @@ class PromptStop:
                 signal.pthread_kill(self._main_thread, number)  # also interrupts system calls
 
     def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise a request again if a destructor or the callback of a weak reference has raised it.
+        """Raise StopRequested again if it was raised in a destructor or in the callback of a weak reference.
 
-        Exceptions do not propagate out of those: the interpreter would print a traceback and continue.
+        Exceptions do not propagate out of such code: the interpreter would print a traceback and continue.
         """
         if not self.name or not isinstance(unraisable.exc_value, (StopRequested, KeyboardInterrupt)):
             self._previous_hook(unraisable)
@@ -185,7 +189,7 @@ class PromptStop:
         threading.Thread(target=self._raise_again, args=[signal.Signals[self.name]], daemon=True).start()
 
     def _raise_again(self, number: int) -> None:
-        """Raise a request in the main thread once it has left `_on_unraisable`, which no exception can leave either."""
+        """Raise StopRequested in the main thread once that has left `_on_unraisable`, which swallows exceptions too."""
         time.sleep(_RERAISE_S)
         while is_in_hook(sys._current_frames().get(self._main_thread)):
             time.sleep(_RERAISE_S)
@@ -204,9 +208,9 @@ class PromptStop:
 
 
 def is_in_hook(frame: FrameType | None) -> bool:
-    """Return whether the hook for unraisable exceptions has called the code of `frame`.
+    """Return whether the code of `frame` runs inside the hook for unraisable exceptions.
 
-    A signal handler must not raise then: the exception would be printed, and the hook might not raise its own request.
+    A signal handler must not raise there: its exception would only be printed, and the hook might not finish.
     """
     while frame is not None and frame.f_code is not PromptStop._on_unraisable.__code__:
         frame = frame.f_back
@@ -218,7 +222,7 @@ _active: list[PromptStop] = []
 
 
 def _reset_after_fork() -> None:
-    """Forget the PromptStop in a forked process: its thread is missing, and its pipe belongs to the parent."""
+    """Forget the PromptStop in a forked process, which lacks its thread and shares its pipe with the parent."""
     if _active:
         _active.clear()
         signal.set_wakeup_fd(-1)
@@ -228,9 +232,9 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def leave_signals_to_handlers() -> None:
-    """Cancel the active PromptStop, so that signals only reach the handlers, which may take any time to finish."""
-    for prompt in list(_active):
-        prompt.cancel()
+    """Cancel the active PromptStop, so that signals reach only the handlers, which may take as long as they need."""
+    for active in list(_active):
+        active.cancel()
 
 
 def stop_if_asked() -> None:
@@ -246,18 +250,18 @@ def stop_if_asked() -> None:
 def interruptible() -> Iterator[None]:
     """Raise StopRequested immediately if a signal arrives in the block, which must be interruptible anywhere."""
     stop_if_asked()
-    for prompt in _active:
-        prompt.raises_immediately = True
+    for active in _active:
+        active.raises_immediately = True
     try:
         yield
     finally:
-        for prompt in _active:
-            prompt.raises_immediately = False
+        for active in _active:
+            active.raises_immediately = False
 
 
 def prompt_stop_signal() -> str:
     """Return the name of the signal that has arrived while there is nothing to save yet; empty if none has."""
-    return next((prompt.name for prompt in _active), "")
+    return next((active.name for active in _active), "")
 
 
 def stop_message(name: str, note: str = "") -> str:
@@ -272,7 +276,7 @@ _partial_files: set[Path] = set()
 
 
 def add_partial(path: Path) -> None:
-    """Register a partially written file, which the third stage then deletes."""
+    """Register a partially written file, which the third stage deletes."""
     _partial_files.add(path)
 
 
@@ -283,7 +287,7 @@ def drop_partial(path: Path) -> None:
 
 @contextlib.contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Delete a file after the block unless it was renamed, and also if the process exits in the third stage."""
+    """Delete a file after the block unless the block renamed it, and also if the process exits in the third stage."""
     add_partial(path)
     try:
         yield path

@@ -1,13 +1,13 @@
-"""Submit a run to a cluster: generate the job from the recipe, and submit it.
+"""Submit a run to a cluster, as a job generated from the recipe.
 
     meshtrainer submit slurm recipe=llama3_8b mesh.shard=node        sbatch
     meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply of a JobSet
     meshtrainer submit local recipe=llama_small                      run on all GPUs of this machine
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest number on which
-the planner says the run fits.  Settings are checked before the job is submitted.  The job saves a checkpoint when the
-cluster announces that it will end the job, and resumes from that checkpoint.
+The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest power of two on
+which the planner says the run fits.  Settings are checked before the job is submitted.  The job saves a checkpoint when
+the cluster announces that it will end the job, and resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Pod:
     claim: str
     """The persistent volume claim with data and runs."""
     mount: str
-    """Its mount path in the container."""
+    """The mount path of the volume in the container."""
 
 
 def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
@@ -173,9 +173,10 @@ def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
 
 
 def find_num_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
-    """Return the number of nodes for a run: from its mesh if the sizes are fixed, else the fewest on which it fits.
+    """Return the number of nodes for a run: from its mesh if that has fixed sizes, else the fewest on which it fits.
 
-    Raises UserError if the mesh does not fill its nodes, or if the run does not fit on any number of nodes.
+    Only powers of two are tried.  Without a fixed mesh, a run on CPUs gets one node.  Raises UserError if the mesh does
+    not fill its nodes, or if the run fits on no number of nodes.
     """
     replicate, shard = config.mesh.replicate, config.mesh.shard
     if shard == "node":
@@ -228,13 +229,13 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The job of a command line
+# From a command line to a job
 
 
 def add_size_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that set a job's size and limits."""
     parser.add_argument(
-        "--nodes", type=int, metavar="N", help="nodes (default: from the mesh, or the fewest it fits on)"
+        "--nodes", type=int, metavar="N", help="nodes (default: from the mesh, or the fewest on which it fits)"
     )
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs per node (default: 8; 0 with run.device=cpu)")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks per node (default: its GPUs, or 1 on CPUs)")
@@ -296,9 +297,9 @@ def require_at_least(minimum: int, **options: int | None) -> None:
 
 
 def _folder_on_volume(folder: str, volume: str) -> str:
-    """Return the run folder inside the volume, since a container's other files are lost when it ends.
+    """Return the path of the run folder on the volume, since all other files of a container are lost when it ends.
 
-    Raises UserError for a path outside the volume.
+    Raises UserError for a path that is not on the volume.
     """
     path = posixpath.normpath(posixpath.join(volume, folder))
     if not path.startswith(f"{volume.rstrip('/')}/"):
@@ -308,7 +309,7 @@ def _folder_on_volume(folder: str, volume: str) -> str:
 
 
 def _seconds(time: str) -> int:
-    """Convert HH:MM:SS to seconds.  Raises UserError if the format is wrong or the time too short."""
+    """Convert HH:MM:SS to seconds.  Raises UserError if the format is wrong or the time is too short."""
     match = re.fullmatch(r"(\d+):([0-5]\d):([0-5]\d)", time)
     if match is None:
         raise setting_error("--time", time, "must have the form HH:MM:SS", example="24:00:00")

@@ -4,10 +4,10 @@
     meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4 run.seed=1,2 --parallel 2
     meshtrainer sweep recipe=llama3_8b optim.lr=1e-4,3e-4 --slurm --nodes 2      a Slurm job array
 
-Separate the values of a key by commas; a list in brackets is a single value.  The run folders are in --dir (default:
-runs/sweep).  Run the same command again to continue: it skips finished runs, and resumes the others from their
-checkpoints.  The best run has the lowest loss in its last evaluation, or in its last record if there are no
-evaluations.
+Separate the values of a key with commas; a list in brackets is a single value.  The run folders are in --dir (default:
+runs/sweep).  Run the same command again to continue a sweep: it skips finished runs, and resumes the others from their
+checkpoints.  The best run has the lowest loss in its last evaluation or, unless all finished runs have evaluations, the
+lowest training loss.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from trainer.stopping import leave_signals_to_handlers
 from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, require_at_least, send_to_slurm
 
 SWEEP = "sweep.json"
-"""File in the sweep's folder with its settings and runs."""
+"""The file in a sweep's folder that describes the sweep: its recipe, settings and runs."""
 REPORT = "report.html"
 _MAX_RUNS = 1000
 _POLL_S = 0.5
@@ -71,13 +71,13 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """The file with the run's output.  The run's processes hold a lock on it, so that a restarted sweep can tell
-        whether they are still alive."""
+        """The file with the run's output.  The run's processes hold a lock on it, which tells a restarted sweep whether
+        they are still alive."""
         return self.folder / "output.log"
 
     @property
     def is_active(self) -> bool:
-        """True while it is training, whether this process or an earlier attempt of the sweep started it."""
+        """Whether the run is training, no matter if this process or an earlier one of the same sweep started it."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)
@@ -108,7 +108,7 @@ class Sweep:
         return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
 
     def write(self) -> None:
-        """Store the sweep's description, so that a different sweep in the same folder is detected."""
+        """Store the sweep's description, to detect a later sweep with other settings in the same folder."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SWEEP, json.dumps(self.description(), indent=1) + "\n")
 
@@ -185,13 +185,13 @@ def name_of(setting: Sequence[str]) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Several runs at a time
+# Running the trials on this machine
 
 
 class Supervisor:
     """Trains the runs of a sweep on this machine, `parallel` at a time.
 
-    Forwards signals to the runs, which save and exit.  The sweep then exits with 75 and can be started again.
+    Passes stop signals on to the runs, which save and exit.  The sweep then exits with 75, and can be started again.
     """
 
     def __init__(self, sweep: Sweep, parallel: int, nproc: int | None) -> None:
@@ -223,7 +223,7 @@ class Supervisor:
         return EXIT_STOPPED if self._num_stopped or self._is_stopping else EXIT_FINISHED
 
     def _start(self, trial: Trial) -> Trial:
-        """Start a run, unless one from an earlier attempt of the sweep is still training."""
+        """Start a run, unless it is still training because an earlier process of this sweep started it."""
         if trial.is_active:
             print_stdout(f"{trial.folder.name}: is already training")
             return trial
@@ -270,7 +270,7 @@ class Supervisor:
 
 
 def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
-    """Return the batch file of a Slurm job array with one task per run.  job: the job of any of the runs."""
+    """Return the batch file of a Slurm job array with one task per run.  job: a job for any one of the runs."""
     settings = [shlex.join([*trial.setting, f"run.name={trial.folder.name}"]) for trial in sweep.trials]
     setup = [
         f"FOLDERS=({shlex.join(str(trial.folder) for trial in sweep.trials)})",

@@ -1,4 +1,4 @@
-"""Fits tables and help texts to the terminal's width."""
+"""Lays out tables and help texts to fit the terminal's width."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def _block_lines(headers: Sequence[str], row: Sequence[str], width: int) -> list
 def fit_to_width(text: str, columns: int) -> str:
     """Wrap the text to lines of at most `columns` characters, unless a word is longer; 0: unchanged.
 
-    Wrapped text after a wide gap, such as the description of an option, keeps its indentation.
+    Text in a second column, such as the description of an option, stays in that column when it is wrapped.
     """
     lines = []
     for line in text.split("\n"):

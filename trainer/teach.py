@@ -2,7 +2,7 @@
 
     python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-Use the same data and data.seq_len as for the run, and train it with objective.teacher=FOLDER.
+Give the same data and data.seq_len as for the training run, which then uses objective.teacher=FOLDER.
 """
 
 from __future__ import annotations

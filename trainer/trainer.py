@@ -134,7 +134,8 @@ class Trainer:
     def build_optimizer(self) -> Optimizer | torch.optim.Optimizer:
         """Return the optimizer over `self.model`.
 
-        Every step sets the learning rate of each parameter group: the schedule's, times its `lr_scale` if it has one.
+        Every step sets the learning rate of each parameter group to the schedule's, times the group's `lr_scale` if it
+        has one.
         """
         growth = find_growth(self.config, self.model)
         return build_optimizer(self.model, self.config.optim, self.config.run.seed, self.recipe.blocks, growth)
@@ -170,18 +171,18 @@ class Trainer:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss, summed over the batch's targets; the Trainer scales it.
 
-        The model's `forward` receives the entries of the batch that it names as arguments.
+        The model's `forward` receives those entries of the batch that are named like its parameters.
         """
         return self._batch_loss(batch)
 
     def count(self, batch: Batch) -> float:
-        """Return what this batch adds to the divisor of the summed loss: by default, its number of targets."""
+        """Return this batch's part of the divisor of the summed loss: by default, its number of targets."""
         return count_targets(batch["targets"])
 
     def global_sums(self, micro_batches: Sequence[Batch]) -> AbstractContextManager[None]:
-        """Return a context in which `loss` has the sums over the global batch that it needs from the start.
+        """Return a context in which `loss` can use sums over the global batch, computed before the first backward pass.
 
-        By default, those for the experts' load-balancing loss.  Collective.
+        By default, these are the sums for the experts' load-balancing loss.  Collective.
         """
         return global_balance(self.model, micro_batches, self._batch_loss, self.world)
 
@@ -251,8 +252,8 @@ class Trainer:
     def steps(self) -> Iterator[Record]:
         """Resume, then yield one record per step: the fields of a `train` line.  Logs, but does not save.
 
-        If you leave the loop early and call `steps` again, it resumes where it stopped, or from the checkpoint that you
-        have loaded in between with `load_checkpoint`.  `close` ends the run.
+        If you leave the loop early and call `steps` again, training continues where it stopped, or at the checkpoint
+        that you have loaded in between with `load_checkpoint`.  `close` ends the run.
         """
         with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
             self.start()
@@ -377,7 +378,7 @@ class Trainer:
         return self.resume.step
 
     def finish(self) -> int:
-        """Evaluate unless already done at this step, save the final checkpoint, end the run.  Returns the exit code."""
+        """Evaluate unless done at this step, save the final checkpoint, and end the run.  Returns the exit code."""
         self.lifecycle.disable_prompt_stop()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)

@@ -1,7 +1,7 @@
-"""Handles URLs: path and query, globs, credentials, and the matching fsspec file system.
+"""Handles URLs: splits paths from queries, detects globs, removes credentials, and opens fsspec file systems.
 
-In http(s) URLs a `?` starts the query, and `*` and `[...]` are globs, in the path only.  Other URLs (s3://, gs://,
-memory://) have no query, and `?` is a glob as well.
+In an http(s) URL, `?` starts the query, and only the path can contain the wildcards `*` and `[...]`.  Other URLs
+(s3://, gs://, memory://) have no query, and `?` is a wildcard too.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from typing import Any
 from trainer.errors import PASSWORD_IN_URL, is_secret_parameter
 
 _KEY_SCHEMES = ("s3", "s3a")
-"""Schemes for which fsspec takes the key and the secret as options, not from the URL."""
+"""Schemes whose key and secret fsspec takes as options, not from the URL."""
 _SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Query parameters that change when a URL is signed again: AWS, Google, CloudFront, Azure (SAS)."""
+"""Query parameters that change when a URL is signed again, for AWS, Google, CloudFront and Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:
@@ -30,7 +30,7 @@ def is_http(url: str) -> bool:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Split a URL into the part before the query, and the query with its `?`, or an empty string."""
+    """Split a URL into the part before the query and the query with its `?`, which is empty if there is no query."""
     location, mark, query = url.partition("?") if is_http(url) else (url, "", "")
     return location, mark + query
 
@@ -44,13 +44,13 @@ def has_pattern(url: str) -> bool:
 
 
 def join(url: str, name: str) -> str:
-    """Return the URL of a file in the folder at `url`, with the same query, since a token in it is valid there too."""
+    """Return the URL of a file in the folder at `url`, with the folder's query, which may hold a token for it."""
     location, query = split_query(url)
     return f"{location.rstrip('/')}/{name}{query}"
 
 
 def parent(url: str) -> str:
-    """Return the URL of the folder that a file is in, with the same query."""
+    """Return the URL of the folder that contains a file, with the same query."""
     location, query = split_query(url)
     return f"{location.rpartition('/')[0]}{query}"
 
@@ -64,8 +64,8 @@ def with_suffix(url: str, old: str, new: str) -> str:
 def without_credentials(url: str) -> str:
     """Return a URL without user, password, token and signature.
 
-    Caches and comparisons use this: a URL with a renewed token or signature refers to the same file.  Also removes
-    masked credentials, since the URL may come from a run's stored configuration.
+    Used in cache keys and comparisons, where a URL with a renewed token or signature stands for the same file.  Masked
+    credentials are removed too, since the URL may come from a run's stored configuration.
     """
     if "://" not in url:
         return url
@@ -83,7 +83,7 @@ def without_credentials(url: str) -> str:
 
 
 def with_credentials_of(url: str, other: str) -> str:
-    """Return `url` with the credentials of `other`, for example those of a folder that lists it."""
+    """Return `url` with the credentials of `other`, for example those of the folder in which it was listed."""
     location, query = split_query(url)
     without_user, existing_user, _ = _split_user(location)
     start, end = _user_span(other)
@@ -119,9 +119,9 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 
 
 def open_filesystem(url: str) -> tuple[Any, str]:
-    """Return the fsspec file system of a URL, and the path in it.  fsspec caches one file system per process.
+    """Return the fsspec file system of a URL, and the path in it.  fsspec caches file systems within a process.
 
-    `s3://KEY:SECRET@bucket/...` uses these credentials, also in a chain such as simplecache::s3://...  Raises
+    The credentials in `s3://KEY:SECRET@bucket/...` are used, also in a chain such as simplecache::s3://...  Raises
     ImportError or ValueError for unsupported URLs.
     """
     import fsspec

@@ -1,10 +1,10 @@
-"""Check that a model's activations do not grow with its width, using muP's coordinate check.
+"""Check that a model's activations do not grow with its width (muP's coordinate check).
 
     python -m trainer.widths recipe=llama_small \\
         optim.base_model='{dim: 48, num_heads: 2, num_kv_heads: 2, ffn_dim: 128}'
 
-Trains the model at each width for a few steps, with optim.base_model and without it, and writes a page that shows the
-mean magnitude of each layer's output activations, before and after.  Where activations grow with width, each width
+Trains the model at each width for a few steps, with and without optim.base_model, and writes a page that shows the mean
+magnitude of each layer's output activations before and after these steps.  If activations grow with width, each width
 needs a different learning rate.  Exits with 1 if they grow even with optim.base_model.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 MAX_EXPONENT = 0.3
-"""Activations may grow with at most this power of the width.  Without muP, the exponent is 0.5 and more."""
+"""Activations may grow with at most this power of the width.  Without muP, the exponent is at least 0.5."""
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +116,7 @@ def _parse_factors(text: str) -> list[int]:
 
 
 def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) -> list[WidthCurves]:
-    """Return the activations by width, with and without `optim.base_model`."""
+    """Return the magnitudes of activations at each width, with and without `optim.base_model`."""
     from trainer.report.widths import WidthCurves
 
     name = "dim" if "dim" in base else next(iter(base))
@@ -135,7 +135,7 @@ def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) ->
 
 
 def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Train one model; return the mean magnitude of each unit's output activations before and after the steps."""
+    """Train one model; return the mean absolute output activation of each unit before and after the steps."""
     from trainer.trainer import Trainer
 
     trainer = Trainer(config)
@@ -152,7 +152,7 @@ def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, f
 
 
 def _activation_magnitudes(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
-    """Return the mean magnitude of each unit's output activations for these tokens, by the unit's name."""
+    """Return the mean absolute output activation of each unit for these tokens, by the names of its modules."""
     from torch.utils.hooks import RemovableHandle
 
     from trainer.model.gradients import evaluation_mode

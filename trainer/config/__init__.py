@@ -1,7 +1,7 @@
 """The configuration: one typed, frozen tree, and the rules for its values.
 
-Defaults < recipe YAML < command line.  Does not import torch, so `--help` is fast and mistakes are reported before any
-process is spawned.
+Recipe files override defaults, and the command line overrides both.  This package does not import torch, so that
+`--help` is fast, and mistakes are reported before any process is started.
 """
 
 from __future__ import annotations

@@ -31,10 +31,10 @@ _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
     *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Exceptions to `_FIXED_ON_RESUME`.  The loader checks that `data.weights` and `data.phases` have not changed
+"""Exceptions to `_FIXED_ON_RESUME`.  For `data.weights` and `data.phases`, the loader checks that they have not changed
 for past steps."""
 _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
-"""Keys that do not affect training; differences in them are not reported when a run resumes."""
+"""Keys that do not affect training.  When a run resumes, differences in them are not reported."""
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
@@ -47,7 +47,7 @@ def stored_value(stored_yaml: str, key: str) -> object:
 
 
 def _flat_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return the keys of a section, with those of subsections in the form `muon.variant`."""
+    """Return the keys of a section with their values.  Keys of a subsection have the form `muon.variant`."""
     section = stored.get(name)
     flat: dict[str, Any] = {}
     for key, value in section.items() if isinstance(section, dict) else ():
@@ -61,8 +61,8 @@ def _flat_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
     """Return a line "section.key: before -> after" for each difference between two stored configurations.
 
-    A missing key counts as its default.  No recipe is imported, so the defaults of model fields are unknown: a model
-    field that only one of the configurations has is not reported.
+    A missing key counts as its default.  Recipes are not imported, so the defaults of model fields are unknown, and a
+    model field that only one configuration has is not reported.
     """
     before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
     defaults, lines = RunConfig(), []
@@ -93,9 +93,10 @@ def _default_of(section: Any, name: str, fallback: Any) -> Any:
 def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
     """Compare `config` with the configuration stored in a checkpoint.
 
-    Returns two lists of lines "key: BEFORE in the checkpoint, AFTER now": the differences that would silently change
-    training and are not in `checkpoint.allow_changes`, and the permitted ones.  If the model differs, only its name is
-    reported.  Raises UserError if exactly one of the two configurations is a learning-rate range test.
+    Returns two lists of lines "key: BEFORE in the checkpoint, AFTER now".  The first has the refused differences, which
+    would silently change training and are not in `checkpoint.allow_changes`; the second has the permitted ones.  If the
+    model differs, only its name is reported.  Raises UserError if exactly one of the two configurations is a
+    learning-rate range test.
     """
     stored = read_stored(stored_yaml)
     _check_same_kind(config, stored)
@@ -108,7 +109,7 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     for section in now:
         for name, value in _flat_section(now, section).items():
             key = f"{section}.{name}"
-            # A checkpoint that lacks the key predates it, and its run behaved as it would with the default.
+            # A checkpoint without this key is older than the key, and its run behaved as with the default.
             before = _flat_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
             if _are_equivalent(key, before, value) or key.startswith(_NOT_REPORTED):
                 continue

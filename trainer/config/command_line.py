@@ -22,7 +22,7 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""Upper limit of `nproc`: more ranks than any one machine runs."""
+"""Upper limit of `nproc`, more than the number of ranks on any one machine."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
@@ -46,9 +46,9 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse the command line.  If a key is given twice, the last value applies.
+    """Parse the command line.  Raises UserError for a malformed argument.
 
-    Raises UserError for a malformed argument.
+    If a key is given twice, the last value applies.
     """
     argv, assignments = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []
@@ -76,7 +76,7 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments without `--allow-import MODULE`, which may be repeated, and the modules that it names."""
+    """Split off `--allow-import MODULE`, which may be repeated; return the other arguments, and the modules."""
     others, modules, arguments = list[str](), list[str](), iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -148,8 +148,8 @@ def recipe_list() -> str:
 def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> str:
     """Return the usage, the recipes and all keys, including those of every model; or only the keys of `sections`.
 
-    With a configuration, each key also shows its value there, and `model` lists the fields of that model only.  Raises
-    UserError for an unknown section.
+    With a configuration, the text also shows each key's value in it, and `model` lists only the fields of its model.
+    Raises UserError for an unknown section.
     """
     all_sections = [section.name for section in dataclasses.fields(RunConfig)]
     for name in sections:
@@ -251,7 +251,7 @@ def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
 
 
 def _yaml_nodes(prefix: str, values: yaml.MappingNode) -> Iterator[tuple[str, yaml.Node, yaml.Node]]:
-    """Yield the keys of a section, with the nodes of their names and values."""
+    """Yield each key of a section with the YAML nodes of its name and of its value."""
     for name, value in values.value:
         key = f"{prefix}.{name.value}"
         if key in SUBSECTIONS:

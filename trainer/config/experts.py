@@ -1,4 +1,4 @@
-"""Expert parallelism: which sizes of `mesh.expert` a mesh, a model and the other settings allow."""
+"""Expert parallelism: checks `mesh.expert` against the mesh, the model and other settings, and lists legal values."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def with_expert(config: RunConfig, expert: int, method: Literal["auto", "exchang
 
 
 def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Resolve `mesh.expert_method=auto` with expert parallelism; return the configuration.
+    """Return the configuration with `mesh.expert_method=auto` resolved, if it uses expert parallelism.
 
-    With `exchange`, where tensor shapes depend on the data, `train.compile=auto` becomes false.
+    With `exchange`, tensor shapes depend on the data, so `train.compile=auto` becomes false.
     """
     mesh, train = config.mesh, config.train
     if mesh.expert in (1, AUTO):
@@ -28,7 +28,7 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     method = mesh.expert_method
     if method == "auto":
         num_chosen = getattr(config.model, "num_chosen", None) or 1
-        # In a small group, most ranks need most tokens anyway; within a node, gathering them is fast.
+        # In a small group, most ranks need most of the tokens anyway, and within a node, gathering them is fast.
         is_cheap = ranks_per_node % config.expert == 0 and config.expert <= num_chosen
         method = "gather" if train.compile is True or is_cheap else "exchange"
         config = with_expert(config, config.expert, method)
@@ -38,9 +38,9 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
 
 
 def expert_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return one configuration for each `mesh.expert` and method that the mesh and the model allow.
+    """Return one configuration for each legal combination of `mesh.expert` and `mesh.expert_method`.
 
-    Sizes are in ascending order: the divisors of the number of ranks on a node, and 16, 32 and 64.
+    The sizes are 1, the divisors of the number of ranks on a node, and 16, 32 and 64, in ascending order.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:
@@ -85,12 +85,12 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
 
 
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
-    """Return a warning if there are more shards than experts, and not a multiple of them; otherwise an empty string.
+    """Return a warning if sharding the experts needs padding or an extra copy; otherwise an empty string.
 
-    FSDP then shards a dimension other than the first, which takes an extra copy of weights and gradients; experts that
-    are split by rows usually need none (`trainer.model.row_shards`), except with an integer
-    `fsdp.reshard_after_forward`.  With `mesh.expert`, each rank gathers only a few experts, so the copies cost next to
-    nothing.
+    With more shards than experts, FSDP must divide a dimension other than the first, which takes an additional copy of
+    weights and gradients.  If the number of shards is a multiple of the number of experts, each expert is split by rows
+    instead (`trainer.model.row_shards`), usually without a copy, but not with an integer `fsdp.reshard_after_forward`.
+    With `mesh.expert`, each rank gathers only a few experts, and copies of these cost next to nothing.
     """
     num_experts = getattr(config.model, "num_experts", None)
     if num_experts is None or not config.recipe.declares_experts(config.model):

@@ -1,4 +1,4 @@
-"""Checks that a run's initial weights can be read, and finds and checks the tokenizer that belongs to them."""
+"""Checks that a run's initial weights can be read, and that the run uses the tokenizer that belongs to them."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from trainer.errors import UserError, setting_error
 
 
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
-    """Raise UserError if initial weights that the run needs cannot be read, or are random but would be quantized.
+    """Raise UserError if the run's initial weights cannot be read, or if they are random but would be quantized.
 
-    given: the settings in the recipe file and on the command line, each value by its key.  A run that
-    resumes from a checkpoint is not checked.
+    given: the settings in the recipe file and on the command line: values by key.
+
+    A run that will resume from a checkpoint is not checked.
     """
     if will_resume(config):
         return
@@ -31,7 +32,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
     if not hasattr(config.model, "fresh") or not config.model_path:
         if config.lora.packs:
             raise cannot_quantize_random_weights_error(config)
-        return  # this kind of model initializes its weights randomly
+        return  # such a model starts from random weights
     if config.lora.packs and config.model.fresh:
         raise cannot_quantize_random_weights_error(config)
     fresh, objective = given.get("model.fresh"), config.train.objective
@@ -41,16 +42,16 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
 
 def cannot_quantize_random_weights_error(config: RunConfig) -> UserError:
-    """Return the error for a quantized `lora.base_dtype` with random weights, which checkpoints would have to hold."""
+    """Return the error for a quantized `lora.base_dtype` with random base weights, which no file holds."""
     rule = "quantizes pretrained weights, but this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
     return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)
 
 
 def is_fine_tuning(values: Mapping[str, Any]) -> bool:
-    """Return whether a run trains on chats, with an objective other than `tokens`, or with adapters.
+    """Return whether a run fine-tunes: on chats, with an objective other than `tokens`, or with adapters.
 
-    Such a run starts from trained weights unless random ones are requested explicitly.
+    Such a run starts from pretrained weights unless random weights are requested explicitly.
     """
     rank = values.get("lora.rank")
     return (
@@ -66,7 +67,7 @@ def parse_bool(value: object) -> bool:
 
 
 def will_resume(config: RunConfig) -> bool:
-    """Return whether the run will resume from a checkpoint, judging only by file names."""
+    """Return whether the run will resume from a checkpoint, as far as file names tell."""
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume != "none"
     if not (config.run_dir / CONFIG).is_file():
@@ -94,8 +95,8 @@ _UNSUPPORTED_TOKENIZERS = (
 def find_weights_tokenizer(config: RunConfig) -> str | None:
     """Return the path of the tokenizer.json that belongs to the initial weights, or None.
 
-    The file is in the weights' folder or, for weights from a run, the one that the run used.  None for random weights,
-    if there is no such file, or if the run was trained on bytes.
+    The file is in the weights' folder; for the weights of a run, it is the file that the run used.  None for random
+    weights, if there is no such file, or if that run was trained on bytes.
     """
     folder = find_weights_folder(config)
     if folder is not None:
@@ -126,7 +127,7 @@ def find_weights_folder(config: RunConfig) -> str | None:
 
 
 def allows_other_tokenizer(config: RunConfig) -> bool:
-    """Return whether `checkpoint.allow_changes` permits a tokenizer different from that of the weights."""
+    """Return whether `checkpoint.allow_changes` permits a tokenizer other than that of the weights."""
     return not {"data", _TOKENIZER_KEY}.isdisjoint(config.checkpoint.allow_changes)
 
 
@@ -143,9 +144,9 @@ def check_same_tokenizer(tokenizer: str, expected: str) -> None:
 
 
 def _have_same_ids(first_file: Path, second_file: Path) -> bool:
-    """Return whether two tokenizer.json files produce the same ids; post-processing and truncation may differ.
+    """Return whether two tokenizer.json files encode text as the same ids; post-processing and truncation may differ.
 
-    Also True if either file cannot be read.
+    Also returns True if either file cannot be read.
     """
     try:
         contents = [file.read_bytes() for file in (first_file, second_file)]

@@ -1,4 +1,4 @@
-"""Lists the configuration's keys, parses their values on the command line, and checks types and limits."""
+"""Lists the configuration's keys, parses their values from the command line, and checks types and limits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return every configuration key with its dataclass field, whose `metadata` holds the help text and the limits."""
+    """Return the dataclass field of each configuration key; its `metadata` holds the help text and the limits."""
     return dict(_declared_keys(model, objective))
 
 
@@ -71,7 +71,7 @@ def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def default_tree(model: type, objective: type) -> DictConfig:
-    """Return the tree of all defaults, to be copied: building a tree takes five times as long as copying one."""
+    """Return the tree of all defaults, which callers copy: building it takes five times as long as copying it."""
     tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
@@ -103,9 +103,9 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def parse_override(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override: verbatim for keys of type str, otherwise parsed as YAML.
+    """Return the value of a command-line override: the text itself for keys of type str, otherwise parsed as YAML.
 
-    For a key that takes a str or a mapping, the value is a mapping if YAML parses it as one.
+    If a key takes either a str or a mapping, the value is a mapping only if the text is one in YAML.
     """
     options = union_members(hint)
     if not text and not key.startswith("model."):
@@ -136,7 +136,8 @@ def assign(
 ) -> None:
     """Set one key of the typed tree.  Raises UserError for an unknown key, or a value of the wrong type.
 
-    where: the file that sets it, as text to append to messages.  text: the value as the user typed it.
+    where: the file that sets the key, as text to append to messages; empty for the command line.
+    text: the value as the user typed it.
     """
     if key not in known_keys:
         raise unknown_key_error(key, value, known_keys, where, str(OmegaConf.select(tree, "model.name") or ""))

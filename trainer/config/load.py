@@ -1,4 +1,4 @@
-"""Loads a configuration: defaults, overridden by recipe files, then by the command line; then runs the passes."""
+"""Loads a configuration: defaults, overridden by recipe files and the command line, and completed by the passes."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ def load_config(
     """Return the configuration of `recipe` with `key=value` overrides.
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
-    with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
-    run folder applies to that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
+    from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
+    run folder continues that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
     `run.name`.  A learning-rate range test gets a separate folder.
 
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
 
-    If the source in `train.init_from` describes a model, that model's fields replace the recipe's, and model fields in
-    `overrides` must agree with them.
+    If the weights in `train.init_from` come with a description of their model, its fields replace the recipe's, and
+    model fields in `overrides` must agree with them.
 
-    `needs_weights=False` skips the check that the initial weights can be read, for commands that only look at the model
-    or the data.
+    `needs_weights=False` skips the check that the initial weights can be read, for commands that need only the model's
+    structure or the data.
 
     Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
     the number of ranks are checked by `check_config`.
@@ -48,7 +48,7 @@ def load_config(
 def load_with_origins(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
 ) -> tuple[RunConfig, Resolution]:
-    """Load a configuration as `load_config` does; return it with the origin of each value."""
+    """Return the configuration as `load_config` does, and the `Resolution`, which has the origin of each value."""
     path = find_recipe_file(recipe)
     resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
     tree = run_passes("files", read_yaml(path), resolution)

@@ -1,7 +1,8 @@
-"""Determines from file names alone which kind of source a path to weights refers to.
+"""Determines what kind of weights are at a path, from file names alone.
 
-Everything that loads weights (`train.init_from`, the base of adapters, `load_weights`, the commands generate and
-evaluate) first calls `locate`, and dispatches on the kind that it returns.  Uses neither torch nor the network.
+All code that loads weights (for `train.init_from`, the base of adapters, `load_weights`, and the commands generate and
+evaluate) first calls `locate`, and dispatches on the kind that it returns.  `locate` does not use the network, and
+nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from trainer.config.stored import run_of_best
 _WEIGHT_FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 
 CHECKPOINT_FILES = frozenset({"manifest.json", "state.json", "layout.json"})
-"""A folder with one of these is a checkpoint, even if it is damaged and lacks the others."""
+"""A folder with any of these files is a checkpoint, perhaps a damaged one that lacks the others."""
 
 Kind = Literal["file", "huggingface", "checkpoint", "run"]
 
 
 @dataclass(frozen=True)
 class Location:
-    """A path to weights, and the kind of source that it refers to.
+    """A path to weights, and their kind.
 
     path: the path or URL, without `file://`.
-    kind: the kind of source:
-        file: unsharded tensors in one file, under our names (.pt, .pth, .safetensors);
-        huggingface: a Hugging Face model folder, which has config.json or safetensors.  An export is one.  A PEFT
-            adapter looks like one, and is rejected when its weights are opened;
+    kind: one of
+        file: unsharded tensors in one file (.pt, .pth, .safetensors), under our names;
+        huggingface: a Hugging Face model folder, which has config.json or safetensors, such as an export.  A folder
+            with a PEFT adapter gets this kind too, but is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
-        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL, even that of one
-            checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint in it.
+        run: anything else: a run folder, a folder of checkpoints, RUN/best, or a URL, even that of a single
+            checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint there.
     """
 
     path: str
@@ -47,10 +48,10 @@ class Location:
 
 
 def local_model_path(path: str | os.PathLike[str], setting: str = "path") -> str:
-    """Return the local path of a model: fetched if `path` names it on the Hugging Face Hub, converted if it is GGUF.
+    """Return the local path of a model, after fetching it from the Hugging Face Hub or converting it from GGUF.
 
-    Any other path is returned unchanged.  Raises UserError, naming
-    `setting`, if the model cannot be fetched or converted.
+    A path that needs neither is returned unchanged.  Raises UserError, naming `setting`, if the model cannot be fetched
+    or converted.
     """
     text = os.fspath(path)
     if (name := hub.parse_name(text)) is not None and name.kind == "model":

@@ -1,4 +1,4 @@
-"""The device mesh for a number of ranks, and context parallelism, which splits sequences among ranks."""
+"""The shape of the device mesh, and context parallelism, which splits each sequence among several ranks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class MeshShape:
 
 
 def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
-    """Return the mesh for `world_size` ranks.  Raises UserError if the settings do not fit that number."""
+    """Return the shape of the mesh for `world_size` ranks.  Raises UserError if the settings do not fit that number."""
     replicate, shard = mesh.replicate, mesh.shard
     if shard == "node":
         if world_size % local_world_size:
@@ -74,7 +74,7 @@ def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -
 
 
 def smallest_mesh(config: RunConfig) -> MeshShape:
-    """Return the smallest mesh that a configuration allows, for use if the number of ranks is unknown."""
+    """Return the smallest mesh that a configuration allows, to check settings before the number of ranks is known."""
     mesh, reshard = config.mesh, config.fsdp.reshard_after_forward
     requested = [*(reshard if isinstance(reshard, list) else [reshard]), mesh.context, mesh.expert]
     sizes = [size for size in requested if isinstance(size, int)]
@@ -103,8 +103,8 @@ def nearest_divisor(value: int, total: int) -> int:
 class Slices:
     """How a context-parallel group splits its sequences, from the point of view of one rank.
 
-    With `gather` a slice consists of two pieces at equal distance from the middle of the sequence, so that causal
-    attention costs the same on every rank; with `heads` a slice is contiguous.
+    With `gather`, a slice consists of two pieces that are symmetric about the middle of the sequence, so that causal
+    attention costs the same on every rank.  With `heads`, a slice is contiguous.
     """
 
     number: int
@@ -118,7 +118,8 @@ class Slices:
     group: str = ""
     """Name of the process group of these ranks; empty if no communication is needed."""
     regathers_in_backward: bool = False
-    """Whether the backward pass gathers each block's keys and values again, instead of storing them."""
+    """Whether the backward pass gathers each block's keys and values again, so that the forward pass need not keep
+    them."""
 
     @property
     def num_tokens(self) -> int:
@@ -127,7 +128,7 @@ class Slices:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """The [start, stop) positions of each piece of this rank's slice in the sequence."""
+        """The positions [start, stop) in the sequence of each piece of this rank's slice."""
         if self.method == "heads":
             return [(self.number * self.num_tokens, (self.number + 1) * self.num_tokens)]
         length = self.num_tokens // 2
@@ -135,7 +136,7 @@ class Slices:
 
 
 def find_slices(config: RunConfig, rank: int) -> Slices | None:
-    """Return the slices of a rank's sequences, or None without context parallelism.
+    """Return how the sequences of a rank are sliced, or None without context parallelism.
 
     `mesh.context_method` must be resolved already (`resolve_context_method`).
     """
@@ -149,7 +150,7 @@ def find_slices(config: RunConfig, rank: int) -> Slices | None:
 
 
 def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Resolve `mesh.context_method=auto` to gather or heads if sequences are split; return the configuration."""
+    """Return the configuration with `mesh.context_method=auto` resolved to gather or heads, if sequences are split."""
     mesh = config.mesh
     if mesh.context in (1, AUTO) or mesh.context_method != "auto":
         return config

@@ -1,7 +1,7 @@
 """Error messages for mistakes in arguments: unknown keys and options, and values of the wrong type.
 
-Messages suggest the key or value that was probably meant, or what to do.  They recognize the names of settings in other
-trainers.  Keys that are only slightly similar are not suggested.
+Messages suggest the key or value that was probably meant, or say what to do.  They also recognize the names that other
+trainers use for a setting.  A key whose spelling is only vaguely similar is not suggested.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ _OTHER_VALUES = {
     "train.activation_checkpoint": {"true": "full", "false": "none"},
     "fsdp.wrap": {"transformer_based_wrap": "block"},
 }
-"""For each key, the values that other trainers use, mapped to ours."""
+"""For each key, maps the values that other trainers use to ours."""
 
 
 _STRAIGHT_QUOTES = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
@@ -385,7 +385,7 @@ _UNITS = {
         **dict.fromkeys(("t", "tb", "tib"), 1024.0),
     },
 }
-"""For each key suffix: the accepted units, converted to the unit of the key."""
+"""For each suffix of a key: the accepted units, and the size of each in the unit of the key."""
 
 
 def _parse_number(text: str, name: str) -> float | None:

@@ -1,10 +1,10 @@
 """The passes: steps that resolve a configuration, each of which sets or checks values that follow from others.
 
-`PASSES`, at the end, is the ordered list.  `load_config` runs the passes of the first stages, some of them before the
-recipe files and the command line are merged; the others run when the run starts, once its data are
-open, or once its device is known.  A pass maps its stage's input (see `Stage`) and the `Resolution` to a new version of
-that input.  The values may follow from other settings, from files, from the data or from the device.
-`Resolution.origins` records where the value of each key came from, for `--print-config --why`.
+`PASSES`, at the end, lists them in order.  `load_config` runs the passes of the first stages, some of them before the
+recipe files and the command line are merged.  The other passes run when the run starts, once its data can be read, or
+once its device is known.  A pass maps its stage's input (see `Stage`) and the `Resolution` to a new version of that
+input.  The values may follow from other settings, from files, from the data or from the device.  `Resolution.origins`
+records where the value of each key came from, for `--print-config --why`.
 """
 
 from __future__ import annotations
@@ -65,22 +65,24 @@ if TYPE_CHECKING:
 
 ConfigType = TypeVar("ConfigType")
 Stage = Literal["files", "keys", "tree", "config", "start", "data", "device"]
-"""The input of a pass, and when it runs:
+"""The stages, each of which determines when a pass runs and what its input is:
 
-files: the recipe file's sections, parsed.
-keys: `Keys`, the values of the files and the texts of the command line.
-tree: the typed tree of OmegaConf, in which references such as ${run.seed} are not resolved yet.
+files: the parsed sections of the recipe file.
+keys: `Keys`: the values from files, and the command line's values as text.
+tree: OmegaConf's typed tree, in which references such as ${run.seed} are not resolved yet.
 config: the RunConfig.
-start, data, device: the RunConfig too, but later: when a run starts, when its data can be read, and on its device.
+start, data, device: also the RunConfig, but later: when a run starts, when its data can be read, and on its device.
 """
 
 
 @dataclass
 class Keys:
-    """The keys that files and the command line set, before conversion to their types."""
+    """The keys that files and the command line set, before their values are converted to the declared types."""
 
     values: dict[str, Any]
+    """Values from the recipe file and its parents."""
     assignments: dict[str, str]
+    """Values from the command line, as text."""
 
 
 @dataclass
@@ -90,15 +92,15 @@ class Resolution:
     path: Path = Path(CONFIG)
     """The recipe file."""
     assignments: Mapping[str, str] = field(default_factory=dict)
-    """The keys of the command line, as text."""
+    """Values from the command line by key, as text."""
     values: dict[str, Any] = field(default_factory=dict)
-    """The keys of the recipe file and its parents."""
+    """Values from the recipe file and its parents, by key."""
     allow_import: Collection[str] = ()
     """The modules that an untrusted configuration may import."""
     needs_weights: bool = True
-    """Whether it is an error if the initial weights cannot be read."""
+    """Whether initial weights that cannot be read are an error."""
     is_stored: bool = False
-    """Whether the configuration comes from a checkpoint and must not depend on the files that exist now."""
+    """Whether the configuration comes from a checkpoint, so that it must not depend on the files that exist now."""
     shape: MeshShape | None = None
     world: World | None = None
     """The mesh and the ranks, for the passes of the stage `device`."""
@@ -106,9 +108,9 @@ class Resolution:
     origins: dict[str, str] = field(default_factory=dict)
     """The origin of each value that is not a default, by key."""
     untyped: Keys = field(default_factory=lambda: Keys({}, {}))
-    """The result of the passes of stage `keys`."""
+    """The result of the passes of the stage `keys`."""
     declared: DeclaredModel | None = None
-    """The model that belongs to the initial weights."""
+    """The model fields that come with the initial weights."""
     choice: PlannedChoice | None = None
     """The planner's choice for the `auto` settings, on rank 0."""
     notes: list[str] = field(default_factory=list)
@@ -116,12 +118,12 @@ class Resolution:
 
     @property
     def keys(self) -> dict[str, Any]:
-        """All keys that the user set, in a recipe file or on the command line."""
+        """All values that the user set, in a recipe file or on the command line, by key."""
         return {**self.values, **self.assignments}
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Recipe files: their parents, and the current folders of a run
+# Recipe files: their parents, and the folders of a run that was moved
 
 PARENT = "recipe"
 _NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
@@ -131,10 +133,10 @@ _NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
 def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Merge the sections of the recipe file over those of its parents.
 
-    This is the first pass, because all others need the values that files set.  A parent is written as on the command
-    line: the name of a recipe, a path (relative to the file's folder), or a run folder, whose
-    settings are inherited except for its name, folder and checkpoints.  A file that names a different model than its
-    parent inherits none of the parent's model fields.
+    This is the first pass, because all others need the values that files set.  A parent is named as on the command
+    line: by the name of a recipe, a path (relative to the file's folder), or a run folder, from which all settings are
+    inherited except for the run's name, folder and checkpoints.  A file that names a different model than its parent
+    inherits none of the parent's model fields.
 
     Raises UserError for a parent that does not exist, and for circular inheritance.
     """
@@ -178,7 +180,7 @@ def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any
 
 
 def display_path(path: Path) -> str:
-    """Return a file's path for `--why`: one in conf/ without its folder, others relative to the working folder."""
+    """Return a file's path for `--why`: conf/NAME for a built-in recipe, else relative to the working folder."""
     if path.resolve() == recipe_files().get(path.stem, Path()).resolve():
         return f"conf/{path.name}"
     here = Path.cwd()
@@ -186,11 +188,11 @@ def display_path(path: Path) -> str:
 
 
 def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
-    """Resolve the folders in a configuration that a run wrote to where they are now.
+    """Update the folders in a configuration that a run has stored, in case its run folder was moved or copied.
 
-    A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  Runs
-    before the command line is applied, which may name another folder, and changes only the file's own folders: those of
-    a parent are not inherited.  A file that was not written by a run is not changed.
+    A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  This
+    pass runs before the command line is applied, which may name another folder.  It changes only the file's own
+    folders, since those of a parent are not inherited, and only in files that a run has written.
 
     Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
     """
@@ -229,17 +231,17 @@ def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]
 
 
 def is_another_run(stored: str, here: Path) -> bool:
-    """Return whether the stored folder `stored` still holds a run, and is not the same folder as `here`.
+    """Return whether the run folder `stored`, named in a configuration, still holds a run and is not the folder `here`.
 
-    If so, `here` is a copy of that run.  If `stored` no longer holds a run, `here` is that run after a move.
+    If so, `here` is a copy of that run.  If `stored` no longer holds a run, the run was moved to `here`.
     """
     return is_run(Path(stored)) and not _is_same_folder(Path(stored), here)
 
 
 def current_checkpoint_dir(checkpoint_dir: str, stored_dir: str, run_dir: str) -> str:
-    """Return the current path of `checkpoint_dir`, which was stored when the run's folder was `stored_dir`.
+    """Return the current path of `checkpoint_dir`, which was stored when the run folder was `stored_dir`.
 
-    Checkpoints inside the run folder moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
+    A folder inside the run folder has moved with it to `run_dir`; a URL, or a folder elsewhere, is unchanged.
     """
     if "://" in checkpoint_dir:
         return checkpoint_dir
@@ -273,11 +275,12 @@ _MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.tea
 
 
 def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
-    """Replace Hugging Face models with their folders in the cache, and .gguf files with their converted folders.
+    """Replace the names of Hub models by their folders in the cache, and .gguf files by their converted folders.
 
     Runs before the passes that read these folders.  The run stores the models' names, pinned to a commit: a resumed run
-    keeps the commit that it started with, even if the branch has moved.  For a configuration stored in a checkpoint,
+    keeps the commit that it started with, even if the branch has moved on.  For a configuration stored in a checkpoint,
     models are only looked up in the cache.
+
     Raises UserError if a model cannot be fetched or converted.
     """
     requested = {**keys.values, **keys.assignments}
@@ -298,13 +301,13 @@ def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
 
 
 def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolution: Resolution) -> str:
-    """Return the local path of the model's files that `text` names."""
+    """Return the local path of the model files that `text`, the value of `key`, names."""
     name, path = hub.parse_name(text), Path(text)
     if name is not None:
         if name.kind == "dataset":
             rule = "names a data set, not a model"
             raise setting_error(key, text, rule, fix=f"give it as data.path={text}")
-        # A tokenizer's path within its repository is appended below: the small files are fetched together.
+        # All small files of a repository are fetched together; the tokenizer's path in it is appended below.
         to_fetch = replace(name, path="") if key == "data.tokenizer" and not name.path.endswith(".gguf") else name
         if resolution.is_stored:
             return str(hub.cached_path(name) or text)
@@ -337,8 +340,8 @@ def _stored_config(keys: Keys, resolution: Resolution) -> Mapping[str, Any]:
 def steps_or_epochs(keys: Keys, resolution: Resolution) -> Keys:
     """Drop the file's `train.steps` or `train.epochs` if the command line sets the other.
 
-    Runs before files and command line are merged, since both would then be set.  Raises UserError if the command line,
-    or the file, sets both.
+    Runs before the files and the command line are merged, because both keys would then be set.  Raises UserError if the
+    command line sets both, or if the files do.
     """
     steps, epochs, values, assignments = "train.steps", "train.epochs", keys.values, keys.assignments
     if steps in assignments and assignments.get(epochs, "null") != "null":
@@ -361,8 +364,8 @@ def objective_name(keys: Keys) -> str:
 def objective_section(keys: Keys, resolution: Resolution) -> Keys:
     """Move DPO settings from their old section to the new one: `dpo.beta` becomes `objective.beta`.
 
-    Older runs stored the old section with any objective; it is dropped unless the objective is DPO.  A file's settings
-    for its objective are dropped if the command line selects another one.
+    Older runs stored the old section with any objective; it is dropped unless the objective is DPO.  If the command
+    line selects another objective than the file, the file's objective settings are dropped.
     """
     objective, file_objective = objective_name(keys), objective_name(Keys(keys.values, {}))
     values, assignments = dict[str, Any](), dict[str, str]()
@@ -386,11 +389,11 @@ _GENERIC_KEYS = ("model.path", "model.fresh")
 
 
 def auto_model(keys: Keys, resolution: Resolution) -> Keys:
-    """Replace `model.name=auto` with the name of the recipe that builds the model in a folder.
+    """Replace `model.name=auto` with the name of the recipe that builds the model in a Hugging Face folder.
 
-    Runs before values get their types, because the recipe declares the model keys.  A native recipe is used if it
-    builds the model that config.json describes and declares every `model.` key that is set; otherwise the generic
-    recipe `hf`.  Raises UserError if no folder is given.
+    Runs before values get their types, because the recipe declares the types of the model keys.  A native recipe is
+    used if it builds the model that config.json describes and declares every `model.` key that is set; otherwise the
+    generic recipe `hf` is used.  Raises UserError if no folder is given.
     """
     values, assignments = keys.values, keys.assignments
     if assignments.get("model.name", values.get("model.name")) != AUTO:
@@ -441,9 +444,9 @@ def auto_model(keys: Keys, resolution: Resolution) -> Keys:
 
 
 def another_model(keys: Keys, resolution: Resolution) -> Keys:
-    """Drop the files' model fields if the command line names a different model, which may not have them.
+    """Drop the files' model fields if the command line names a different model, which may not have these fields.
 
-    Runs after `auto_model`, which may set the name of the model.
+    Runs after `auto_model`, which may set the model's name.
     """
     file_model = keys.values.get("model.name")
     if keys.assignments.get("model.name", file_model) == file_model:
@@ -452,10 +455,10 @@ def another_model(keys: Keys, resolution: Resolution) -> Keys:
 
 
 def model_of_weights(tree: Any, resolution: Resolution) -> Any:
-    """Copy the model fields that the source of the initial weights declares, and record them in `resolution.declared`.
+    """Set the model fields that come with the initial weights, and record them in `resolution.declared`.
 
-    The command line takes precedence, and so do free fields that are set.  Runs before references such as ${model.dim}
-    are resolved, so that they refer to these values.
+    Fields set on the command line keep their values, and so do free fields set in a file.  Runs before references such
+    as ${model.dim} are resolved, so that they refer to the new values.
     """
     source, recipe = tree.train.init_from, find_recipe(str(tree.model.name))
     if source is None:
@@ -483,14 +486,14 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The typed configuration: values that follow from other settings and from files.  The run stores them, so that its data
-# and dtypes cannot change when it is resumed.
+# The typed configuration: values that follow from other settings and from files.  The run stores these values, so that
+# its data and dtypes cannot change when it is resumed.
 
 
 def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Let the recipe compute the model fields that follow from others (`Recipe.resolve`).
 
-    The first typed pass, because others depend on these fields, such as the width of the model.
+    The first pass over the RunConfig, because other passes depend on these fields, for example on the model's width.
     """
     model = config.model if config.recipe.resolve is None else config.recipe.resolve(config.model)
     return replace(config, model=model)
@@ -499,7 +502,7 @@ def recipe_fields(config: RunConfig, resolution: Resolution) -> RunConfig:
 def run_name(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Fill in the default name and folder of the run, on which all other folders depend.
 
-    A name on the command line starts another run, so the folder in the recipe file is then ignored.
+    A name on the command line starts another run, and the folder in the recipe file is then ignored.
     """
     name = config.run.name or resolution.path.stem
     starts_another_run = bool(resolution.assignments.get("run.name")) and not resolution.assignments.get("run.dir")
@@ -513,7 +516,7 @@ def default_folder(name: str) -> str:
 
 
 def data_source(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Set `data.source=tokens` if the command line or the file gives a path without a source next to it.
+    """Set `data.source=tokens` if the command line, or else the file, gives `data.path` without a source.
 
     Runs before all passes that depend on the source.
     """
@@ -528,7 +531,7 @@ _RANGE_STEPS = 100
 
 
 def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Shorten a learning-rate range test requested on the command line, and let it always start over.
+    """Shorten a learning-rate range test that the command line requests, and make it always start over.
 
     Runs before `holdout`, which depends on whether there are evaluations.
     """
@@ -560,9 +563,9 @@ def holdout(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace `data.tokenizer=model`, or a folder, with the path of the tokenizer.json.
+    """Replace `data.tokenizer=model`, or a folder, by the absolute path of the tokenizer.json.
 
-    Stored as a path, so that a resume finds the same file from any working directory.
+    A resumed run thus finds the same file from any working directory.
     """
     tokenizer, source = config.data.tokenizer, config.train.init_from
     if tokenizer == MODEL:  # the Hugging Face folder of the model, or of its initial weights
@@ -575,7 +578,7 @@ def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Pack conversations so that none attends to another, and none is cut.  Runs after `data_source`."""
+    """Pack conversations so that they neither attend to each other nor are cut.  Runs after `data_source`."""
     data = config.data
     if data.source == "chat" and data.arrangement != "apart":
         data = replace(data, documents="masked", fit="best")
@@ -587,8 +590,8 @@ def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
 def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Select what the objective needs from chat records: their labels, and the position to score.
 
-    Runs after `data_source`.  An objective with labels and two rows per sample compares each answer with the answer to
-    another prompt.
+    Runs after `data_source`.  For an objective with labels and two rows per sample (KTO), each prompt is also paired
+    with the response to another prompt.
     """
     data, objective = config.data, config.objective
     if data.source != "chat":
@@ -609,9 +612,9 @@ def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Limit the sequence length of a chat recipe to what the model supports.
+    """Limit the sequence length for chats to the maximum that the model supports.
 
-    A length on the command line is used as is, and turns off `data.trim_rows`, which would shorten it.
+    A length on the command line is used unchanged, and turns off `data.trim_rows`, which would shorten sequences.
     """
     data, max_len = config.data, getattr(config.model, "max_seq_len", None)
     if "data.seq_len" not in resolution.assignments:
@@ -627,6 +630,7 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
 
     Runs after `recipe_fields`, which sets the width.  The exponent was fitted to Llama models; for Qwen models the
     source gives a rate that hardly falls with width.
+
     Source: Thinking Machines Lab, Tinker documentation, "Hyperparameters of supervised learning"; the factor of ten for
     adapters is from Schulman et al. 2025, "LoRA Without Regret".
     """
@@ -642,7 +646,7 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
     formula = f"{optim.lr:g} x (2000 / {width}) ** 0.78" + (" x 10 for adapters" if config.lora.rank else "")
     origin = resolution.origins.get("optim.lr", "default")
     if origin != resolution.origins.get("optim.lr_by_width") and "optim.lr_by_width" not in resolution.assignments:
-        # The rate is from a different file than the one that scales it.
+        # The rate and the setting that scales it come from different files.
         fix = "set optim.lr_by_width=false to use it unscaled"
         resolution.notes.append(f"optim.lr={optim.lr:g} ({origin}) is scaled by the model's width: {formula}; {fix}")
     resolution.origins["optim.lr"] = f"scaled lr: {formula} ({origin})"
@@ -650,7 +654,7 @@ def scaled_lr(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def explain_base_model(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Explain `optim.base_model` for `--why`: how much wider this model is.  Changes no setting."""
+    """For `--why`, explain how much wider the model is than `optim.base_model`.  Changes no setting."""
     base = config.optim.base_model or {}
     growth = {name: getattr(config.model, name, 0) / value for name, value in base.items() if value}
     if growth and "optim.base_model" in resolution.origins:
@@ -683,7 +687,7 @@ def compute_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve `lora.base_dtype`: bfloat16 if the frozen weights are stored in it, because that loses nothing."""
+    """Resolve `lora.base_dtype`: bfloat16 if the frozen weights are stored as bfloat16, else `train.weights_dtype`."""
     lora, source = config.lora, config.train.init_from or config.model_path
     if not lora.rank or lora.base_dtype is not None:
         return config
@@ -692,9 +696,9 @@ def adapter_base_dtype(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def readable_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Refuse initial weights that cannot be read.  Changes nothing.
+    """Refuse initial weights that cannot be read.  Changes no setting.
 
-    Runs before the next pass, which would report the tokenizer of these weights as missing.
+    Runs before `tokenizer_of_weights`, which would only report that their tokenizer is missing.
     """
     if resolution.needs_weights:
         check_initial_weights(config, resolution.keys)
@@ -704,9 +708,9 @@ def readable_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
 def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Use the tokenizer of the initial weights, unless `data.tokenizer` is given.  A run that resumes keeps its own.
 
-    Runs after `tokenizer_file`, so that both are paths.  Raises UserError if the given tokenizer differs from that of
-    the weights, or if that cannot be read: token ids would then represent different text than when the weights were
-    trained.  `checkpoint.allow_changes=[data.tokenizer]` permits both.
+    Runs after `tokenizer_file`, which makes `data.tokenizer` a path.  Raises UserError if the given tokenizer differs
+    from the weights' own, or if none is given and the weights' own cannot be read: token ids would then not mean what
+    they meant when the weights were trained.  `checkpoint.allow_changes=[data.tokenizer]` permits another tokenizer.
     """
     key, data, is_given = "data.tokenizer", config.data, "data.tokenizer" in resolution.keys
     if data.source == "synthetic":
@@ -730,8 +734,8 @@ def tokenizer_of_weights(config: RunConfig, resolution: Resolution) -> RunConfig
 def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Give a range test its own run folder and checkpoint folder.
 
-    Both are named like those of the run that it tests, with `-lr` appended, so that the run's files are untouched.  The
-    last pass during loading, because earlier passes read the folder of the run.
+    Both have the names of the tested run's folders with `-lr` appended, so that the files of that run are untouched.
+    This is the last pass of `load_config`, because earlier passes read the run's folder.
     """
     if config.schedule.name != "range":
         return config
@@ -751,12 +755,13 @@ def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Choose a folder in which the run can start; add a note for the user if it is not the default one.
+    """Choose a folder in which the run can start; note for the user if it is not the default folder.
 
-    The default folder is used unless it holds a finished run that differs in a setting that a resume would refuse; then
-    the first suitable of NAME-2, NAME-3, ... is used.  The configuration is unchanged if the command line or the
-    recipe file sets the run's name or folder, or the command line sets its checkpoint.  All ranks, and all restarts,
-    get the same result.  Only for a run that starts: a printed configuration does not depend on earlier runs.
+    The default folder is used unless it holds a finished run whose settings differ so that a resume would refuse them;
+    then the first suitable folder of NAME-2, NAME-3, ... is used.  Nothing is changed if the command line or the recipe
+    file sets the run's name or folder, or if the command line sets `checkpoint.resume` or `checkpoint.dir`.  All ranks
+    and all restarts get the same result.  A printed configuration is not affected, so it does not depend on earlier
+    runs.
     """
     default_name = resolution.path.stem
     is_unnamed = config.run.name == default_name and config.run.dir == default_folder(default_name)
@@ -777,7 +782,7 @@ def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def _differences_from_finished_run(config: RunConfig) -> list[str]:
-    """Return the differences from the finished run in this folder that forbid a resume, if any."""
+    """Return the settings in which `config` differs from a finished run in its folder so that it cannot resume it."""
     folder = Path(config.run.dir)
     try:
         status = json.loads((folder / "status.json").read_text())
@@ -790,16 +795,16 @@ def _differences_from_finished_run(config: RunConfig) -> list[str]:
 
 
 def context_method(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve `mesh.context_method=auto`, by the number of ranks on a node.
+    """Resolve `mesh.context_method=auto`, given the number of ranks on a node.
 
-    Runs before `auto`, whose plans need it, and again after it, since it may choose `mesh.context`.
+    Runs before the pass `auto`, whose plans need the method, and again after it, since it may choose `mesh.context`.
     """
     assert resolution.world is not None
     return resolve_context_method(config, resolution.world.env.local_world_size)
 
 
 def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Resolve `mesh.expert_method=auto`, by the number of ranks on a node.  Runs when `context_method` does."""
+    """Resolve `mesh.expert_method=auto`, given the number of ranks on a node.  Runs when `context_method` does."""
     assert resolution.world is not None
     return resolve_expert_method(config, resolution.world.env.local_world_size)
 
@@ -810,7 +815,7 @@ def expert_method(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 @dataclass(frozen=True)
 class Pass:
-    """One pass: its name, its function, the stage at which it runs, and the reason that `--why` gives for changes."""
+    """One pass: its name, its function, the stage at which it runs, and the reason that `--why` gives for a change."""
 
     name: str
     function: Any
@@ -818,7 +823,7 @@ class Pass:
     stage: Stage
     reason: str
     for_stored: bool = False
-    """Whether the pass also applies to a configuration that a checkpoint stores."""
+    """Whether the pass also applies to a configuration that is stored in a checkpoint."""
 
 
 PASSES = (
@@ -857,13 +862,13 @@ PASSES = (
     Pass("context method", context_method, "device", "suits the context the planner chose"),
     Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
 )
-"""All passes, in order.  Those that need data or a device come last, and run once these exist."""
+"""All passes, in order.  The passes that need the data or the device come last, and run once these are available."""
 
 
 def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
     """Run the passes of one stage in their order, and return the configuration.
 
-    A key whose value a pass changes gets that pass as its origin, unless the pass itself records a more precise one.
+    If a pass changes the value of a key, it becomes the key's origin, unless it records a more precise one itself.
     """
     before = dict(_flat(config))
     for each_pass in PASSES:
@@ -881,7 +886,7 @@ def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> Conf
             elif (key not in before or before[key] != after[key]) and resolution.origins.get(
                 key
             ) == previous_origins.get(key):
-                user_origin = previous_origins.get(key, "")  # that of a pass contains ": "
+                user_origin = previous_origins.get(key, "")  # the origins that passes record contain ": "
                 previous_origin = f" (was: {user_origin})" if user_origin and ": " not in user_origin else ""
                 resolution.origins[key] = f"{each_pass.name}: {each_pass.reason}{previous_origin}"
         before = after
@@ -889,7 +894,7 @@ def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> Conf
 
 
 def _flat(config: object) -> Iterator[tuple[str, Any]]:
-    """Yield the keys and values of a configuration in the form of any stage but `tree`."""
+    """Yield the keys and values of a configuration in the form of any stage; nothing for `tree`."""
     if isinstance(config, Keys):
         yield from config.values.items()
     elif isinstance(config, RunConfig):

@@ -1,8 +1,8 @@
-"""Reads a Hugging Face model folder: converts its config.json to a recipe's fields, and checks its files.
+"""Reads a Hugging Face model folder: converts its config.json to the fields of a recipe, and checks its files.
 
-The fields are compared before anything is built, because a different model, for example with another `rope_theta` or
-number of heads, may have weights of the same shapes.  Reads no tensors and does not import torch.  The recipe
-(`Recipe.hf`) defines the names of the entries and the values that it supports.
+The fields are compared with the run's before anything is built, because a different model, for example with another
+`rope_theta` or number of heads, may have weights of the same shapes.  `Recipe.hf` says how entries of config.json
+correspond to fields, and which values are supported.  This module reads no tensors and does not import torch.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Entries of config.json that are refused unless the recipe ignores them (`HuggingFace.dropped`)."""
+"""Entries of config.json that are refused unless the recipe lists them in `HuggingFace.dropped`."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:
@@ -59,15 +59,16 @@ def stored_dtype(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """The model fields that a source of weights declares.  `where`: the file that declares them, for messages."""
+    """The model fields that come with some weights.  where: the file that declares them, for messages."""
 
     where: str
     fields: Mapping[str, Any]
 
     def check(self, model_config: Any, allowed: Iterable[str]) -> None:
-        """Raise a UserError that lists every field with a different value in `model_config`.
+        """Raise a UserError that lists every field whose value in `model_config` is different.
 
-        Free fields (see `free_fields`) and fields that `model_config` does not have are ignored.
+        Free fields (see `free_fields`) and fields that `model_config` does not have are ignored.  allowed: the keys in
+        `checkpoint.allow_changes`.
         """
         free = free_fields(type(model_config), allowed)
         compared = {field.name for field in dataclasses.fields(model_config)} - free
@@ -86,9 +87,9 @@ class DeclaredModel:
 
 
 def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
-    """Return the model fields that may differ from the source of the weights.
+    """Return the model fields that may differ from those that come with the weights.
 
-    These are the fields declared `free`, which only affect training, and those whose keys are in `allowed`.
+    These are the fields declared `free`, which only affect training, and the fields whose keys are in `allowed`.
     """
     allowed = set(allowed)
     return {f.name for f in dataclasses.fields(model) if f.metadata.get("free") or f"model.{f.name}" in allowed}
@@ -116,10 +117,10 @@ def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> Decl
 
 
 def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str = "path") -> tuple[Recipe, Any]:
-    """Return the one of `recipes` that builds the model in `folder`, and the model's configuration.
+    """Return the recipe in `recipes` that builds the model in `folder`, and the model's configuration.
 
-    Raises a UserError that starts with `setting` if config.json is missing or invalid, or if not exactly one of the
-    recipes builds the model.
+    Raises a UserError that starts with `setting` if config.json is missing or invalid, or if no recipe or more than one
+    is for this type of model.
     """
     path = Path(folder).expanduser()
     content = read_config(path, setting)
@@ -141,7 +142,7 @@ def model_config_of(folder: str | Path, recipes: Sequence[Recipe], setting: str 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 MAX_INDEX_BYTES = 256 << 20
-"""Maximum size in bytes of an index file, which has one line per tensor."""
+"""Maximum size in bytes of an index file, which has one entry per tensor."""
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _GGUF = ".gguf"
@@ -154,10 +155,7 @@ def has_weights(folder: str | Path) -> bool:
 
 
 def has_config_only(folder: str | Path) -> bool:
-    """Return whether a folder has no weights in any format, and no partial download of them.
-
-    An interrupted download leaves partial files behind.
-    """
+    """Return whether a folder has neither weights, in any format, nor a partial download of weights."""
     path = Path(folder).expanduser()
     if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
         return False  # the weights exist, but have not been fetched or converted yet
@@ -168,8 +166,8 @@ def has_config_only(folder: str | Path) -> bool:
 def check_weights(folder: str | Path, setting: str) -> None:
     """Raise a UserError that starts with `setting` if no weights can be read from a Hugging Face folder.
 
-    Only reads file names and headers, so it is fast and needs no torch.  Weights that have not been downloaded or
-    converted yet count as readable.
+    Reads only file names, the index and the headers of files, so it is fast and needs no torch.  Weights that have not
+    been downloaded or converted yet count as readable.
     """
     path = Path(str(folder).removeprefix("file://")).expanduser()
     if hub.lacks_weights(path) or gguf_model.lacks_weights(path):
@@ -197,7 +195,7 @@ def check_weights(folder: str | Path, setting: str) -> None:
 
 
 def missing_weights_rule(folder: Path) -> str:
-    """Return the error text for a folder without safetensors: what is missing, and what it has instead."""
+    """Return the error text for a folder without safetensors: what is missing, and what the folder has instead."""
     files = sorted(file.name for file in folder.iterdir())
     pickles = [name for name in files if name.endswith(_PICKLES)]
     rule = f"has neither {WEIGHTS} nor {INDEX}"
@@ -212,7 +210,7 @@ def missing_weights_rule(folder: Path) -> str:
 def check_single_gguf(path: str | Path, setting: str) -> None:
     """Raise a UserError that starts with `setting` if a folder has several GGUF files but no safetensors.
 
-    A single file is converted before anything else looks at it (see `trainer.gguf_model`).
+    A single GGUF file is no error: it is converted to a Hugging Face folder before it is used (`trainer.gguf_model`).
     """
     folder = Path(str(path).removeprefix("file://")).expanduser()
     if not folder.is_dir() or has_weights(folder):
@@ -236,13 +234,13 @@ _BYTES_PER_ELEMENT = {
     "BOOL": 1,
 }
 _MAX_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format, in bytes."""
+"""Maximum size in bytes of a safetensors header, by the definition of the format."""
 
 
 def check_headers(folder: str | Path, setting: str) -> None:
     """Raise a UserError that starts with `setting` for a safetensors file whose header does not match its size.
 
-    Needs no torch, so an incomplete download is reported within a second.
+    Needs no torch, so that an incomplete download is reported within a second.
     """
     for path in sorted(Path(str(folder).removeprefix("file://")).expanduser().glob("*.safetensors")):
         if path.name.startswith("adapter"):  # an adapter of peft, which is not loaded
@@ -278,8 +276,8 @@ def _check_header(path: Path) -> None:
 def find_native_recipe(folder: str | Path, setting: str = "path") -> tuple[Recipe, Any] | None:
     """Return the native recipe that builds the model in `folder`, and the model's configuration.
 
-    None if there is no such recipe, or if it does not support an entry of config.json.  Raises a UserError that starts
-    with `setting` if config.json is missing or invalid.
+    Returns None if there is no such recipe, or if it does not support some entry of config.json.  Raises a UserError
+    that starts with `setting` if config.json is missing or invalid.
     """
     content = read_config(Path(folder).expanduser(), setting)
     for recipe in all_recipes():
@@ -319,7 +317,7 @@ def read_config(folder: Path, setting: str) -> dict[str, Any]:
     """Return the contents of the folder's config.json.
 
     Raises a UserError that starts with `setting` if it does not describe a model, if the model's sizes are implausible,
-    or if small files of the folder are links that point outside it.
+    or if a small file in the folder is a link to a file of another name outside the folder.
     """
     if not (folder / CONFIG_JSON).is_file():
         check_single_gguf(folder, setting)
@@ -352,10 +350,10 @@ _SMALL_FILES = ("*.json", "*.jinja", "merges.txt", "vocab.txt", "*.model", "addi
 
 
 def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FILES) -> None:
-    """Raise UserError if a small file of a model folder is a link that points outside the folder.
+    """Raise UserError if a small file in a model folder is a link that points outside the folder.
 
     These files are copied into checkpoints and exports, so a link to a private file would publish its contents.  A link
-    to a file of the same name is followed: `ln -s`, `cp -s` and git-annex create such model folders.
+    to a file of the same name is permitted, since `ln -s`, `cp -s` and git-annex create such model folders.
     """
     for pattern in patterns:
         for path in sorted(folder.glob(pattern)):
@@ -380,8 +378,10 @@ _MAX_PARAMETERS = 1e13
 def _check_sizes(content: Mapping[str, Any]) -> None:
     """Raise a UserError that names the entry if a size in config.json is not a positive whole number or is implausible.
 
-    content: config.json, or its `text_config`.  The total number of parameters is estimated too, so that a model too
-    large for any machine is refused before anything is allocated.
+    The total number of parameters is estimated too, so that a model too large for any machine is refused before
+    anything is allocated.
+
+    content: the contents of config.json, or its entry `text_config`.
     """
     names = (*_LAYERS, *_WIDTHS, *_FFN_WIDTHS, *_EXPERTS, *_HEADS, *_POSITIONS, *_OTHERS)
     sizes = {name: content[name] for name in names if content.get(name) is not None}

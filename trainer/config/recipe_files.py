@@ -90,7 +90,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str, Any]]:
     """Yield the keys of a recipe file's sections, as section.key, with their values.
 
-    path: the file, for messages.  Raises UserError for unknown and malformed sections.
+    path: the file, for messages.  Raises UserError for an unknown or malformed section.
     """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
@@ -115,7 +115,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
 
 
 def missing_model_error(values: Mapping[str, Any], path: Path) -> UserError:
-    """Return the error for a recipe file without a model.  If the file has an unknown key, that is reported instead."""
+    """Return the error for a recipe file that names no model, or for an unknown key in the file if there is one."""
     load_recipes()
     undetermined = ("model.", "objective.")  # the keys of these sections depend on the model and the objective
     legal = {key: item for key, item in declared_keys().items() if not key.startswith(undetermined)}

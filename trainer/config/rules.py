@@ -1,4 +1,4 @@
-"""Checks settings against each other, and against the number of ranks."""
+"""Checks settings against each other and against the number of ranks, and required libraries and compilers."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ from trainer.errors import UserError, choice_error, nearest, setting_error
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
-    """Check all rules, before anything is built, and return the shape of the mesh.
+    """Check all rules before anything is built, and return the shape of the mesh.
 
     Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
-    if config.mesh.context == AUTO:  # without a valid choice, check context=1 to report why
+    if config.mesh.context == AUTO:  # if there is no valid choice, the checks of context=1 report why
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     if config.mesh.expert == AUTO:
         config = with_expert(config, 1, config.mesh.expert_method)
@@ -85,7 +85,7 @@ def _check_reshard(config: RunConfig, shape: MeshShape) -> None:
 
 
 def _check_settings(config: RunConfig) -> None:
-    """Check single settings, and rules between settings that do not depend on the number of ranks."""
+    """Check settings, one by one and against each other, by rules that do not depend on the number of ranks."""
     _check_activation_checkpoint(config)
     _check_offload_activations(config)
     for key, dtype in (
@@ -145,11 +145,11 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
     checkpointing, key = config.train.activation_checkpoint, "train.activation_checkpoint"
     keywords = ["none", "full", "selective", AUTO]
     if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
-        share = budget_of(checkpointing)
-        if share is None or not 0 <= share <= 1:
+        fraction = budget_of(checkpointing)
+        if fraction is None or not 0 <= fraction <= 1:
             rule = "budget:<share> needs a number from 0 to 1"
-            nearest_share = 0.5 if share is None or math.isnan(share) else min(1.0, max(0.0, share))
-            raise setting_error(key, checkpointing, rule, f"budget:{nearest_share:g}")
+            nearest_legal = 0.5 if fraction is None or math.isnan(fraction) else min(1.0, max(0.0, fraction))
+            raise setting_error(key, checkpointing, rule, f"budget:{nearest_legal:g}")
     elif isinstance(checkpointing, str) and checkpointing not in keywords:
         raise choice_error(key, checkpointing, keywords, "a whole number, budget:<share>, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
@@ -179,7 +179,7 @@ def _check_wrap(config: RunConfig) -> None:
 
 
 def _check_base_model(config: RunConfig) -> None:
-    """Check that the fields of `optim.base_model` are those of a legal model whose heads have the same size."""
+    """Check that `optim.base_model` describes a legal model whose attention heads are as wide as this model's."""
     key, base = "optim.base_model", config.optim.base_model
     if base is None:
         return
@@ -213,7 +213,7 @@ def _check_base_model(config: RunConfig) -> None:
 
 
 def _head_size(model: Any) -> float:
-    """Return the size of an attention head; 0 if the model declares none."""
+    """Return the width of an attention head; 0 if the model's configuration does not determine it."""
     if hasattr(model, "head_dim"):
         return float(model.head_dim)
     heads, dim = getattr(model, "num_heads", None), getattr(model, "dim", None)
@@ -323,12 +323,12 @@ def _check_evaluation(config: RunConfig) -> None:
 
 
 def offloaded_share(setting: float | str) -> float:
-    """Return the share of blocks that `train.offload_activations` offloads; 0 for `none` and an unresolved `auto`."""
+    """Return the fraction of blocks whose activations are offloaded; 0 for `none` and for an unresolved `auto`."""
     return 0.0 if isinstance(setting, str) else float(setting)
 
 
 def budget_of(checkpointing: int | str) -> float | None:
-    """Return the share in `train.activation_checkpoint=budget:<share>`, or None for other values."""
+    """Return the fraction in `train.activation_checkpoint=budget:<share>`; None for any other value."""
     if not isinstance(checkpointing, str) or not checkpointing.startswith("budget:"):
         return None
     try:
@@ -340,7 +340,8 @@ def budget_of(checkpointing: int | str) -> float | None:
 def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
     """Return the time by which the run must have stopped, in seconds since 1970, or None.
 
-    This is `run.deadline`, or else the end of the Slurm job.  Raises UserError if `run.deadline` is not a valid time.
+    This is `run.deadline` or, if that is null, the end of the Slurm job.  Raises UserError if `run.deadline` is not a
+    valid time.
     """
     text = config.run.deadline
     if text is None:
@@ -417,7 +418,7 @@ CHATML_TEMPLATE = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}
 """
-"""The built-in chat template, for base models without one."""
+"""The built-in chat template, for base models that have none."""
 
 _CHAT_DEFAULTS: dict[str, object] = {
     "format": "auto",
@@ -464,10 +465,10 @@ def check_chats(config: RunConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Mixtures of data sources
 #
-# A phase always starts with a step, even if its start is given in tokens, and lasts until the next phase starts.
+# A phase starts at the beginning of a step, even if its start is given in tokens, and lasts until the next one starts.
 
 MIXTURE_BLOCK = 1024
-"""Number of samples within which the mixture is exact; no source's share may be below one sample per block."""
+"""Number of samples in a block, within which the mixture is exact.  No source may get less than one sample of it."""
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _SHARE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -477,7 +478,10 @@ _PHASE_START_RULE = "must be a step, tokens:<n>, or a share of the run such as 8
 
 @dataclass(frozen=True)
 class Phase:
-    """The sampling weights of the sources from sample `start` on; None means proportional to their sizes."""
+    """A phase of training: the sampling weights of the sources from sample `start` on.
+
+    weights: by name of the source; None for weights proportional to the sources' sizes.
+    """
 
     start: int
     weights: Mapping[str, float] | None
@@ -611,12 +615,12 @@ TRACKER_ENTRY_POINTS = "meshtrainer.sinks"
 _TRACKERS = {"wandb": "Weights & Biases", "tensorboard": "TensorBoard", "trackio": "Trackio", "mlflow": "MLflow"}
 """The built-in trackers: the library that each needs, and its product name.
 
-`TRACKERS` in `metrics/trackers.py` lists the same names, with the classes, which this floor cannot import.  A test
-compares the two."""
+`TRACKERS` in `metrics/trackers.py` lists the same names with their classes; this package may not import it.  A test
+compares the two lists."""
 
 
 def _check_trackers(log: LogSection) -> None:
-    """Raise UserError if there is no such tracker, or its library is not installed."""
+    """Raise UserError if a configured tracker does not exist, or if its library is not installed."""
     trackers = list(dict.fromkeys((*_TRACKERS, *(point.name for point in entry_points(group=TRACKER_ENTRY_POINTS)))))
     for name in log.trackers:
         if name not in trackers:
@@ -661,7 +665,7 @@ def compiles_blocks(setting: bool | str, device_type: str) -> bool:
 
 
 def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
-    """Return whether blocks will be compiled on a planned device; a GPU elsewhere is assumed to have a compiler."""
+    """Return whether a plan assumes compiled blocks: a GPU on another machine is assumed to have a compiler."""
     is_elsewhere = device_type == "cuda" and likely_device(AUTO) != "cuda"
     return compiles_blocks(setting, device_type) or (setting == AUTO and is_elsewhere)
 

@@ -1,4 +1,4 @@
-"""The configuration as one frozen tree of sections: every key with its type, default, limits and meaning."""
+"""The schema of the configuration, one frozen tree of sections: each key's type, default, limits and meaning."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from trainer.renamed import Renamed
 # Limits and values shared by several sections
 
 WEEK_S = 7 * 24 * 3600.0
-"""Upper bound of time limits: timeouts between ranks are 32-bit milliseconds, and up to three limits add up."""
+"""Upper bound of time limits: timeouts between ranks add up to three of them, as milliseconds in 32 bits."""
 
 MAX_SIZE = 2**31 - 1
-"""The largest value of a key that becomes the size of a tensor dimension."""
+"""The largest legal value of keys that become the size of a tensor dimension."""
 
 DTYPES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
-"""Other spellings of dtypes; error messages suggest ours instead."""
+"""Other names of dtypes, mapped to ours, which error messages suggest."""
 
 AUTO = "auto"
-"""The value that leaves the choice to the trainer; the planner resolves most such settings before anything is built."""
+"""The value that leaves a choice to the trainer.  The planner resolves most such settings before anything is built."""
 
 MODEL = "model"
-"""Value of `data.tokenizer` and `data.chat_template` that selects the ones that come with the model."""
+"""The value of `data.tokenizer` and `data.chat_template` that selects the model's own."""
 
 NUMBER_OR = "a whole number or "
-"""Start of the `form` of keys that take a number or one word."""
+"""The first words of the `form` of keys that take a number or one word."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class DataSection:
 
     @property
     def fills_rows(self) -> bool:
-        """True if sequences are cut from one token stream, in which every token but the first is a target."""
+        """Whether sequences are cut from one token stream, in which every token except the first is a target."""
         return self.arrangement == "joined" and self.fit == "cut"
 
 
@@ -635,7 +635,7 @@ class LoraSection:
 
     @property
     def packs(self) -> bool:
-        """True if frozen weights are packed into 4 or 8 bits."""
+        """Whether frozen weights are quantized to 4 or 8 bits."""
         return self.rank > 0 and self.base_dtype in ("nf4", "fp8")
 
 
@@ -670,7 +670,8 @@ class EvalSection:
 class RunConfig:
     """The complete configuration of a run.
 
-    `model` is the recipe's dataclass plus a `name` field; `objective` is that of `train.objective`.
+    `model` is an instance of the recipe's dataclass with an added `name` field; `objective` is an instance of the class
+    that `train.objective` names.
     """
 
     run: RunSection = field(default_factory=RunSection)
@@ -702,12 +703,12 @@ class RunConfig:
 
     @property
     def rows_per_sample(self) -> int:
-        """Sequences per sample: two for a preference pair, for example."""
+        """Sequences per sample, for example two for a preference pair."""
         return int(self.objective.rows_per_sample)
 
     @property
     def higher_is_better(self) -> bool:
-        """True if the best evaluation is the one with the highest `eval.metric`, such as accuracy."""
+        """Whether a higher `eval.metric` is better, as for accuracy."""
         return self.objective.better.get(self.eval.metric) == "higher"
 
     @property
@@ -726,7 +727,7 @@ class RunConfig:
         return int(self.mesh.expert)
 
     def num_groups(self, num_ranks: int) -> int:
-        """Return the number of data-parallel groups; with context parallelism each consists of `context` ranks."""
+        """Return the number of data-parallel groups, each of which has `context` ranks."""
         return num_ranks // self.context
 
     def num_micro_batches(self, num_ranks: int) -> int:
@@ -735,7 +736,7 @@ class RunConfig:
 
     @property
     def has_reference_model(self) -> bool:
-        """True if a second, frozen model is held in memory.  With adapters, the reference is the model without them."""
+        """Whether the reference is a second model in memory; with adapters, it is the same model without them."""
         return "reference" in self.objective.needs and not self.lora.rank
 
     @property
@@ -749,11 +750,11 @@ class RunConfig:
 
     @property
     def model_path(self) -> str | None:
-        """The Hugging Face folder of the model, or None if its configuration has no such field."""
+        """The Hugging Face folder in `model.path`, or None if that is empty or the model has no such field."""
         return getattr(self.model, "path", None) or None
 
     def with_absolute_paths(self) -> RunConfig:
-        """Return the configuration with absolute folders, as a run stores it for use from any working directory."""
+        """Return the configuration with absolute paths of its folders, which a run stores to be valid anywhere."""
         folder = self.checkpoint.dir
         if folder is not None and "://" not in folder:
             folder = str(Path(folder).absolute())
@@ -767,7 +768,7 @@ class RunConfig:
         """
         plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
         for section, name in (("model", "path"), ("train", "init_from"), ("data", "tokenizer")):
-            if isinstance(path := plain[section].get(name), str):  # store its name, which is valid on any machine
+            if isinstance(path := plain[section].get(name), str):  # a name is valid on any machine
                 plain[section][name] = name_of_source(path)
         if self.run.on_end is not None:
             plain["run"]["on_end"] = masked_command(self.run.on_end)
@@ -783,7 +784,7 @@ class RunConfig:
 
 
 def name_of_source(path: str) -> str:
-    """Return the name that the user gave for the files at `path` if they were fetched or converted.
+    """Return the name of the model from which the files at `path` were fetched or converted.
 
     This is a name on the Hugging Face Hub, pinned to a commit, or the path of a .gguf file.  Any other path is returned
     unchanged.
@@ -806,4 +807,4 @@ SUBSECTIONS = frozenset(
     for item in dataclasses.fields(section.default_factory())
     if dataclasses.is_dataclass(item.default_factory)
 )
-"""Sections within sections, such as optim.muon."""
+"""The sections within sections, such as optim.muon."""

@@ -1,6 +1,6 @@
-"""Configurations stored by runs and in checkpoints: recognizes their files, and reads them as untrusted data.
+"""Recognizes the configurations that runs store in their folders and checkpoints, and reads them as untrusted data.
 
-Nothing that they name is imported, and values with masked secrets are refused.
+No module that a stored configuration names is imported without permission, and values with masked secrets are refused.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from trainer.errors import UserError, is_masked, masked, masked_command, setting
 from trainer.recipe import check_import
 
 CONFIG = "config.yaml"
-"""The stored configuration of a run or of a checkpoint, in its folder."""
+"""Name of the file with the stored configuration, in the folder of a run or of a checkpoint."""
 
 OLD_DPO_SECTION = "dpo"
-"""The old section for DPO settings.  Every run stored it before there were other objectives.
+"""The old section for DPO settings, which every run stored before there were other objectives.
 
-In recipe files and on the command line, the pass `objective_section` converts it."""
+`read_stored` converts it in stored configurations; the pass `objective_section`, elsewhere."""
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
 
 def is_run(folder: Path) -> bool:
-    """Return whether `folder` is a run folder, with the status or metrics of a run."""
+    """Return whether `folder` is a run folder: it has the status or the metrics of a run."""
     return any((folder / name).is_file() for name in _RUN_FILES)
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is a checkpoint's folder."""
+    """Return whether `folder` is the folder of one checkpoint."""
     return (folder / "manifest.json").is_file()
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Return whether a run has written this recipe file, to its folder or a checkpoint."""
+    """Return whether a run has written this recipe file, into its folder or into a checkpoint."""
     return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
 
 
 def run_of_best(path: str) -> str | None:
     """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; otherwise None.
 
-    RUN is a folder or URL.  A path that exists is taken literally, and the result is None.
+    RUN is a folder or URL.  A path that exists is taken literally: the result is then None.
     """
     run, slash, name = path.rstrip("/").rpartition("/")
     is_best = name == "best" and slash and run and not Path(path).exists()
@@ -78,7 +78,7 @@ def refuse_masked(key: str, value: Any, path: Path) -> None:
 
 
 def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
-    """Return a stored configuration by section, without interpolating or importing anything.
+    """Return a stored configuration by section, without resolving references or importing anything.
 
     Credentials are masked, since files from older versions may contain them.
     """
@@ -113,7 +113,7 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
-    """Return the model fields in a configuration written by `to_yaml`; None if its model is not of recipe `name`.
+    """Return the model fields in a configuration written by `to_yaml`; None if its model's recipe is not `name`.
 
     Imports nothing that the text names.
     """

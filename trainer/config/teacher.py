@@ -1,4 +1,4 @@
-"""The teacher model for distillation: a second, frozen model, otherwise built like the trained one."""
+"""The configuration of the teacher model in distillation: a second, frozen model, otherwise built like the first."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TEACHER_KEY, TOP_FILE = "objective.teacher", "top.json"
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
-    """Return the configuration with the teacher as its model and initial weights; None without a teacher model.
+    """Return the run's configuration with the teacher in place of its model; None if there is no teacher model.
 
-    The teacher is on the same mesh, and its weights have the run's compute dtype.  Raises UserError if its model is
-    unknown or its vocabulary has a different size, or if a setting needs a teacher model and only its log-probabilities
-    are given.
+    The teacher is sharded on the same mesh as the student, and its weights have the run's compute dtype.  Raises
+    UserError if the teacher's model is unknown, if the vocabulary sizes differ, or if a setting needs a teacher model
+    but `objective.teacher` has only its log-probabilities.
     """
     if "teacher" not in config.objective.needs:
         return None

@@ -1,4 +1,4 @@
-"""Create a project of your own: a model, its recipe, a test, and a batch file for Slurm.
+"""Create a project of your own: a model, its recipe, a test, and a Slurm batch file.
 
 meshtrainer init mine            writes the folder mine/
 cd mine && meshtrainer run recipe=mine.yaml
@@ -17,7 +17,7 @@ from trainer.files import writing_to
 from trainer.recipe import all_recipes
 
 _NAME = "my_model"
-"""The template's name for the model, in its files and in their names."""
+"""The model's name in the template: in the contents and the names of its files."""
 
 
 def write_project(name: str, parent: Path) -> Path:

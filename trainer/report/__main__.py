@@ -5,7 +5,7 @@
     python -m trainer.report <run folder> --watch                 keep updating the page during training
     python -m trainer.report <run folder> --serve [PORT]          serve the page to a browser on another machine
 
-The page of a running run reloads itself.  Reports also work for runs that were killed.
+While a run is in progress, its page reloads itself.  Reports also work for runs that were killed.
 """
 
 from __future__ import annotations
@@ -84,8 +84,8 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
 def _write_all(contents: Mapping[Path, bytes]) -> None:
     """Write all files to temporary paths, then rename them into place.  If any write fails, no file is replaced.
 
-    A browser that reloads the page meanwhile sees either the old page or the new one.  If a rename fails, the files
-    renamed before it stay replaced.
+    A browser that reloads the page in the meantime sees either the old page or the new one.  If a rename fails, the
+    files that were renamed before it stay replaced.
     """
     with contextlib.ExitStack() as stack:
         for path, content in contents.items():

@@ -1,7 +1,7 @@
-"""Draws the charts of a report as one PNG.
+"""Draws the charts of a report as one PNG image, with matplotlib, which is imported only when charts are drawn.
 
-This is the only module of the package that imports matplotlib.  A long series is reduced to about one column per pixel,
-and drawn as its mean with a band from minimum to maximum.
+A long series is reduced to about one column per pixel, and drawn as a line through the columns' means, with a band from
+minimum to maximum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.history import Column, RecordedRun
 
 NUM_COLUMNS = 400
-"""Number of columns in a chart, about one per pixel.  A series of up to twice as many values is drawn unreduced."""
+"""Number of columns in a chart, about one per pixel.  A series of up to twice this many values is not reduced."""
 
 COLORS = {
     "ink": "#1b1f24",
@@ -36,7 +36,7 @@ COLORS = {
     "olive": "#8c8a00",
     "black": "#3d4650",
 }
-"""Colors by name, the same as in the page's style sheet.  The hues are from the colorblind-safe palette of Okabe and
+"""Colors by name, the same as in the page's style sheet.  Most hues are from the colorblind-safe palette of Okabe and
 Ito (https://jfly.uni-koeln.de/color/)."""
 RUN_COLORS = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
 """Colors of the compared runs, in order."""
@@ -50,12 +50,12 @@ PART_STYLES = {
     "between_s": ("between attempts", "muted"),
     "other_s": ("other", "grid"),
 }
-"""Label and color of each part of the wall time; see `Goodput`."""
+"""The label and color of each part of the wall time, by its field in `Goodput`."""
 
 
 @dataclass(frozen=True)
 class Columns:
-    """A series reduced to columns, each with its x and the mean, minimum and maximum of its values."""
+    """A series reduced to columns: the mean x of each, and the mean, minimum and maximum of its values."""
 
     x: Column
     mean: Column
@@ -64,14 +64,15 @@ class Columns:
 
     @property
     def has_band(self) -> bool:
-        """True if columns summarize several values each, so that a band shows their range."""
+        """Whether each column summarizes several values, so that a band shows their range."""
         return self.low is not self.high
 
 
 def reduce_to_columns(x: Column, y: Column, num_columns: int = NUM_COLUMNS) -> Columns:
     """Reduce a series to at most `num_columns` columns of equal width.
 
-    A short series (up to twice as many values) is returned unchanged; non-finite values then appear as gaps.
+    A series of at most twice as many values is returned unchanged, and its non-finite values appear as gaps.  In a
+    longer series, non-finite values are ignored.
     """
     if x.size <= 2 * num_columns:
         return Columns(x, y, y, y)
@@ -120,7 +121,7 @@ def _draw_column(
 ) -> None:
     """Draw a column, with the y axis starting at zero.
 
-    format_value: formats the value of clipped outliers; None if outliers are not clipped.
+    format_value: formats the largest outlier for a note where outliers are clipped; None if they are not clipped.
     """
     for run, color in _with_colors(runs):
         _draw_line(axes, run.train["step"], run.train[column], color)
@@ -178,7 +179,7 @@ def _draw_line(axes: Any, x: Column, y: Column, color: str, label: str = "") -> 
 
 
 def _mark_not_finite(axes: Any, run: RecordedRun, column: str, color: str) -> None:
-    """Mark steps with a non-finite value along the upper edge."""
+    """Mark the steps with a non-finite value, along the upper edge."""
     not_finite = run.train["step"][~np.isfinite(run.train[column])]
     steps = reduce_to_columns(not_finite, not_finite).x[:NUM_COLUMNS]
     if steps.size:
@@ -205,7 +206,7 @@ def _use_log_scale(axes: Any) -> None:
 
 
 def _limit_y_axis(axes: Any, values: Sequence[Column], format_value: Callable[[float], str]) -> None:
-    """Start the y axis at zero, and clip a few outliers at the top so that they do not flatten all other values."""
+    """Start the y axis at zero, and clip a few outliers at its top, so that they do not flatten the rest."""
     finite = np.concatenate([column[np.isfinite(column)] for column in values])
     axes.set_ylim(bottom=0)
     if not finite.size or finite.max() <= 0:
@@ -223,7 +224,7 @@ def _limit_y_axis(axes: Any, values: Sequence[Column], format_value: Callable[[f
 
 
 def _add_legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
-    """Add a legend next to the title if there are several labels; it is gray if colors denote runs."""
+    """Add a legend next to the title if there is more than one label; it is gray if colors denote runs."""
     handles, labels = axes.get_legend_handles_labels()
     unique = dict(zip(labels, handles, strict=True))
     if len(unique) < 2:
@@ -237,7 +238,7 @@ def _add_legend(axes: Any, runs: Sequence[RecordedRun]) -> None:
 
 
 def _mark_attempts(axes: Any, run: RecordedRun) -> None:
-    """Mark restarts, the steps lost to them and, along the lower edge, checkpoints."""
+    """Mark restarts, the steps that were lost and repeated and, along the lower edge, checkpoints."""
     for previous, attempt in zip(run.attempts, run.restarts, strict=False):
         if previous.lost_steps:
             last = attempt.resumed_step + previous.lost_steps
@@ -366,8 +367,8 @@ def _draw_time_bar(figure: Any, run: RecordedRun) -> None:
     for name, (label, color) in PART_STYLES.items():
         seconds = getattr(run.goodput, name)
         if total > 0 and seconds > 0.0005 * total:
-            share = f"{label} {100 * seconds / total:.1f}%"
-            axes.barh(0, seconds, left=left, color=COLORS[color], label=share, edgecolor="white", linewidth=0.8)
+            text = f"{label} {100 * seconds / total:.1f}%"
+            axes.barh(0, seconds, left=left, color=COLORS[color], label=text, edgecolor="white", linewidth=0.8)
             left += seconds
     if left:
         axes.set_xlim(0, left)

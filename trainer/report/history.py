@@ -1,6 +1,6 @@
-"""Reads a run folder (attempts, metrics and current state), and computes the series that the HTML report plots.
+"""Reads the history of a run (attempts, metrics, current state) from its folder, and prepares series for the HTML page.
 
-No file is assumed to be complete: the run may be in progress, or may have been killed while writing a line.
+No file is assumed to be complete: the run may be in progress, or may have been killed while it was writing a line.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 @dataclass
 class Attempt:
-    """One attempt at a run, from its start record to its end record or, if it has none, to its last record."""
+    """One attempt of a run: from its start record to its end record or, if there is none, to its last record."""
 
     start: Mapping[str, Any]
-    """The start record, without fields whose number is invalid."""
+    """The start record, without numeric fields whose value is invalid."""
     last_step: int = 0
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
     outcome: str = ""
-    """`finished`, `stopped` or `failed`; without an end record, `running` if its process is alive, else `killed`."""
+    """`finished`, `stopped` or `failed`; without an end record, `running` if the process is alive, else `killed`."""
     wall_s: float = 0.0
     update_s: float = 0.0
 
@@ -81,7 +81,7 @@ class RecordedRun:
     """History of the run's saves and failures."""
     num_skipped: int = 0
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Contents of `config.yaml` by section, or an empty mapping if it cannot be read."""
+    """Contents of `config.yaml` by section, or an empty mapping if the file cannot be read."""
     traces: list[str] = field(default_factory=list)
     """File names of the traces in `profile/`."""
     samples: list[Mapping[str, Any]] = field(default_factory=list)
@@ -107,7 +107,7 @@ class RecordedRun:
         return logged_names(dict.fromkeys((*self.train, *self.evals)))
 
     def last(self, column: str, of_evals: bool = False) -> float | None:
-        """Return the last finite value of a column of `train` or, with `of_evals`, of `evals`; or None."""
+        """Return the last finite value of a column of `train` (with `of_evals`: of `evals`), or None."""
         values = (self.evals if of_evals else self.train).get(column)
         finite = np.empty(0) if values is None else values[np.isfinite(values)]
         return float(finite[-1]) if finite.size else None
@@ -133,7 +133,7 @@ class _RecordCollector:
             _close_attempt(self.attempts, self.ledger, record)
         self.ledger.add(record)
         if kind == "start":
-            # Leave out numeric fields without a valid number.
+            # Leave out numeric fields whose value is invalid.
             start = {k: v for k, v in record.items() if k not in _NUMERIC_START_FIELDS or _number(record, k) or v == 0}
             self.attempts.append(Attempt(start, update_s=self.ledger.total().update_s))
         elif kind == "train":
@@ -195,7 +195,8 @@ def read_run(folder: Path) -> RecordedRun:
 def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mapping[str, Any] | None) -> None:
     """Fill in the last step, the times and the lost steps of the last attempt.
 
-    The next attempt's start record, if any, has totals that include records since dropped from the file.
+    start: the start record of the next attempt, if there is one.  Its totals include records that have since been
+    dropped from the file.
     """
     if not attempts:
         return
@@ -213,7 +214,7 @@ def _close_attempt(attempts: Sequence[Attempt], ledger: TimeLedger, start: Mappi
 
 
 def _run_state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
-    """Return the run's state and the reason for it; see `RecordedRun`."""
+    """Return the run's state (see `RecordedRun.state`), and the reason for it."""
     try:
         status = json.loads((folder / "status.json").read_text())
         state, reason = str(status["state"]), redact(str(status.get("reason") or ""))
@@ -225,7 +226,7 @@ def _run_state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
 
 
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
-    """Return the text of `config.yaml` and its parsed values, which are empty if the file cannot be read or parsed."""
+    """Return the text of `config.yaml` and its parsed contents; each is empty if that fails."""
     try:
         text = redact(path.read_text(errors="replace"))  # older runs stored secrets
     except OSError:
@@ -242,9 +243,9 @@ def _setting(settings: Mapping[str, Any], section: str, key: str) -> Any:
 
 
 class _Table:
-    """A table of records, extended by one row at a time.
+    """A table with one row per record, in columns.
 
-    Columns that are not in `names` (per-source fields and those of `Trainer.log`) are added when a record first has
+    Columns that are not in `names` (per-source fields, and fields of `Trainer.log`) are added when a record first has
     them, and are NaN in earlier rows.
     """
 
@@ -281,7 +282,7 @@ def _number(record: Mapping[str, Any], name: str) -> float:
 
 
 def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
-    """Return the columns sorted by step, without the rows that have no step."""
+    """Return the columns with their rows sorted by step; rows without a step are left out."""
     columns = {name: np.asarray(column, dtype=np.float64) for name, column in values.items()}
     order = np.argsort(columns["step"], kind="stable")
     order = order[np.isfinite(columns["step"][order])]
@@ -289,7 +290,7 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
 
 
 def _nearest_run(folder: Path) -> Path | None:
-    """Return the run folder with the most similar name, or None, to suggest it in an error message."""
+    """Return the run folder with the most similar name, for an error message to suggest, or None."""
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     parents = (folder, folder.parent, Path("runs"))
@@ -301,16 +302,16 @@ def _nearest_run(folder: Path) -> Path | None:
 # ---------------------------------------------------------------------------------------------------------------
 # Series for the page's script, downsampled so that a run of any length loads quickly
 #
-# A point of a long series summarizes several lines of metrics: their mean and, for columns drawn with a band, their
+# A point of a long series summarizes several records: by their mean and, for columns drawn with a band, by their
 # minimum and maximum.
 NUM_POINTS = 1000
-"""Number of points in a series.  Up to twice as many lines of metrics are drawn without downsampling."""
+"""Number of points in a downsampled series.  A series of up to twice as many records is not downsampled."""
 _BANDS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True)
 class Line:
-    """A line in a panel: the column to show, its label, and the table that has the column (`train` or `evals`)."""
+    """A line in a panel: the column to plot, the line's label, and the column's table (`train` or `evals`)."""
 
     column: str
     label: str = ""
@@ -370,7 +371,7 @@ def page_data(runs: Sequence[RecordedRun], names: Sequence[str], refresh_s: floa
 
 
 def _run_data(run: RecordedRun, name: str) -> dict[str, Any]:
-    """Return the series of one run and the marks in its charts, as plain JSON values."""
+    """Return one run's series, checkpoints and restarts for the charts, as plain JSON values."""
     train, evals = downsample(_with_hours(run, run.train)), downsample(_with_hours(run, run.evals))
     if run.train["step"].size and run.evals["step"].size:
         tokens = np.interp(run.evals["step"], run.train["step"], np.nan_to_num(run.train["tokens"]))
@@ -400,10 +401,11 @@ def _with_hours(run: RecordedRun, table: Mapping[str, Column]) -> dict[str, Colu
 
 
 def downsample(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dict[str, Column]:
-    """Reduce a table to `num_points` rows, each the mean over an equal number of lines.
+    """Reduce a table to `num_points` rows, each the mean over about the same number of original rows.
 
     A table of up to twice as many rows is returned unchanged.  For columns drawn with a band, `<name>_low` and
-    `<name>_high` are added.  Means ignore non-finite values; a mean over none is NaN.
+    `<name>_high` are added.  Means ignore non-finite values, and are NaN if all values are non-finite.  The columns
+    step, tokens and hours have the value of the last original row instead of the mean.
     """
     size = table["step"].size
     if size <= 2 * num_points:
@@ -418,14 +420,14 @@ def downsample(table: Mapping[str, Column], num_points: int = NUM_POINTS) -> dic
         if name in _BANDS:
             reduced[f"{name}_low"] = _reduce_finite(np.minimum, np.where(finite, column, np.inf), starts)
             reduced[f"{name}_high"] = _reduce_finite(np.maximum, np.where(finite, column, -np.inf), starts)
-    for name in ("step", "tokens", "hours"):  # a point is placed at the last of its lines
+    for name in ("step", "tokens", "hours"):  # a point is at the last of its rows
         if name in table:
             reduced[name] = table[name][np.append(starts[1:], size) - 1]
     return reduced
 
 
 def _reduce_finite(ufunc: np.ufunc, column: Column, starts: NDArray[np.int64]) -> Column:
-    """Reduce each slice of a column with `ufunc`; the result is NaN if the slice has no finite value."""
+    """Reduce each slice of a column with `ufunc`; a slice without finite values becomes NaN."""
     values: Column = ufunc.reduceat(column, starts)
     return np.where(np.isfinite(values), values, math.nan)
 

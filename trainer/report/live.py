@@ -36,7 +36,7 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
 
 
 def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return a value that changes whenever a run has new data to show (file times and sizes)."""
+    """Return a value that changes whenever a run has new data to show: the times and sizes of its files."""
     stamps = []
     for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
         try:
@@ -48,7 +48,7 @@ def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 class PageCache:
-    """Generates the page of the given runs, and caches it until a run has new data or `REFRESH_S` has elapsed."""
+    """Generates the page of the given runs, and caches it for `REFRESH_S` seconds or until a run has new data."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -65,7 +65,7 @@ class PageCache:
         return self._page
 
     def file(self, path: str) -> Path | None:
-        """Return the profile file that a request path names, or None if it does not exist or there are several runs."""
+        """Return the profile file for the path of a request; None if there is no such file, or several runs."""
         parts = path.strip("/").split("/")
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None
@@ -77,7 +77,7 @@ class PageCache:
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves the page of the given runs, on localhost only; other machines connect through an ssh tunnel."""
+    """Serves the page of the given runs, on localhost only; other machines can connect through an SSH tunnel."""
 
     daemon_threads = True
 

@@ -33,8 +33,8 @@ SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="u
 def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
     """Return the page of one run.
 
-    page_folder: the folder of the page, to which links are relative; None for no links.
-    is_served: link to traces only, because a browser on another machine cannot open a checkpoint folder.
+    page_folder: the folder of the page, to which links are relative; None for a page without links.
+    is_served: whether to link only to traces, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
     parts = [
@@ -193,8 +193,8 @@ def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> s
 
 
 _LONG_SETTING = 120
-"""Settings longer than this many characters are truncated in a table and expand when clicked: a model's full
-`config.json` has thousands."""
+"""Settings longer than this many characters are truncated in a table, and expand when clicked.  A setting may hold a
+model's entire `config.json`."""
 
 
 def _flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -241,7 +241,7 @@ def _files_section(run: RecordedRun, page_folder: Path | None, is_served: bool) 
 
 
 def _legend(run: RecordedRun) -> str:
-    """Return a legend for the marks in the charts."""
+    """Return a legend for the checkpoints, restarts and lost steps in the charts."""
     entries = []
     if run.checkpoint_steps.size:
         entries.append('<i style="height: 11px; border-left: 2px solid var(--green)"></i>checkpoint')
@@ -315,7 +315,7 @@ def _attempts_section(run: RecordedRun) -> str:
 
 
 def save_costs_of(run: RecordedRun) -> dict[str, str]:
-    """Describe how saves and failures affect the run's goodput, based on its history, as text by topic.
+    """Describe how saves and failures affect the run's goodput, given its history: texts by topic.
 
     Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
     nodes.
@@ -369,7 +369,7 @@ def _run_label(number: int, name: str) -> str:
 
 
 def _summary_cells(run: RecordedRun) -> list[str]:
-    """Return the cells of a run in the table that compares runs, without its name."""
+    """Return a run's cells in the table that compares runs, except for its name."""
     start = run.attempts[-1].start if run.attempts else {}
     speed, parameters = run.median("tokens_per_s"), start.get("parameters")
     return [

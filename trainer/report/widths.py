@@ -1,4 +1,4 @@
-"""Generates the page of a coordinate check: how the size of activations depends on the width of a model."""
+"""Generates the page of a coordinate check: how the magnitude of activations depends on a model's width."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ from trainer.report.page import STYLE
 
 @dataclass(frozen=True)
 class WidthCurves:
-    """Mean sizes of the activations of each layer, at several widths of a model."""
+    """Mean absolute activations of each layer at several widths of a model, in one parametrization."""
 
     name: str
     field: str
     """The model field that was varied."""
     widths: Sequence[int]
-    sizes_at_init: Mapping[str, Sequence[float]]
-    sizes_after: Mapping[str, Sequence[float]]
-    """Mean sizes at initialization and after the training steps: one number per width, by layer."""
+    at_init: Mapping[str, Sequence[float]]
+    after_steps: Mapping[str, Sequence[float]]
+    """Mean absolute activations at initialization and after the training steps: one number per width, by layer."""
 
     @property
     def layers(self) -> list[str]:
-        return list(self.sizes_after)
+        return list(self.after_steps)
 
     def exponent(self, layer: str) -> float:
-        """Return the power of the width with which a layer's activations grow, after the steps."""
-        return float(np.polyfit(np.log(self.widths), np.log(self.sizes_after[layer]), 1)[0])
+        """Return the exponent of the power of the width with which a layer's activations grow, after the steps."""
+        return float(np.polyfit(np.log(self.widths), np.log(self.after_steps[layer]), 1)[0])
 
 
 def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
-    """Return a self-contained page with the chart and the table of all parametrizations."""
+    """Return a self-contained page with a chart and a table that compare the parametrizations."""
     picture = base64.b64encode(draw_widths(curves, steps)).decode()
     headers = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
     rows = "".join(
@@ -47,8 +47,8 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
         for layer in curves[0].layers
     )
     text = (
-        f"Mean size of the activations of each layer, at initialization and after {steps} steps. "
-        "A layer whose line rises after the steps changes more in a wider model, which then needs a smaller rate."
+        f"Mean absolute activation of each layer, at initialization and after {steps} steps. "
+        "A layer whose line rises after the steps changes more in wider models, which then need a lower learning rate."
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -71,13 +71,13 @@ def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
         figure = Figure(figsize=(11.5, 3.3 * len(curves)), dpi=130, facecolor="white", layout="constrained")
         grid = figure.subplots(len(curves), 2, sharex=True, sharey=True, squeeze=False)
         for row, curve in zip(grid, curves, strict=True):
-            for axes, when, sizes in zip(
+            for axes, when, magnitudes in zip(
                 row,
                 ("at initialization", f"after {steps} steps"),
-                (curve.sizes_at_init, curve.sizes_after),
+                (curve.at_init, curve.after_steps),
                 strict=True,
             ):
-                for number, (layer, values) in enumerate(sizes.items()):
+                for number, (layer, values) in enumerate(magnitudes.items()):
                     color = COLORS[RUN_COLORS[number % len(RUN_COLORS)]]
                     axes.plot(curve.widths, values, "o-", color=color, markersize=3, linewidth=1.3, label=layer)
                 axes.set_title(f"{curve.name}, {when}", loc="left", fontweight="bold", pad=7)

@@ -1,1 +1,1 @@
-"""Loads weights into models, and imports and exports other formats."""
+"""Loads weights into models from our checkpoints and from other formats, and exports weights to other formats."""

@@ -1,7 +1,7 @@
-"""Weights of models with adapters (LoRA): identifies the base weights, merges adapters into them, and exports for peft.
+"""LoRA adapters: identifies their base weights, merges adapters into them, and exports adapters in peft's format.
 
-The checkpoint of a LoRA run holds only the adapters, and identifies the base by its path and a checksum.  The base is
-read from its original path, and the checksum verifies that its weights have not changed.
+The checkpoint of a LoRA run holds only the adapters, and identifies the base weights by their path and a checksum.  The
+base weights are read from that path, and the checksum verifies that they have not changed.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ REFERENCE = "reference"
 
 
 class BaseWeights(StatePart):
-    """Identifies weights that a run does not train: those under its adapters, of its reference model or of its teacher.
+    """Identifies weights that a run does not train: the base of its adapters, its reference model or its teacher.
 
     Part of the run's state, the same on all ranks.
 
-        path: where they were loaded from; empty if they were initialized randomly, in which case checkpoints hold them.
-        checksum: of their values (see `combine_checksums`).
-        names: the names of these weights in the model's state, which checkpoints leave out.
-        setting: the setting that names them.
-        packed_experts: number of parameters of stacked experts that are packed (`lora.base_dtype`).
+        path: where the weights were loaded from; empty for random weights, which checkpoints then contain.
+        checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
+        names: the names of the weights in the model's state; checkpoints do not contain them.
+        setting: the setting that names the weights.
+        packed_experts: number of stacked expert weights that are quantized (`lora.base_dtype`).
     """
 
     def __init__(
@@ -77,13 +77,14 @@ class BaseWeights(StatePart):
         """Do nothing: the weights are read from their path, and `changes_from` has verified them."""
 
     def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Return an error line if the stored run had other weights; a different path is not an error.
+        """Compare with the state that a run has stored; return lists of errors and of remarks.
 
-        A remark says that experts are packed now and were not: the base then computes slightly different values.
+        Other weights are an error; another path is not.  A remark says that experts are quantized that were not when
+        the run began, so that the base computes slightly different values.
         """
         if stored["checksum"] == self.checksum:
-            was_packed = stored.get("packed_experts", 0) == self.packed_experts
-            return [], [] if was_packed else [_EXPERTS_PACKED]
+            is_same = stored.get("packed_experts", 0) == self.packed_experts
+            return [], [] if is_same else [_EXPERTS_PACKED]
         return [wrong_base_message(self.path, self.checksum, stored, self.setting)], []
 
 
@@ -93,7 +94,7 @@ _EXPERTS_PACKED = (
 
 
 def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:
-    """Return the error message for weights that differ from those that `expected` describes."""
+    """Return the error message for weights that are not the ones that `expected`, a stored state, describes."""
     kind = "base model" if setting == "train.init_from" else "model"
     return (
         f"{setting}={path or 'null'}: is not the {kind} that the run was trained with; that was "
@@ -103,9 +104,9 @@ def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], se
 
 
 def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
-    """Return a line for each tensor in this rank's share of `names`: shape, dtype and CRC-32 of the values.
+    """Return a line for each tensor of `names` that this rank checks: its name, shape, dtype and CRC-32.
 
-    The share is every `num_ranks`-th tensor in order of decreasing size.  Reads one block at a time.
+    A rank checks every `num_ranks`-th tensor in order of decreasing size.  Reads one block of rows at a time.
     """
     shapes, dtypes = source.shapes, source.dtypes
     largest_first = sorted(names, key=lambda name: (-torch.Size(shapes[name]).numel(), name))
@@ -120,7 +121,7 @@ def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, nu
 
 
 def combine_checksums(lines: Iterable[Mapping[str, str]]) -> str:
-    """Combine the lines of all ranks into one checksum, which depends only on names and values."""
+    """Combine the lines of all ranks into one checksum, which does not depend on the number of ranks."""
     all_lines = {name: line for rank_lines in lines for name, line in rank_lines.items()}
     return hashlib.sha256("\n".join(all_lines[name] for name in sorted(all_lines)).encode()).hexdigest()[:16]
 
@@ -141,7 +142,10 @@ class RenamedSource:
 
 
 def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSource:
-    """Rename plain weights to their names in a model with adapters.  `names` are that model's parameters."""
+    """Rename weights of a model without adapters to their names in the model with adapters.
+
+    names: the names of the parameters of the model with adapters.
+    """
     layers = adapted_layers(names)
 
     def rename(name: str) -> str:
@@ -152,7 +156,7 @@ def rename_for_adapters(source: WeightSource, names: Iterable[str]) -> WeightSou
 
 
 def without_adapters(source: WeightSource) -> WeightSource:
-    """Return the base weights of a source with adapters, under the names of the model without adapters."""
+    """Return only the base weights of a source with adapters, under their names in the model without adapters."""
     return RenamedSource(source, lambda name: None if parse_adapter(name) else name_without_adapters(name))
 
 
@@ -171,14 +175,17 @@ class JoinedSource:
 
 
 class MergedSource:
-    """A `WeightSource` of the base weights with the adapters merged into them.
+    """A `WeightSource` of base weights with adapters merged into them.
 
-    Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The full product is
-    computed at once, as in other implementations, so that the results are bit-identical; only one layer's product is
-    in memory.  `transposed` are the layers whose W has shape (in, out).  `packings` are the weights that were packed
-    in training, by name: W is then the unpacked weight, and the result has the dtype `dtype`, if given.  A new head is
-    returned unchanged.  `experts` are the expert parameters that have adapters; only the requested experts are
-    computed.
+    Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The product of a layer is
+    computed as a whole, as in other implementations, to be bit-identical to theirs; only one product is in memory at a
+    time.  For stacked experts, only the requested experts are computed.  A new head is returned unchanged.
+
+    scaling: alpha / rank.
+    transposed: the layers whose W has shape (in, out).
+    packings: the weights that were quantized in training, by name.  W is then the dequantized weight, and the result
+        has dtype `dtype`, if given.
+    experts: the parameters of experts that have adapters, by name.
     """
 
     def __init__(
@@ -230,7 +237,7 @@ def adapted_layers(names: Iterable[str]) -> set[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# The export in the format of peft: adapter_model.safetensors and adapter_config.json
+# Export in peft's format: adapter_model.safetensors and adapter_config.json
 
 
 def export_adapter(
@@ -249,9 +256,12 @@ def export_adapter(
 ) -> list[Path]:
     """Write the adapters of `source` to `folder` in peft's format, and return the files.
 
-    `model` is the model without adapters, on any device; `base` is the path of the base weights to record for peft.
-    Adapters are stored as `dtype`, by default unchanged.  The tokenizer files in `model_files` are copied.  Raises
-    UserError as `exporting.export` does.
+    model: the model without adapters, on any device.
+    base: the path or Hub name of the base weights, which the export records for peft.
+    dtype: the dtype of the exported adapters; None keeps theirs.
+    model_files: the files that came with the model, whose tokenizer files are copied.
+
+    Raises UserError as `exporting.export` does.
     """
     names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
     expert_prefixes = peft_prefixes(model, adapters, names.to_huggingface)
@@ -305,10 +315,10 @@ def _huggingface_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> 
 
 
 def target_modules(layers: Collection[str], weights: Collection[str]) -> list[str]:
-    """Return peft's `target_modules`: the last parts of the layers' names if these are unambiguous, else the full
-    names.
+    """Return peft's `target_modules`: the last part of each layer's name if these are unambiguous, else the full names.
 
-    `weights` are the names of all tensors of the model; a last part is ambiguous if other modules have it too.
+    `weights` are the names of all tensors of the model.  A last part is ambiguous if a module that is not in `layers`
+    has it too.
     """
     modules = {name.rpartition(".")[0] for name in weights}
     last_parts = {layer.rpartition(".")[2] for layer in layers}

@@ -1,11 +1,12 @@
-"""Exports adapters of stacked experts: merged into the experts, or in peft's format.
+"""Exports LoRA adapters of stacked experts: merged into the experts, or in peft's format.
 
-In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`).  Its
-factors are matrices: A is (E x R, in), with the rows of each expert in sequence, and B is (out, R x E), with the
-experts of each rank in sequence.  If several parameters of a module have adapters, each wraps the previous one in a
-`base_layer`, in the order of the module's parameters.  Source: peft 0.19.1 and later, `ParamWrapper`.
+In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`), and its
+factors are two matrices.  A is (E x R, in): the R rows of each expert are consecutive.  B is (out, R x E): the columns
+of all experts for one rank index are consecutive.  If several parameters of a module have adapters, each adapter wraps
+the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1 and later,
+`ParamWrapper`.
 
-Shape suffixes: E experts, K and N inputs and outputs of a matrix, R rank.
+Shape suffixes: E experts, K and N input and output size of a matrix, R rank of the adapter.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from trainer.weights.sources import WeightSource
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """The part of an expert adapter's outputs that applies to one parameter of the experts.
+    """Says which outputs of an adapter belong to one parameter of the experts: an adapter may span several parameters.
 
-    adapter: the adapter's name, `<experts>.adapters.<matrix>`.  outputs: the range [start, stop) of its outputs.
-    is_transposed: whether the parameter is (E, in, out).
+    adapter: the adapter's name, `<experts>.adapters.<matrix>`.
+    outputs: the range [start, stop) of its outputs that belong to the parameter.
+    is_transposed: whether the parameter has shape (E, in, out) rather than (E, out, in).
     """
 
     adapter: str
@@ -59,9 +61,9 @@ def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, Expe
 def peft_prefixes(
     model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
 ) -> dict[str, str]:
-    """Return the prefix of tensor names in peft's format for each of `adapters` that belongs to experts of `model`.
+    """Return the prefix of the tensor names in peft's format for each adapter that belongs to stacked experts.
 
-    `model` is the model without adapters.
+    adapters: names of adapters; those of other layers are ignored.  model: the model without adapters.
     """
     targets, prefixes = _targets(model, to_huggingface), {}
     for name in (name for name in targets if name in adapters):
@@ -83,7 +85,7 @@ def target_parameters(
 
 
 def _targets(model: nn.Module, to_huggingface: Callable[[str], str | None]) -> dict[str, str]:
-    """Return all possible adapters of experts in `model`, each with the name of its parameter in transformers."""
+    """Return the adapters that the experts of `model` can have, each with its parameter's name in transformers."""
     targets = {}
     for name, parameter in expert_matrices(model).items():
         module, _, matrix = name.rpartition(".")
@@ -97,7 +99,7 @@ class PeftFactors:
     """A `WeightSource` that returns the factors of expert adapters as matrices, as in peft's format."""
 
     def __init__(self, source: WeightSource, experts: Collection[str]) -> None:
-        """`experts`: the names of the adapters that belong to experts."""
+        """experts: the names of the adapters that belong to experts."""
         self.description, self.dtypes, self._source = source.description, source.dtypes, source
         self._letters = {
             name: part[1] for name in source.shapes if (part := parse_adapter(name)) and part[0] in experts

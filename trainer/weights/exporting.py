@@ -1,4 +1,4 @@
-"""Exports a model as a folder that transformers can load: safetensors, config.json, and the original model's files."""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, and the files of the original."""
 
 from __future__ import annotations
 
@@ -58,18 +58,19 @@ TOKENIZER_FILES = (
 
 
 class ModelFiles(StatePart):
-    """The files that came with a model: part of a run's state, the same on all ranks.
+    """The small files that came with a model: tokenizer, chat template, generation settings, config.json.
 
-    Training needs none of them (tokenizer, chat template, generation settings, config.json), but an export must contain
-    them unchanged, even if the folder that training started from no longer exists.
+    Part of a run's state, the same on all ranks.  Training does not need these files, but an export must contain them
+    unchanged, even if the folder that training started from no longer exists.
 
-    files: from the Hugging Face folder that training started from, by name; empty if it did not start from one.
-    tokenizer: files of the run's own tokenizer (`data.tokenizer`), with its chat template (`data.chat_template`) if
-        set; empty for `bytes` without a template.
+    files: contents of the files in the Hugging Face folder that training started from, by name; empty if it started
+        from other weights.
+    tokenizer: contents of the files of the run's own tokenizer (`data.tokenizer`), with its chat template
+        (`data.chat_template`) if that is set; empty for `bytes` without a template.
     """
 
     may_be_absent = True
-    """Older checkpoints do not have it."""
+    """Older checkpoints do not have this part of the state."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -83,7 +84,7 @@ class ModelFiles(StatePart):
 
 
 def _pack(files: Mapping[str, bytes]) -> dict[str, Any]:
-    # Arrays are stored with the tensors, not in the JSON that is read whenever a checkpoint is inspected.
+    # A checkpoint stores arrays with its tensors, not in the JSON that is read whenever the checkpoint is inspected.
     return {name: np.frombuffer(data, np.uint8) if data else data for name, data in files.items()}
 
 
@@ -93,7 +94,7 @@ def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
 
 @contextmanager
 def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write files from a state into a temporary folder, which exists until the block ends."""
+    """Write files, given as contents by name, into a temporary folder, which exists until the block ends."""
     with tempfile.TemporaryDirectory() as name:
         for relative, data in files.items():
             file = Path(name) / relative
@@ -106,8 +107,8 @@ def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
 def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
     """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
 
-    Its stored files are written to a temporary folder.  setting: the run's `data.tokenizer`, used if no files are
-    stored.
+    The tokenizer's stored files are written to a temporary folder, which exists until the block ends.  setting: the
+    run's `data.tokenizer`, which is used if no files are stored.
     """
     files = model_files.tokenizer or {
         name: data for name, data in model_files.files.items() if TOKENIZER in model_files.files
@@ -125,15 +126,15 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
-    """Return the files of a Hugging Face folder except weights, by name.  Raises UserError if one is unreadable."""
+    """Return the small files of a Hugging Face folder by name.  Raises UserError if one of them is unreadable."""
     return _read(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
-    """Return the files of the tokenizer that `data.tokenizer` names, including related files next to a tokenizer.json.
+    """Return the files of a tokenizer by name: a tokenizer.json with the related files next to it; none for `bytes`.
 
-    Empty for `bytes`.  `template`: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own
-    templates.  Raises UserError if a file cannot be read.
+    setting: the value of `data.tokenizer`.  template: the value of `data.chat_template`; a file, or `chatml`, replaces
+    the tokenizer's own templates.  Raises UserError if a file cannot be read.
     """
     files = _read_tokenizer(setting)
     if template == "model":
@@ -148,7 +149,7 @@ def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
 
 
 def template_of(files: Mapping[str, bytes]) -> bytes | None:
-    """Return the chat template in a tokenizer's files; a separate template file takes precedence over its settings."""
+    """Return the chat template in a tokenizer's files: a file of its own, or else an entry of its settings; or None."""
     if TEMPLATE in files:
         return files[TEMPLATE]
     inline = _settings_of(files).get("chat_template")
@@ -156,7 +157,7 @@ def template_of(files: Mapping[str, bytes]) -> bytes | None:
 
 
 def with_template(files: Mapping[str, bytes], template: bytes) -> dict[str, bytes]:
-    """Return a tokenizer's files with `template` as the only chat template, in every file where tools look for one."""
+    """Return a tokenizer's files with `template` as their only chat template, wherever tools look for one."""
     other_files = {
         name: data for name, data in files.items() if not any(fnmatch(name, pattern) for pattern in _OTHER_TEMPLATES)
     }
@@ -175,7 +176,7 @@ def _settings_of(files: Mapping[str, bytes]) -> dict[str, Any]:
 
 
 def settings_for_folder(folder: Path) -> tuple[str, str]:
-    """Return values for `data.tokenizer` and `data.chat_template` that refer to a folder with a model's files."""
+    """Return values for `data.tokenizer` and `data.chat_template` that refer to the model files in a folder."""
     if (folder / TOKENIZER).exists():
         return str(folder), "model"
     return "bytes", str(folder / TEMPLATE) if (folder / TEMPLATE).exists() else "model"
@@ -196,9 +197,9 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
 
 
 def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
-    """Return files of a folder, by name.
+    """Return the files of a folder that match any of `patterns`, by name.
 
-    `named_file`: the pattern of the file that the user named, which may be a link.
+    named_file: the pattern of the file that the user named, which may be a link to a file outside the folder.
     """
     check_links(folder, setting, [pattern for pattern in patterns if pattern != named_file])
     paths = [path for pattern in patterns for path in sorted(folder.glob(pattern)) if path.is_file()]
@@ -212,16 +213,16 @@ def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str
 # The export
 
 PARTIAL = ".partial"
-"""Suffix of a file being written; its name also starts with a dot."""
+"""Suffix of the name of an unfinished file, which also starts with a dot."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Entry of config.json, or of the headers of weight files, that lets a later export replace the files."""
+"""Entry of config.json, or of the headers of weight files, that marks an export, so that a later one may replace it."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
-"""Peft's names for the files of an adapter."""
+"""The names of an adapter's files in peft."""
 
 _FILES_WITH_MARK = (CONFIG_JSON, ADAPTER_WEIGHTS)
-"""Files that may contain `MARK`.  Those of an earlier export are kept until they are replaced."""
+"""Files that may contain `MARK`.  They stay in the folder, as proof of an earlier export, until they are replaced."""
 
 
 @dataclass(frozen=True)
@@ -242,9 +243,7 @@ class ExportedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def entries(self) -> dict[str, tuple[int, ...]]:
-        """Return the tensors in the file, by name with shapes, in storage order; a stacked tensor is stored as its
-        rows.
-        """
+        """Return the names and shapes of the tensors in the file, in their order: one per row of a `Stacked` tensor."""
         if isinstance(self.exported_name, Stacked):
             return {self.exported_name.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
         if self.transposed:
@@ -269,18 +268,21 @@ def export(
 ) -> list[Path]:
     """Write the weights of `source` to `folder` in Hugging Face's format, and return the files.
 
-    Floating-point weights are stored as `dtype`, by default unchanged.  A model larger than `max_shard_bytes` is split
-    into files of at most that size (or one tensor) and an index.  Tied weights are stored once.
+    Floating-point parameters are stored as `dtype`, by default unchanged.  A model larger than `max_shard_bytes` is
+    split into an index and several files, none larger than that unless a single tensor is.  Tied weights are stored
+    once.
 
-    `tokenizer` is "bytes", which has no files, or the path of a tokenizer.json, which is copied together with the
-    related files in its folder; `end_id` is the id that ends a document.  `model_files` holds the files that came with
-    the original model: they are copied byte for byte, as are entries of config.json that do not depend on the model.
-    If the model was trained with a different tokenizer, that one is exported instead, and `end_id` is added to the ids
-    that end a text.  `turn_ends`, the ids with which a chat model learned to end its turns, are always added.
+    tokenizer: "bytes", which has no files, or the path of a tokenizer.json, which is copied together with the related
+        files in its folder.
+    end_id: the token id that ends a document.
+    turn_ends: the token ids with which a chat model learned to end its turns; always added to `eos_token_id`.
+    model_files: the files that came with the original model, which are copied unchanged, as are entries of config.json
+        that do not depend on the model.  If the model was trained with a different tokenizer, that is exported instead,
+        and `end_id` is added to `eos_token_id`.
 
     Memory: a few blocks of `sources.BLOCK_BYTES`, independent of the model's size.  One process, no collectives.
 
-    All files are first written under temporary names; the weights, or their index, are renamed last, so that a folder
+    All files are first written under temporary names.  The weights, or their index, are renamed last, so that a folder
     left by a crash is not mistaken for a model.
 
     Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced
@@ -319,9 +321,13 @@ def write_folder(
     overwrite: bool,
     setting: str,
 ) -> list[Path]:
-    """Write text and tensor files into `path`, under temporary names until all are complete.  Returns the files.
+    """Write text and tensor files into the folder `path`, under temporary names until all are complete; return them.
 
-    `mark` is added to the headers of the tensor files.  Files of an earlier export are removed.
+    texts: the contents of the text files, by name.
+    shards: the tensors of each safetensors file, by the file's name.
+    mark: an entry to add to the headers of the tensor files.
+
+    Files of an earlier export are removed.
 
     Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced,
     or if there is not enough disk space.
@@ -375,7 +381,7 @@ def _list_tensors(
             unnamed.append(name)
             continue
         source_dtype = dtypes[stored]
-        # A buffer, such as the bias on the choice of experts, may need its precision.
+        # Buffers are not cast: some need their precision, such as the bias with which a router selects experts.
         is_cast = source_dtype.is_floating_point and name in parameters
         stored_dtype = dtype if dtype is not None and is_cast else source_dtype
         tensors.append(ExportedTensor(stored, exported_name, shapes[name], stored_dtype))
@@ -390,7 +396,8 @@ def _list_tensors(
 def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
     """Return the persistent buffers of `model` that its Hugging Face counterpart lacks.
 
-    An example is the bias on the choice of experts, for a model type without it.  Empty for recipes without `hf.names`.
+    An example is the bias with which a router selects experts, for a model type without it.  Empty if `hf.names` is not
+    used.
     """
     if recipe.hf is None or recipe.hf.stored is not None:
         return []
@@ -400,7 +407,7 @@ def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) ->
 
 
 def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
-    """Split the tensors over files, in the model's order."""
+    """Distribute the tensors, in the model's order, over files; return the tensors of each file by its name."""
     shards: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
@@ -420,7 +427,7 @@ def _text_files(
     tokenizer: str,
     model_files: ModelFiles,
 ) -> dict[str, bytes]:
-    """Return the text files by name; those that came with the model are reused."""
+    """Return the contents of the text files by name; the files that came with the model are reused."""
     tokenizer_files = model_files.tokenizer or read_tokenizer(tokenizer)
     original = model_files.files
     ends = _merge_eos_ids([] if end_id is None else [end_id], turn_ends)
@@ -469,7 +476,7 @@ def _config_json(
 
 
 def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
-    """Return the original config.json with only the outdated entries changed."""
+    """Return the original config.json, in which only outdated entries are changed."""
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
     try:
@@ -489,8 +496,8 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
 def _classifier_config(content: bytes, num_labels: int) -> bytes:
     """Return the config.json of a sequence classifier with `num_labels` scores.
 
-    transformers uses the score at the last token that is not padding.  If the padding token also ends texts, it is
-    removed from config.json, since the score was trained at that token; texts then cannot be scored in batches.
+    transformers uses the score at the last token that is not padding.  If the padding token is also an end-of-text
+    token, at which the score was trained, it is removed from config.json; sequences then cannot be scored in batches.
     """
     entries = json.loads(content)
     kind = re.sub("(ForCausalLM|LMHeadModel)$", "", entries["architectures"][0])
@@ -510,7 +517,7 @@ def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:
 
 
 def _add_eos_ids(settings: bytes, default: int | list[int] | None, new: Collection[int]) -> bytes:
-    """Add `new` to the `eos_token_id` of a JSON file, after the ids that it lists, or `default` if it lists none."""
+    """Append `new` to the ids in `eos_token_id` of a JSON file, or to `default` if the file has no such entry."""
     content = json.loads(settings)
     ends = content.get("eos_token_id", default)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -530,7 +537,7 @@ def _write_safetensors(
 ) -> None:
     """Write a safetensors file: the header's length in 8 bytes, the header including `mark`, and the tensors."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt", **mark}}
-    # Widest dtypes first, which aligns each tensor to its element size; readers may rely on that.
+    # Write the widest dtypes first: this aligns each tensor to its element size, on which readers may rely.
     ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
     starts, end = [], 0
     for tensor in ordered:
@@ -570,7 +577,7 @@ def _read_block(source: WeightSource, tensor: ExportedTensor, start: int, stop: 
 
 
 def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Return `weight` as `dtype`.  Raises UserError if a finite value becomes infinite in float16.
+    """Cast `weight` to `dtype`.  Raises UserError if a finite value becomes infinite in float16.
 
     name: the weight's name, for the message.
     """
@@ -581,19 +588,19 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Te
         and bool((is_lost := cast.isinf() & weight.isfinite()).any())
     ):
         largest = float(weight[is_lost].abs().max())
-        rule = f"{name} has a value of {largest:.4g}, and the largest of float16 is 65504"
+        rule = f"{name} has a value of {largest:.4g}, but float16 has none above 65504"
         raise UserError(f"dtype=float16: {rule}\n  to fix: --dtype bfloat16")
     return cast
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
-    # Not `reshape`: a one-element tensor may have any stride and still be contiguous, and cannot be viewed as bytes.
+    # Not `reshape`: a contiguous tensor with one element may have any stride, and then cannot be viewed as bytes.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
-    """Add a minimal tokenizer_config.json to a tokenizer's files if missing; `bytes` gets none."""
+    """Return a tokenizer's files, with a minimal tokenizer_config.json if they have none; `bytes` does not get one."""
     if tokenizer == "bytes" and TOKENIZER not in files:
         return dict(files)
     try:
@@ -634,7 +641,7 @@ def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
 
 
 def _marks(folder: Path) -> Iterator[Mapping[str, Any]]:
-    """Yield the mappings that may contain the mark: config.json, and the headers of the weights."""
+    """Yield the mappings that may contain `MARK`: config.json, and the headers of the weight files."""
     with suppress(OSError, ValueError):
         content = json.loads((folder / CONFIG_JSON).read_text())
         yield content if isinstance(content, dict) else {}

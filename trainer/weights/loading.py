@@ -1,7 +1,7 @@
 """Loads weights: the initial weights of a training run, or an unsharded model for inference.
 
 Weights come from checkpoints, run folders, Hugging Face folders, or single state-dict files.  Functions that take a
-`Channel` are collective and raise errors on all ranks alike; `load_weights` needs no process group.
+`Channel` are collective and raise the same errors on all ranks; `load_weights` needs no process group.
 """
 
 from __future__ import annotations
@@ -60,9 +60,10 @@ MODEL_FILES = "origin"
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
-    """Materialize a model on the meta device: initialize it randomly, or load the weights that its recipe provides.
+    """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its recipe provides.
 
-    With `load_later` nothing is loaded yet; `load_initial_weights` or a checkpoint loads the weights later.
+    load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; nothing is loaded
+        here then.
     """
     recipe = config.recipe
     source = recipe.initial_weights(config.model)
@@ -80,11 +81,12 @@ def load_initial_weights(
 ) -> str:
     """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
 
-    Stores the files that came with the weights in `model_files`.  Returns the source of the weights, as text for the
-    start block.
-    setting: the setting to name in errors, for a model that the run's own settings do not describe.
+    Stores the files that came with the weights in `model_files`.  Returns a description of where the weights came from,
+    for the start block.
 
-    Raises UserError, on all ranks alike, if the weights do not fit.  Collective.
+    setting: the setting to name in errors if the model is not the one that the run's own settings describe.
+
+    Raises UserError on all ranks if the weights do not fit.  Collective.
     """
     initial = _open_initial_weights(config, channel, setting)
     source, location, path = initial.source, initial.location, initial.path
@@ -94,11 +96,11 @@ def load_initial_weights(
             f"warning: {initial.setting}: {path} has no {CONFIG_JSON}: settings without a tensor, such as rope_theta, "
             "are taken from model.*"
         )
-    if source is not None and not config.lora.rank:  # base weights under adapters are loaded already
+    if source is not None and not config.lora.rank:  # `load_base` has loaded the base of adapters
         channel.agreed(lambda: fill(model, source, initial.setting))
 
     def read_files() -> dict[str, bytes]:
-        """Return the files that came with the model: from the weights' folder, else from the model's."""
+        """Return the files that came with the model: from the folder of the weights, else from `model.path`."""
         files = model_files_of(source).files if source is not None else {}
         return files or (read_model_files(config.model_path) if config.model_path else {})
 
@@ -113,12 +115,12 @@ def load_initial_weights(
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: str | None = None) -> BaseWeights:
-    """Load the weights that a run does not train, such as those under adapters, and return their identity.
+    """Load weights that a run does not train, such as the base of adapters, and return their identity.
 
-    Randomly initialized ones are not loaded.  Each rank reads its own rows, plus its share of the tensors for the
-    checksum.  setting: see `load_initial_weights`.
+    If they are random, nothing is loaded.  Each rank reads its own rows and, for the checksum, some of the tensors.
+    setting: see `load_initial_weights`.
 
-    Raises UserError, on all ranks alike, if the weights do not fit.  Collective: a few small messages.
+    Raises UserError on all ranks if the weights do not fit.  Collective: a few small messages.
     """
     initial = _open_initial_weights(config, channel, setting)
     source = initial.source
@@ -127,15 +129,15 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
             raise cannot_quantize_random_weights_error(config)
         return BaseWeights()
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
-    share = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
+    lines = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
     path = initial.path if "://" in initial.path else name_of_source(str(Path(initial.path).absolute()))
     packed_experts = sum(model.get_parameter(name).ndim == 3 for name in find_packings(model))
-    checksum = combine_checksums(channel.gather(share))
+    checksum = combine_checksums(channel.gather(lines))
     return BaseWeights(path, checksum, filled, setting or "train.init_from", packed_experts)
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
-    """Fill all weights except adapters.  Returns their names, each with its name in `source`."""
+    """Fill all weights except adapters.  Returns a mapping from their names to their names in `source`."""
     renamed = rename_for_adapters(source, (name for name, _ in model.named_parameters()))
     fill(model, renamed, setting, only=is_base_weight)
     names = find_weights(model, renamed, setting, only=is_base_weight)
@@ -146,9 +148,9 @@ def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str
 class _InitialWeights:
     """The weights that a run starts from.
 
-    source: None if they are random.
-    setting: the setting that names them, for messages.
-    location: the location in `train.init_from` (for a run, that of its checkpoint); None if it is not set.
+    source: the source of the weights; None if they are random.
+    setting: the setting that names the weights, for messages.
+    location: the location that `train.init_from` names (for a run folder, that of the checkpoint); None if unset.
     path: the path of the weights or of the model's folder; may be empty.
     """
 
@@ -175,7 +177,7 @@ def _open_initial_weights(config: RunConfig, channel: Channel, setting: str | No
         except UserError as error:
             raise UserError(f"{key}={error}") from error
 
-    # Rank 0 decides: each rank could find a different newest checkpoint of a live run.
+    # Rank 0 decides, because each rank could find a different newest checkpoint of a run in progress.
     location: Location = channel.broadcast(channel.agreed(lambda: find() if channel.is_main else None))
     allow = config.checkpoint.allow_changes
     source = channel.agreed(lambda: open_weights(location, config.recipe, config.model, key, allow))
@@ -201,11 +203,13 @@ def load_weights(
 ) -> nn.Module:
     """Return the model with the weights at `path`, unsharded and in evaluation mode.
 
-    `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
-    `ema`: whether to use the averaged weights of a run with `train.ema`.
-    `allow_import`: modules that may be imported because a checkpoint's model is defined there ("my_models" for
-    model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
-    registered models are built.  Raises UserError for others.
+    path: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder of a supported model.
+    allow_import: modules that may be imported because a checkpoint's model is defined there ("my_models" for
+        model.name=my_models:tiny).  Importing runs code, and a checkpoint may come from anywhere, so by default only
+        registered models are built.
+    ema: whether to use the averaged weights of a run with `train.ema`.
+
+    Raises UserError for a model that is not registered and not allowed.
     """
     location = locate(local_model_path(path))
     if location.kind == "huggingface":
@@ -214,7 +218,7 @@ def load_weights(
 
 
 def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model in a Hugging Face folder; see `load_weights`.  Prefers our own recipe for its model type."""
+    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if there is one for it."""
     folder = Path(location.path)
     model_type = read_config(folder, "path")["model_type"]
     is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
@@ -242,7 +246,7 @@ def build_meta_model(recipe: Recipe, model_config: object) -> nn.Module:
 
 
 def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, device: torch.device) -> nn.Module:
-    """Materialize `model` unsharded on `device`, fill it from `source`, and set evaluation mode."""
+    """Allocate `model` unsharded on `device`, fill it from `source`, and put it in evaluation mode."""
     materialize(model, 0, device, recipe.init, is_loaded_later=lambda name: True)  # some buffers are not stored
     fill(model, source, setting="load_weights")
     return model.eval().requires_grad_(False)
@@ -259,10 +263,10 @@ def open_weights(
     setting: str,
     allow_changes: Collection[str] | None = None,
 ) -> WeightSource:
-    """Open the weights at `location` for a model, under its names and with adapters merged.
+    """Open the weights at `location` for a model, under the model's names and with adapters merged.
 
     allow_changes: if not None, the model fields stored at the location must equal those of `model_config`, except for
-        these keys (`checkpoint.allow_changes`).
+        the keys listed here (`checkpoint.allow_changes`).
 
     Raises UserError, starting with `setting`, if there are no weights or the fields differ; TrainingFailed if the
     weights are damaged.
@@ -298,11 +302,13 @@ def with_merged_adapters(
     dtype: torch.dtype | None = None,
     into_original: bool = False,
 ) -> WeightSource:
-    """Return the weights of a checkpoint's model with any adapters merged into them.
+    """Return the weights of a checkpoint's model, with its adapters, if any, merged into them.
 
-    If the base weights were packed in training, the adapters are merged into the unpacked weights, in `dtype` or else
-    their stored dtype.  With `into_original` they are merged into the stored weights, which gives a different model
-    from the one that was trained.
+    base: the path of the base weights if they have moved; None for the path in the checkpoint.
+
+    If the base weights were quantized in training, the adapters are merged into the dequantized weights, in `dtype` or
+    else in their stored dtype.  With `into_original`, they are merged into the weights before quantization, which gives
+    a different model from the one that was trained.
     """
     if not adapted_layers(stored.shapes):
         return stored
@@ -325,10 +331,10 @@ def with_merged_adapters(
 
 
 def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: str | None = None) -> WeightSource:
-    """Return the base weights of a checkpoint with adapters, under the names of the model without adapters.
+    """Return the base weights of a checkpoint with adapters, under their names in the model without adapters.
 
-    They are read from the path in the checkpoint, from `path` if they have moved, or from the checkpoint itself.
-    Raises UserError if they are missing or have changed since training.
+    The checkpoint contains the base weights if they were random.  Otherwise they are read from the path that it records
+    or, if they have moved, from `path`.  Raises UserError if they are missing or have changed since training.
     """
     identity = stored.parts.get(BASE, {})
     if not identity.get("path"):
@@ -351,7 +357,7 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
 
 
 def model_files_of(source: WeightSource) -> ModelFiles:
-    """Return the files that came with the weights of `source`, from their folder or from the checkpoint."""
+    """Return the small files that came with the weights of `source`, from their folder or from the checkpoint."""
     model_files = ModelFiles()
     source = source.adapters if isinstance(source, MergedSource) else source
     if isinstance(source, SafetensorsFolder):

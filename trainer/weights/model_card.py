@@ -1,7 +1,7 @@
 """The model card of an export: the run's data, settings and losses, and the license of its base model.
 
-Everything comes from the run's configuration and metrics.  Local paths are shortened to their last part, since a card
-is public.  Format: https://huggingface.co/docs/hub/model-cards.
+The card is made from the run's configuration and metrics, the exported files, and the base model's README.md.  Local
+paths are shortened to their last part, since a card is public.  Format: https://huggingface.co/docs/hub/model-cards.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def model_card(
 ) -> str:
     """Return the text of README.md for a model that was trained with `config` up to `step`.
 
-    records: the run's metrics; may be empty.
+    records: the run's `train` and `eval` records; may be empty.
     version: the version of meshtrainer.
-    exported: the folder of the export, whose files show whether it is an adapter or a classifier.
+    exported: the folder of the export, whose files tell whether it is an adapter, a classifier or neither.
     """
     base = config.train.init_from or config.model_path
     base_name = None if base is None else _public_name(name_of_source(base))

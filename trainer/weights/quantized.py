@@ -1,16 +1,18 @@
-"""Dequantizes the weights of published models to bfloat16 as their rows are read.
+"""Dequantizes the weights of published models to bfloat16 while their rows are read.
 
 `quantization_config` in config.json selects one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
-  (E, N, K / 32) holds the exponent shared by each group of 32 numbers, with a bias of 127; the weight is `NAME`,
-  (E, K, N).
+  (E, N, K / 32) holds the exponent, biased by 127, that each group of 32 numbers shares.  The dequantized weight is
+  `NAME`, (E, K, N).
   Format: Open Compute Project 2023, "OCP Microscaling Formats (MX) Specification", version 1.0, sections 5.2 and 5.3.
-- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` the factor by which to
-  multiply each block of size `weight_block_size`.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the
+- `fp8`: the matrices of DeepSeek-V3.  `NAME` (N, K) holds 8-bit numbers, and `NAME_scale_inv` the factor by which each
+  block of shape `weight_block_size` is multiplied.  Format: DeepSeek-AI 2024, arXiv:2412.19437, section 3.3.2, and the
   published code.
 
-4-bit numbers are exact in bfloat16; 8-bit numbers are scaled in float32 and then rounded.
+Dequantized 4-bit numbers are exact in bfloat16; 8-bit numbers are scaled in float32, and then rounded to bfloat16.
+
+Shape suffixes: E experts, N outputs, K inputs, B groups of 32 numbers, X bytes of a group (16), Y its numbers (32).
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from trainer.errors import UserError
 
 _BLOCKS, _SCALES, _SCALE_INV = "_blocks", "_scales", "_scale_inv"
 _FP8 = "F8_E4M3"
-"""The dtype of 8-bit numbers in safetensors."""
+"""The name of the 8-bit dtype in safetensors."""
 
 _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """Magnitude of a 4-bit number by its lower three bits; the highest bit is the sign."""
@@ -36,12 +38,12 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def with_dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Return the readers, with those of each quantized weight replaced by one that dequantizes the rows it reads.
+    """Replace the readers of each quantized weight by one reader, which dequantizes the rows that it reads.
 
-    readers: the file and the slice (of safetensors' `get_slice`) of each tensor, by name.  quantization:
-    `quantization_config` in config.json.
+    readers: for each tensor by name, its file and its reader (from safetensors' `get_slice`).
+    quantization: the entry `quantization_config` of config.json.
 
-    Raises UserError for other formats, and if the tensors of a weight are missing or have inconsistent shapes.
+    Raises UserError for other formats, and for weights whose tensors are missing or have inconsistent shapes.
     """
     method = quantization.get("quant_method")
     if method not in ("mxfp4", "fp8"):
@@ -79,7 +81,7 @@ def _block_shape(quantization: Mapping[str, Any]) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class _Mxfp4:
-    """Stacked matrices (E, K, N) from blocks (E, N, K / 32, 16) and scales (E, N, K / 32)."""
+    """Reads stacked matrices (E, K, N) from blocks (E, N, K / 32, 16) and scales (E, N, K / 32)."""
 
     blocks: Any
     scales: Any
@@ -97,10 +99,10 @@ class _Mxfp4:
         return [num_experts, 32 * blocks, rows]
 
     def __getitem__(self, experts: slice) -> torch.Tensor:
-        """Return the matrices of a range of experts."""
+        """Return the dequantized matrices of a range of experts."""
         blocks_ENBX, scales_ENB = self.blocks[experts], self.scales[experts]
         values = torch.tensor([*_E2M1, *(-value for value in _E2M1)], dtype=torch.bfloat16)
-        # The number in the lower half of a byte comes first.
+        # The number in the lower four bits of a byte comes first.
         low_and_high = [values[half.int()] for half in (blocks_ENBX & 15, blocks_ENBX >> 4)]
         numbers_ENBY = torch.stack(low_and_high, -1).flatten(-2)
         exponents_ENB1 = scales_ENB.int().unsqueeze(-1) - 127
@@ -109,7 +111,7 @@ class _Mxfp4:
 
 @dataclass(frozen=True)
 class _Fp8:
-    """A matrix (N, K) of 8-bit numbers with a factor per block."""
+    """Reads a matrix (N, K) from 8-bit numbers and one factor per block."""
 
     numbers: Any
     scales: Any
@@ -130,7 +132,7 @@ class _Fp8:
         return shape
 
     def __getitem__(self, rows: slice) -> torch.Tensor:
-        """Return a range of rows."""
+        """Return a range of dequantized rows."""
         (num_rows, num_columns), (height, width) = self.get_shape(), self.block
         start, stop, _ = rows.indices(num_rows)
         first = start // height

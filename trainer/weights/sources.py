@@ -1,7 +1,7 @@
-"""Sources of weights, and copying weights from a source into a model.
+"""Sources of weights, and `fill`, which copies weights from a source into a model.
 
-A source reads rows of named tensors; its format (a checkpoint, a Hugging Face folder, a single file) is hidden from the
-model.  Each rank reads only its own rows, without communication.
+A source reads rows of named tensors, and hides their format: a checkpoint, a Hugging Face folder or a single file.
+Each rank reads the rows that it needs, without communication.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ from trainer.recipe import WeightSource as WeightSource
 from trainer.weights.quantized import with_dequantized
 
 BLOCK_BYTES = 64 * 2**20
-"""Maximum size of a block of rows to read at a time."""
+"""Bytes of a tensor to read at a time, in whole rows."""
 
 
 @torch.no_grad()
 def fill(
     model: nn.Module, source: WeightSource, setting: str = "weights", only: Callable[[str], bool] | None = None
 ) -> None:
-    """Copy the weights of `source` into `model`, in place and in the model's own dtypes; packed ones are packed.
+    """Copy the weights of `source` into `model`, in place, in the dtypes or quantized formats of the model's weights.
 
-    `only` is a predicate on our names.  If given, only matching weights are copied; others may be missing from the
-    source, or be extra there.
+    only: a predicate on our names.  If given, only weights for which it is true are copied; the source may lack others,
+        or have additional ones.
 
-    The model must be materialized, and may be sharded: each rank reads only its rows, a block at a time, or all rows of
-    a tensor that is sharded along another dimension.  Persistent buffers missing from the source keep their values.  No
-    collectives; one host sync.
+    The model must be materialized, and may be sharded.  Each rank reads only the rows that it holds, a block at a time;
+    of a tensor sharded along another dimension it reads all rows.  Persistent buffers that the source lacks keep their
+    values.  No collectives.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
-    `find_weights`).  Raises UserError on the ranks with NaN or infinity in their rows of a parameter; warns about
-    matrices in which this rank's rows are all zero.  Errors while reading from the source may be raised on a single
-    rank.
+    `find_weights`).  Raises UserError on a rank that finds NaN or infinity in its part of a parameter.  Rank 0 warns
+    about matrices whose values are all zero in its part.  Errors while reading from the source may be raised on a
+    single rank.
     """
     model_weights, packings = named_weights(model), find_packings(model)
     shapes, dtypes = source.shapes, source.dtypes
@@ -90,7 +90,7 @@ def fill(
                     rows = packing.pack(rows.to(weight.device))
                     scales.append(packing.scales(rows).flatten())
                 local(weight)[start - first : stop - first].copy_(rows[other_dims])
-        if isinstance(model_weights[name], nn.Parameter):  # a buffer may well hold -inf, as a causal mask does
+        if isinstance(model_weights[name], nn.Parameter):  # a buffer may hold -inf, for example a causal mask
             values = local(weight) if packing is None else torch.cat(scales)
             is_finite[stored] = torch.isfinite(values).all()
             if values.numel() and not is_vector(name, weight) and is_base_weight(name):
@@ -117,15 +117,13 @@ def _first_few(names: Iterable[str]) -> str:
 def find_weights(
     model: nn.Module, source: WeightSource, setting: str, only: Callable[[str], bool] | None = None
 ) -> dict[str, str]:
-    """Map the names of the model's weights to their names in `source`; of tied weights, only the first name is
-    included.
+    """Map the names of the model's weights to their names in `source`.  Of tied weights, only the first is a key.
 
-    With `only`, the result is restricted to the names for which it is true.  A new head (`ScoreHead`) may be missing
-    from the source, and the output projection that it replaces may be there.
+    With `only`, the result is restricted to the names for which it is true.  The source may lack a new head
+    (`ScoreHead`), and have the output projection that the head replaces.  It may also lack persistent buffers.
 
     Raises UserError, starting with `setting`, that lists every difference: weights missing on either side, different
-    shapes, and weights that are tied in the model but different in the source.  Persistent buffers may be missing from
-    the source.
+    shapes, quantized weights without their scales, and weights that are tied in the model but not equal in the source.
     """
     source_shapes, packings = source.shapes, find_packings(model)
     model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
@@ -140,7 +138,7 @@ def find_weights(
         stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
             source_names[name] = stored[0]
-            # Equal copies of a tied weight are fine.  If they differ, one of them would be lost.
+            # A source may have equal copies of a tied weight.  If they differ, all but one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters and not is_score(name):
@@ -173,7 +171,7 @@ def find_weights(
 
 
 def _are_different(source: WeightSource, first: str, second: str) -> bool:
-    """Return whether two tensors in the source differ, judging by three rows."""
+    """Return whether two tensors of equal shape in the source differ, judging by three of their rows."""
     shape = source.shapes[first]
     if source.shapes[second] != shape or not shape or not shape[0]:
         return False  # shapes are compared by the caller
@@ -182,16 +180,16 @@ def _are_different(source: WeightSource, first: str, second: str) -> bool:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers under all their names; DTensors if the model is sharded.
+    """Return the model's own parameters and persistent buffers, under all their names; DTensors if it is sharded.
 
-    The tensors are the model's own.  Parameters that a forward pass left gathered are resharded.
+    Parameters that a forward pass has left gathered are resharded.
     """
     state = model.state_dict(keep_vars=True)
     return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
 
 
 def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """Split the rows [start, stop) of a tensor of `shape` into blocks of at most `BLOCK_BYTES`, or one row."""
+    """Split the rows [start, stop) of a tensor of `shape` into blocks of at most `BLOCK_BYTES`, or of one row."""
     row_bytes = torch.Size(shape[1:]).numel() * dtype.itemsize
     step = max(1, BLOCK_BYTES // max(1, row_bytes))
     for first in range(start, stop, step):
@@ -200,10 +198,10 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) 
 
 @torch.no_grad()
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state dict of the unsharded model, on the CPU, on rank 0; an empty dict on other ranks.
+    """Return, on rank 0, the unsharded model's state dict on the CPU; on other ranks, an empty dict.
 
-    Tied names share one tensor.  Collective: one all-gather per sharded tensor, one after another, so every rank must
-    call it and briefly holds one full tensor.
+    Tied names share one tensor.  Collective: one all-gather per sharded tensor, so every rank must call this, and holds
+    one full tensor at a time.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, torch.Tensor] = {}
@@ -242,7 +240,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class _StoredTensor:
-    """A tensor in a file: how to read it, and its shape and dtype in our orientation."""
+    """A tensor in a file: its reader, whether it is stored transposed, and its shape and dtype in our model."""
 
     file: Path
     reader: Any
@@ -253,7 +251,7 @@ class _StoredTensor:
 
 @dataclass(frozen=True)
 class _StackedTensor:
-    """One of our tensors whose rows are separate tensors in the files."""
+    """One tensor of our model whose rows are separate tensors in the files."""
 
     rows: Mapping[int, _StoredTensor]
 
@@ -267,10 +265,10 @@ class _StackedTensor:
 
 
 class SafetensorsFolder(StoredTensors):
-    """A `WeightSource` for a folder with `model.safetensors`, or with an index and shards.
+    """A `WeightSource` for a Hugging Face folder with `model.safetensors`, or with several files and an index.
 
-    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped:
-    opening one reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep their
+    `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped: opening
+    a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep their
     names, so that a comparison with the model reports them.  Raises UserError, starting with `setting`, for a folder,
     index or file that cannot be read.  Format: https://github.com/huggingface/safetensors#format.
     """
@@ -282,7 +280,7 @@ class SafetensorsFolder(StoredTensors):
         model_config: Any = None,
         setting: str = "path",
     ) -> None:
-        """Without a recipe, tensors keep their names and shapes from the files."""
+        """Without a recipe, tensors have the names and shapes that they have in the files."""
         names = None if recipe is None else HuggingFaceNames(recipe, model_config)
         self.description = str(path)
         self._setting = setting
@@ -318,7 +316,7 @@ class SafetensorsFolder(StoredTensors):
         self._stored |= {name: self._stack(name, rows) for name, rows in stacks.items()}
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) of a tensor, as a view of the file.  Raises UserError if it cannot be read."""
+        """Return rows [start, stop) of a tensor; where possible, as a view of the file.  Raises UserError."""
         stored = self._stored[name]
         if isinstance(stored, _StackedTensor):
             return torch.stack([self._read(stored.rows[row]) for row in range(len(stored.rows))[start:stop]])
@@ -368,7 +366,7 @@ class SafetensorsFolder(StoredTensors):
         return new_readers
 
     def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
-        """Combine the rows of one of our tensors.  Raises UserError if rows are missing or differ in shape or dtype."""
+        """Stack tensors, the rows of one of ours.  Raises UserError if rows are missing or differ in shape or dtype."""
         first = next(iter(rows.values()))
         numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
         if absent := sorted({*range(len(rows))} - {*numbered}):
@@ -385,7 +383,7 @@ class SafetensorsFolder(StoredTensors):
 
 
 def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
-    """Return the folder's safetensors files, each with the names that the index assigns to it."""
+    """Return the folder's safetensors files, each with the names of its tensors in the index, if any."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         rule = "is a file; give the folder that contains it" if folder.exists() else "there is no such folder"
@@ -418,11 +416,10 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
 
 
 class StateDictFile(StoredTensors):
-    """A `WeightSource` for a single file of unsharded tensors under our names, e.g. another trainer's
-    `torch.save(...)`.
+    """A `WeightSource` for a single file of unsharded tensors under our names, such as a state dict from `torch.save`.
 
-    The file is memory-mapped, so only requested rows are loaded, and unpickled with `weights_only=True`, so that no
-    code runs.
+    The file is memory-mapped, so that only the requested rows are loaded.  Pickled files are read with
+    `weights_only=True`, so that no code in them runs.
     """
 
     _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
