@@ -33,7 +33,7 @@ from trainer.data.loader import EvalLoader, Prefetcher, TrainLoader
 from trainer.data.mixture import sample_at
 from trainer.data.opening import open_source
 from trainer.data.shards import Shard, ShardWriter
-from trainer.data.source import IGNORE, Source, SyntheticSource, TokenSource
+from trainer.data.source import IGNORE, Source, SourceSubset, SyntheticSource, TokenSource
 from trainer.data.stdlib import StdlibCorpus, find_source_files, gzip_bits_per_byte
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, find_tokenizer
 from trainer.errors import UserError
@@ -918,3 +918,19 @@ def test_token_shards_without_an_eval_path_hold_out_their_last_windows(tmp_path:
     nothing = dataclasses.replace(settings, holdout=0.0)
     assert len(open_source(nothing, 257, "train")) == 50
     assert open_source(nothing, 257, "eval") is None
+
+
+def test_a_subset_has_all_properties_of_its_source() -> None:
+    """Also those that a kind of source added later than the subset."""
+
+    class Base(SyntheticSource):
+        facts = {"trained_share": 0.5}
+
+    base = Base(8, 30, 1, "train")
+    base.tokenizer, base.bytes_per_token, base.attended = "bytes", 1.5, 4.0
+    base.checks_ids, base.waits_for_storage, base.is_local = True, True, True
+    base.rows_per_sample, base.num_labels, base.only_label = 2, 3, 1
+    subset = SourceSubset(base, 2, 5)
+    declared = [name for name in Source.__annotations__ if not name.startswith("_")]
+    assert {name: getattr(subset, name) for name in declared} == {name: getattr(base, name) for name in declared}
+    assert subset.facts == {"trained_share": 0.5}

@@ -138,6 +138,7 @@ class SourceSubset(Source):
         self.seq_len, self.vocab_size, self.tokenizer = base.seq_len, base.vocab_size, base.tokenizer
         self.bytes_per_token, self.checks_ids = base.bytes_per_token, base.checks_ids
         self.waits_for_storage, self.is_local, self.shards = base.waits_for_storage, base.is_local, base.shards
+        self.rows_per_sample, self.num_labels, self.only_label = base.rows_per_sample, base.num_labels, base.only_label
         self.base, self._start, self._length = base, start, stop - start
 
     def __len__(self) -> int:
@@ -168,6 +169,11 @@ class SourceSubset(Source):
         part = f"{len(self):,} of the {len(self.base):,} samples are {kind}"
         first_line, newline, other_lines = self.base.summary.partition("\n")
         return f"{first_line}; {part}{newline}{other_lines}" if first_line else part
+
+    @property
+    def facts(self) -> Mapping[str, float]:
+        """The facts of the underlying source."""
+        return self.base.facts
 
     @property
     def attended(self) -> float | None:  # type: ignore[override]

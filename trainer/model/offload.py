@@ -201,10 +201,6 @@ class ActivationOffload:
         """The last call whose copies to the host may still be running."""
         self._last_call: weakref.ref[_Call] | None = None
 
-    @property
-    def is_any_offloaded(self) -> bool:
-        return any(self._is_offloaded)
-
     def attach(self, blocks: Sequence[nn.Module] | None = None) -> None:
         """Wrap the forward pass of each of `blocks`, by default of all blocks.
 
