@@ -197,7 +197,7 @@ def test_mistakes() -> None:
     with pytest.raises(UserError, match=r"(?s)mesh\.expert=2: recipe 'llama' declares no experts"):
         check_config(load_config("llama_small", [TWO]), 2, 2)
     with pytest.raises(
-        UserError, match=r"(?s)mesh\.expert=2: leaves layers.0.moe.experts.w1 of shape .1, 25, 31. to 2"
+        UserError, match=r"(?s)mesh\.expert=2: leaves layers.0.moe.experts.w1 of shape .1, 25, 31. to be divided"
     ):
         check_sharding(config_of("x", TWO, *FEW, "model.expert_dim=25", "model.dim=31", "model.num_heads=2"), 4)
     with pytest.raises(UserError, match=r"(?s)fsdp\.wrap=size:2000: makes experts a separate unit"):

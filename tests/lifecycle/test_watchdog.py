@@ -362,4 +362,4 @@ def test_waiting_for_the_device_is_recognized(dog: Watchdog, monkeypatch: pytest
     dog._main_thread = 1
     found = dog.status("asked")
     assert (found.phase, found.is_waiting, found.collectives) == ("device", True, [0, 0, 2])
-    assert found.device == "all_gather_base number 1 of group 1 (shard)"
+    assert found.pending_collective == "all_gather_base number 1 of group 1 (shard)"
