@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Sequence
 from dataclasses import replace
@@ -217,14 +216,10 @@ def test_peft_computes_the_same_and_loads_the_export(case: str, tmp_path: Path) 
     )
     loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), targets.flatten(), reduction="sum")
     loss.backward()
-    errors, norms = [], []
     for name, gradient in gradients.items():
         expected = theirs[key_of[name][0]].grad
         assert expected is not None
-        errors.append(float((in_peft(name, gradient) - expected).norm()))
-        norms.append(float(expected.norm()))
-        assert errors[-1] <= 1e-5 * norms[-1] + 1e-9, name
-    assert math.hypot(*errors) <= 2e-6 * math.hypot(*norms)
+        assert (in_peft(name, gradient) - expected).norm() <= 2e-6 * expected.norm() + 1e-9, name
     model.zero_grad()
     losses = plain_loop(model, list(theirs.values()), batches, [record.lr for record in records], trainer.config)
     torch.testing.assert_close([record.loss for record in records], losses, rtol=1e-6, atol=0)
