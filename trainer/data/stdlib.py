@@ -95,7 +95,7 @@ class StdlibCorpus:
             shard.verify()
             return shard
 
-        # All that the tokens depend on; sizes and modification times stand in for the content of the files.
+        # All that the tokens depend on; sizes and modification times represent the content of the files.
         identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         name = f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)

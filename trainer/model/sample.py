@@ -89,7 +89,7 @@ def _sorted_descending(scores_BV: torch.Tensor) -> torch.Tensor:
     3.5 ms for 8 rows of 49,152 tokens: as long as the output projection of a small model).
     """
     if scores_BV.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores_BV.numpy(), axis=1)).flip(1)
+        return torch.from_numpy(np.sort(scores_BV.detach().numpy(), axis=1)).flip(1)
     return scores_BV.sort(dim=1, descending=True).values
 
 
