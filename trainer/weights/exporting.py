@@ -149,7 +149,7 @@ def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
 
 
 def template_of(files: Mapping[str, bytes]) -> bytes | None:
-    """Return the chat template in a tokenizer's files: its separate file, or else the entry in its settings, or None."""
+    """Return the chat template in a tokenizer's files: a separate file, else an entry in its settings, or None."""
     if TEMPLATE in files:
         return files[TEMPLATE]
     inline = _settings_of(files).get("chat_template")
