@@ -1,7 +1,8 @@
 """Cross-entropy summed over targets, with or without materializing all logits.
 
-Every loss here is a sum.  `Trainer.train_step` divides it by the sum of `Trainer.count` over the global batch (targets,
-unless the objective counts samples), so that the result is the same on every mesh and for every micro-batch size.
+Losses are summed here, never averaged.  `Trainer.train_step` divides the sum by that of `Trainer.count` over the
+global batch (targets, unless the objective counts samples), so the result is the same on every mesh and for every
+micro-batch size.
 """
 
 from __future__ import annotations

@@ -244,9 +244,9 @@ def test_auto_offloads_if_that_is_faster_than_recomputing() -> None:
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        ("2", "must be a share of the blocks, from 0 to 1\n  nearest legal value: train.offload_activations=1.0"),
+        ("2", "must be a fraction of the blocks, from 0 to 1\n  nearest legal value: train.offload_activations=1.0"),
         ("-0.5", "nearest legal value: train.offload_activations=none"),
-        ("half", "must be a share from 0 to 1, or one of none, auto"),
+        ("half", "must be a fraction from 0 to 1, or one of none, auto"),
     ],
 )
 def test_legal_and_illegal_values(value: str, message: str) -> None:

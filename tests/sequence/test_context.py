@@ -143,7 +143,7 @@ def test_mistakes() -> None:
         (["mesh.context=2", "data.seq_len=30", GATHER], 2, "data.seq_len=30: must be a multiple of 4: 2 x mesh.*32"),
         (["mesh.context=4", "data.seq_len=30", HEADS], 4, "data.seq_len=30: must be a multiple of 4: mesh.context=4"),
         (["mesh.context=8", HEADS], 8, "mesh.context_method=heads: mesh.context=8 does not divide model.num_heads=4"),
-        (["mesh.context=2", "train.objective=dpo"], 2, "compares whole answers"),
+        (["mesh.context=2", "train.objective=dpo"], 2, "compares whole responses"),
     ):
         with pytest.raises(UserError, match=f"(?s){said}"):
             check_config(load_config("llama_small", tiny_overrides(*overrides)), ranks, ranks)

@@ -72,7 +72,7 @@ def test_fields_of_an_objective_are_keys(hinge: Path, capsys: pytest.CaptureFixt
     assert config.objective.beta == 0.3
     assert load_config(write_yaml(hinge, config.to_yaml())) == config
     shown = full_help(["objective"], config)
-    assert "objective (train.objective=hinge:Hinge): Prefer one of two answers by a margin of 1." in shown
+    assert "objective (train.objective=hinge:Hinge): Prefer one of two responses by a margin of 1." in shown
     assert "objective.beta  [a number; default 0.1; here 0.3]" in shown
     for settings, message in (
         (["objective.bta=1"], "objective.bta=1: no such key\n  did you mean objective.beta=1?"),
@@ -176,8 +176,8 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "labels", "message", "fix"),
     [
-        ("Hi", [True, False], "all conversations of the data have the same one", "add answers to another prompt"),
-        ("Bye", [True, 2], "knows labels up to 1, but the data has some up to 2", "label a good answer 1 or true"),
+        ("Hi", [True, False], "all conversations of the data have the same one", "add responses to another prompt"),
+        ("Bye", [True, 2], "knows labels up to 1, but the data has some up to 2", "label a good response 1 or true"),
         ("Bye", [True, 1], "all records of data.path have label 1", "add records with label 0 or false"),
         ("Bye", [0, False], "all records of data.path have label 0", "add records with label 1 or true"),
         (
@@ -186,8 +186,8 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
             "labelled.jsonl:2: label=0.5: must be true or false, or a whole",
             "number the classes from 0",
         ),
-        ("Bye", [1, -1], "labelled.jsonl:2: label=-1: must be true or false, or a whole", "a bad answer is 0 or false"),
-        ("Bye", [1, "bad"], "labelled.jsonl:2: label='bad': must be true or false", "a bad answer is 0 or false"),
+        ("Bye", [1, -1], "labelled.jsonl:2: label=-1: must be true or false, or a", "a bad response is 0 or false"),
+        ("Bye", [1, "bad"], "labelled.jsonl:2: label='bad': must be true or false", "a bad response is 0 or false"),
     ],
 )
 def test_answers_that_kto_cannot_compare_are_refused(
@@ -246,5 +246,5 @@ def kto(folder: Path, records: list[dict[str, Any]], *overrides: str) -> RunConf
 def test_labels_of_a_pair_are_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No", "label": 1}])
     settings = ["train.objective=kto", "data.source=chat", f"data.path={path}", f"data.cache_dir={tmp_path / 'cache'}"]
-    with pytest.raises(UserError, match=r"is a pair of answers, but train\.objective needs one answer with a label"):
+    with pytest.raises(UserError, match=r"is a pair of responses, but train\.objective needs one response with"):
         open_source(load_config("llama_small", settings).data, None, "train")

@@ -170,7 +170,7 @@ def test_wrong_records_are_reported(model: Path, tmp_path: Path) -> None:
     said = message_of([{"text": "Hi", "label": 0}, {"text": "Bye", "label": 4}])
     assert "objective.num_labels=2: train.objective=classify has fewer classes than the labels" in said
     assert "nearest legal value: objective.num_labels=5" in said
-    assert "is a pair of answers, but train.objective needs one answer with a label" in message_of(
+    assert "is a pair of responses, but train.objective needs one response with a label" in message_of(
         [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}]
     )
     assert "matches none of the formats" in message_of([{"text": "Hi"}], "train.objective=tokens")

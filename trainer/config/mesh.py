@@ -198,7 +198,7 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
         )
         raise setting_error("mesh.context", context, rule, 1)
     if not config.objective.context:
-        rule = f"train.objective={config.train.objective} compares whole answers, but each rank would see only slices"
+        rule = f"train.objective={config.train.objective} compares whole responses, but each rank would see only slices"
         raise setting_error("mesh.context", context, rule, 1)
     num_heads, _ = _num_heads(config)
     if method == "heads" and num_heads is not None and num_heads % context:

@@ -147,11 +147,11 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
     if isinstance(checkpointing, str) and checkpointing.startswith("budget:"):
         fraction = budget_of(checkpointing)
         if fraction is None or not 0 <= fraction <= 1:
-            rule = "budget:<share> needs a number from 0 to 1"
+            rule = "budget:<fraction> needs a number from 0 to 1"
             nearest_legal = 0.5 if fraction is None or math.isnan(fraction) else min(1.0, max(0.0, fraction))
             raise setting_error(key, checkpointing, rule, f"budget:{nearest_legal:g}")
     elif isinstance(checkpointing, str) and checkpointing not in keywords:
-        raise choice_error(key, checkpointing, keywords, "a whole number, budget:<share>, or one of")
+        raise choice_error(key, checkpointing, keywords, "a whole number, budget:<fraction>, or one of")
     if isinstance(checkpointing, (int, bool)) and (isinstance(checkpointing, bool) or checkpointing < 1):
         raise setting_error(key, checkpointing, "n (for every n-th block) must be at least 1", "none")
 
@@ -159,11 +159,11 @@ def _check_activation_checkpoint(config: RunConfig) -> None:
 def _check_offload_activations(config: RunConfig) -> None:
     setting = config.train.offload_activations
     if isinstance(setting, str) and setting not in ("none", AUTO):
-        raise choice_error("train.offload_activations", setting, ["none", AUTO], "a share from 0 to 1, or one of")
-    share = offloaded_share(setting)
-    if not 0 <= share <= 1:
-        rule = "must be a share of the blocks, from 0 to 1"
-        raise setting_error("train.offload_activations", setting, rule, 1.0 if share > 1 else "none")
+        raise choice_error("train.offload_activations", setting, ["none", AUTO], "a fraction from 0 to 1, or one of")
+    fraction = offloaded_fraction(setting)
+    if not 0 <= fraction <= 1:
+        rule = "must be a fraction of the blocks, from 0 to 1"
+        raise setting_error("train.offload_activations", setting, rule, 1.0 if fraction > 1 else "none")
 
 
 def _check_wrap(config: RunConfig) -> None:
@@ -322,13 +322,13 @@ def _check_evaluation(config: RunConfig) -> None:
         raise choice_error("eval.metric", config.eval.metric, metrics)
 
 
-def offloaded_share(setting: float | str) -> float:
+def offloaded_fraction(setting: float | str) -> float:
     """Return the fraction of blocks whose activations are offloaded; 0 for `none` and for an unresolved `auto`."""
     return 0.0 if isinstance(setting, str) else float(setting)
 
 
 def budget_of(checkpointing: int | str) -> float | None:
-    """Return the fraction in `train.activation_checkpoint=budget:<share>`; None for any other value."""
+    """Return the fraction in `train.activation_checkpoint=budget:<fraction>`; None for any other value."""
     if not isinstance(checkpointing, str) or not checkpointing.startswith("budget:"):
         return None
     try:
@@ -471,9 +471,9 @@ MIXTURE_BLOCK = 1024
 """Number of samples in a block, within which the mixture is exact.  No source may get less than one sample of it."""
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
-_SHARE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+_PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 _TOKENS_PATTERN = re.compile(r"tokens:(\d[\d_]*(?:\.\d+)?(?:[eE]\+?\d{1,2})?)")
-_PHASE_START_RULE = "must be a step, tokens:<n>, or a share of the run such as 80%"
+_PHASE_START_RULE = "must be a step, tokens:<n>, or a percentage of the run such as 80%"
 
 
 @dataclass(frozen=True)
@@ -522,8 +522,8 @@ def _first_sample(key: str, when: object, config: RunConfig) -> int:
         if when < 1:
             raise setting_error(key, when, "the first step is 1", 1)
         return (when - 1) * batch
-    if isinstance(when, str) and (share := _SHARE_PATTERN.fullmatch(when.strip())):
-        part = Fraction(share[1]) / 100
+    if isinstance(when, str) and (percentage := _PERCENT_PATTERN.fullmatch(when.strip())):
+        part = Fraction(percentage[1]) / 100
         if part > 1:
             raise setting_error(key, when, "is beyond the end of the run", "100%")
         return math.ceil(part * config.train.steps) * batch

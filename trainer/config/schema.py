@@ -333,7 +333,7 @@ class DataSection:
     text_key: str = declare("text", "JSONL key or parquet column that holds the text")
     bad: str = declare(
         "error",
-        "what to do with unreadable documents: error, skip (leave out and count), or the largest share of documents "
+        "what to do with unreadable documents: error, skip (leave out and count), or the largest fraction of documents "
         "that may be left out",
     )
     weights: dict[str, float] | None = declare(
@@ -343,11 +343,11 @@ class DataSection:
     phases: tuple[dict[str, Any], ...] = declare(
         (),
         "changes to data.weights during training, for example [{from: 80%, weights: {code: 1}}]; from: the first "
-        "step with these weights, tokens:<n>, or a share of the run",
+        "step with these weights, tokens:<n>, or a percentage of the run",
     )
     holdout: float | None = declare(
         None,
-        "without eval_path: share held out for evaluation: text documents and conversations by a hash of their "
+        "without eval_path: fraction held out for evaluation: text documents and conversations by a hash of their "
         "content, the last samples of token shards; null: 0.01 if eval.every is set, else 0",
         at_least=0,
         below=1,
@@ -371,7 +371,7 @@ class DataSection:
     )
     labels: Literal["none", "read", "mismatched"] = declare(
         "none",
-        "with source=chat: whether each record has a label; mismatched: also pair each prompt with the answer to "
+        "with source=chat: whether each record has a label; mismatched: also pair each prompt with the response to "
         "another prompt; set by train.objective",
     )
     columns: dict[str, str] | None = declare(
@@ -522,17 +522,17 @@ class ScheduleSection:
     )
     warmup_steps: int = declare(0, "steps of linear warmup", at_least=0)
     warmup_ratio: float = declare(
-        0.0, "linear warmup as a share of the run, used if it is longer than warmup_steps", at_least=0, below=1
+        0.0, "linear warmup as a fraction of the run, used if it is longer than warmup_steps", at_least=0, below=1
     )
     min_lr_ratio: float = declare(
         0.1,
-        "learning rate of the last step as a share of the peak; 0: the rate reaches zero one step after the last, so "
-        "that every step trains",
+        "learning rate of the last step as a fraction of the peak; 0: the rate reaches zero one step after the last, "
+        "so that every step trains",
         at_least=0,
         at_most=1,
     )
     decay_ratio: float = declare(
-        0.2, "for wsd: share of the run, at its end, over which the rate decays", at_least=0, at_most=1
+        0.2, "for wsd: fraction of the run, at its end, over which the rate decays", at_least=0, at_most=1
     )
 
     def warmup(self, num_steps: int) -> int:
@@ -564,17 +564,17 @@ class TrainSection:
     )
     activation_checkpoint: int | str = declare(
         "none",
-        "none, full, selective (store matmuls and attention), budget:<share> (of these, store the most "
-        "expensive to recompute, up to this share of a block's activations), n: every n-th block in full, or "
+        "none, full, selective (store matmuls and attention), budget:<fraction> (of these, store the most "
+        "expensive to recompute, up to this fraction of a block's activations), n: every n-th block in full, or "
         "auto",
         aliases={"true": "full", "false": "none"},
-        form="none, full, selective, auto, budget:<share>, or a whole number",
+        form="none, full, selective, auto, budget:<fraction>, or a whole number",
     )
     offload_activations: float | int | str = declare(
         "none",
-        "share of the blocks, spread evenly, whose activations are kept in host memory until the backward pass; none, "
-        "or auto: let the planner choose between this and recomputation",
-        form="none, auto, or a share of the blocks from 0 to 1",
+        "fraction of the blocks, spread evenly, whose activations are kept in host memory until the backward pass; "
+        "none, or auto: let the planner choose between this and recomputation",
+        form="none, auto, or a fraction of the blocks from 0 to 1",
     )
     compile: bool | str = declare(
         AUTO,

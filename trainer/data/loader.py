@@ -298,13 +298,13 @@ def _check_samples(source: Source, config: RunConfig) -> None:
     if source.num_labels > config.objective.num_classes > 0:
         max_supported, max_label = config.objective.num_classes - 1, source.num_labels - 1
         rule = f"knows labels up to {max_supported}, but the data has some up to {max_label}"
-        raise setting_error(key, objective, rule, fix="label a good answer 1 or true, and a bad one 0 or false")
+        raise setting_error(key, objective, rule, fix="label a good response 1 or true, and a bad one 0 or false")
     if source.rows_per_sample == config.rows_per_sample:
         return
     if config.rows_per_sample > 1:
         is_chat = config.data.source == "chat"
         rule = f"needs preference pairs, but {'data.path' if is_chat else 'data.source'} has none"
-        fix = "use records with prompt, chosen and rejected; for one answer with a label each, recipe=kto"
+        fix = "use records with prompt, chosen and rejected; for one response with a label each, recipe=kto"
         raise setting_error(key, objective, rule, fix=fix if is_chat else f"set data.source=chat, and {fix}")
     raise setting_error(key, objective, "does not support preference pairs", "dpo")
 
@@ -316,7 +316,7 @@ def _check_labels(source: Source, config: RunConfig) -> None:
         return
     rule = f"learns to tell labels apart, but all records of data.path have label {label}"
     missing = "1 or true" if label == 0 else "0 or false"
-    fix = f"add records with label {missing}; to imitate answers, use recipe=sft"
+    fix = f"add records with label {missing}; to imitate responses, use recipe=sft"
     if objective.outputs:
         fix = "add records with other labels"
     raise setting_error("train.objective", config.train.objective, rule, fix=fix)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
 from trainer.config.mesh import nearest_divisor
-from trainer.config.rules import compiles_blocks, offloaded_share
+from trainer.config.rules import compiles_blocks, offloaded_fraction
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
 from trainer.errors import UserError, setting_error
 from trainer.experts import find_experts, shard_experts
@@ -64,7 +64,7 @@ def apply_sharding(
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
-    offload_fraction = offloaded_share(train.offload_activations)
+    offload_fraction = offloaded_fraction(train.offload_activations)
     changes_blocks = train.activation_checkpoint != "none" or compiles or train.float8 != "none" or offload_fraction > 0
     blocks = find_blocks(model, recipe) if changes_blocks else []
     saved_operators = operators_to_save(model, blocks, config, train.activation_checkpoint, train.micro_batch_size)
@@ -312,7 +312,7 @@ def _check_no_unit_inside(blocks: Sequence[nn.Module], units: Sequence[ShardUnit
 def operators_to_save(
     model: nn.Module, blocks: Sequence[nn.Module], config: RunConfig, setting: int | str, micro_batch_size: int | str
 ) -> list[frozenset[OperatorId]]:
-    """Return the operators whose outputs each block saves with `budget:<share>`; an empty list for other settings.
+    """Return the operators whose outputs each block saves with `budget:<fraction>`; an empty list for other settings.
 
     Raises UserError if the model's own code does not run on fake tensors.
     """
@@ -339,8 +339,8 @@ def apply_activation_checkpointing(
     """Wrap `blocks` so that the backward pass recomputes what they would otherwise save.
 
     `full` saves only a block's input; a whole number n does so for every n-th block.  `selective` also saves the
-    outputs of matrix products and attention, and recomputes the cheap operators; `budget:<share>` saves the operators
-    that `operators_to_save` chose for each block.
+    outputs of matrix products and attention, and recomputes the cheap operators; `budget:<fraction>` saves the
+    operators that `operators_to_save` chose for each block.
 
     This wraps the block's `forward`, not the block, so that names do not change and FSDP's hooks stay outside: the
     parameters are already gathered when the block is recomputed.  With `offload`, the saved outputs of operators go to

@@ -14,7 +14,7 @@ from typing import get_args
 
 from trainer.checkpoint.interval import Costs, costs_of
 from trainer.config import MeshShape, RunConfig
-from trainer.config.rules import offloaded_share
+from trainer.config.rules import offloaded_fraction
 from trainer.config.teacher import teacher_config
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.placement import divide, num_dims_to_divide
@@ -178,7 +178,7 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     """
     probe = probe or Probe(config, machine.device_type, machine.imbalance)
     train = config.train
-    offload = offloaded_share(train.offload_activations)
+    offload = offloaded_fraction(train.offload_activations)
     trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, offload)
     return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from trainer.config import AUTO, MeshShape, RunConfig, TrainSection, context_choices
-from trainer.config.rules import offloaded_share
+from trainer.config.rules import offloaded_fraction
 from trainer.errors import UserError
 from trainer.model.shard import checkpointing_choices
 from trainer.plan.experts import possible_choices
@@ -311,7 +311,7 @@ def _changes(plan: Plan) -> Iterator[tuple[str, RunConfig, MeshShape]]:
     train, fsdp = config.train, config.fsdp
     if train.activation_checkpoint != "full":
         yield "train.activation_checkpoint=full", _with_train(config, activation_checkpoint="full"), mesh
-    if plan.machine.device_type == "cuda" and offloaded_share(train.offload_activations) < 1:
+    if plan.machine.device_type == "cuda" and offloaded_fraction(train.offload_activations) < 1:
         yield "train.offload_activations=1", _with_train(config, offload_activations=1), mesh
         if train.activation_checkpoint != "full":
             both = _with_train(config, activation_checkpoint="full", offload_activations=1)

@@ -317,7 +317,7 @@ class Format:
         key = self._columns.get("label", "label")
         label = record.get(key)
         if self.name == "preference":
-            rule = "is a pair of answers, but train.objective needs one answer with a label"
+            rule = "is a pair of responses, but train.objective needs one response with a label"
             raise BadChat(rule, fix="for pairs use recipe=dpo, ipo, simpo, orpo or reward")
         if label is None:
             rule = f"has no key {key!r}; its keys: {', '.join(record) or 'none'}"
@@ -330,7 +330,7 @@ class Format:
             number = math.nan
         if not (number.is_integer() and 0 <= number < MAX_LABELS):
             rule = f"{key}={label!r:.60}: must be true or false, or a whole number from 0 to {MAX_LABELS - 1}"
-            raise BadChat(rule, fix="number the classes from 0 on; a bad answer is 0 or false, a good one 1 or true")
+            raise BadChat(rule, fix="number the classes from 0 on; a bad response is 0 or false, a good one 1 or true")
         return int(number)
 
 

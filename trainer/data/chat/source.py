@@ -264,8 +264,8 @@ class LabeledSource(_ConversationSource):
             other_chat, other_start = self._read_and_find_response(other)
             if not np.array_equal(other_chat.ids[:other_start], chat.ids[:start]):
                 return other
-        rule = "compares answers to different prompts, but all conversations of the data have the same one"
-        raise setting_error("train.objective", "kto", rule, fix="add answers to another prompt")
+        rule = "compares responses to different prompts, but all conversations of the data have the same one"
+        raise setting_error("train.objective", "kto", rule, fix="add responses to another prompt")
 
     def _read_and_find_response(self, number: int) -> tuple[EncodedSample, int]:
         """Return a conversation, and the position of its first target, where the response starts."""

@@ -400,7 +400,7 @@ def parse_limit(setting: str, key: str) -> float:
     with contextlib.suppress(ValueError):
         if 0 < (fraction := float(setting)) < 1:
             return fraction
-    rule = "must be error, skip, or the share of documents that may be skipped, between 0 and 1"
+    rule = "must be error, skip, or the fraction of documents that may be skipped, between 0 and 1"
     raise setting_error(key, setting, rule, example="0.001")
 
 
