@@ -211,8 +211,8 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
             plan = fastest_choice(resolved, mesh, machine).plan if uses_auto(resolved) else None
             if (plan or make_plan(resolved, mesh, machine)).fits:
                 print_stderr(
-                    f"{num_nodes} x {ranks_per_node} {machine.name}: the first of 1, 2, 4, ... nodes on which the planner "
-                    "says it fits"
+                    f"{num_nodes} x {ranks_per_node} {machine.name}: the first of 1, 2, 4, ... nodes on which the "
+                    "planner says it fits"
                 )
                 return num_nodes
             is_too_large = True
