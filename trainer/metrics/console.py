@@ -20,7 +20,7 @@ from typing import Any, Protocol, TextIO
 
 from trainer.errors import discard_stream, print_stderr, printable
 from trainer.files import read_all
-from trainer.metrics.record import Record, logged_names
+from trainer.metrics.record import Record, RecordWriter, logged_names
 from trainer.metrics.time_breakdown import KINDS
 
 _SMOOTHING = 0.7
@@ -30,7 +30,7 @@ _PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profili
 """Status bar labels of the phases outside a step."""
 
 
-class ConsoleWriter:
+class ConsoleWriter(RecordWriter):
     """Prints records in readable form to a screen."""
 
     def __init__(self, num_steps: int, screen: Screen, on_close: Callable[[], None] | None = None) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.files import write_atomically
-from trainer.metrics.record import Record
+from trainer.metrics.record import Record, RecordWriter
 from trainer.metrics.trackers import TrackedRun, Tracker
 
 PLOTTED_KINDS = ("train", "eval", "norms")
@@ -181,7 +181,7 @@ class TrackingFile:
             write_atomically(self._folder / self.NAME, json.dumps({"id": self.id, "sent": self._sent}))
 
 
-class Follower:
+class Follower(RecordWriter):
     """Keeps one tracker up to date with `metrics.jsonl`, in a thread that training never waits for.
 
     Only the first error is reported.  After each error the tracker is reopened after a pause, until the run ends.  At

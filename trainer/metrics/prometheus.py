@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from trainer.metrics.goodput import TimeLedger
-from trainer.metrics.record import Record
+from trainer.metrics.record import Record, RecordWriter
 
 PREFIX = "meshtrainer"
 
@@ -31,8 +31,8 @@ _GAUGES = (
 """The metrics taken from `train` records: the record's field, the metric's name, and its help text."""
 
 
-class Prometheus:
-    """A `RecordWriter` that serves a page over HTTP.  If the port cannot be used, it warns and serves nothing."""
+class Prometheus(RecordWriter):
+    """Serves a page over HTTP.  If the port cannot be used, it warns and serves nothing."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
         """port: 0 for any free port.  run: the run's name, which every metric carries as a label."""

@@ -1,4 +1,4 @@
-"""Metrics records (the lines of `metrics.jsonl`), functions that read them, and the run's clock."""
+"""Metrics records (the lines of `metrics.jsonl`), what writes and reads them, and the run's clock."""
 
 from __future__ import annotations
 
@@ -65,6 +65,29 @@ class Record(Mapping[str, Any]):
 
     def __repr__(self) -> str:
         return f"Record({', '.join(f'{name}={value!r}' for name, value in self.items())})"
+
+
+class RecordWriter:
+    """Receives every record of a run.  A subclass is created in `Metrics.open`, and overrides what it needs.
+
+    Training calls these methods directly, so they must neither raise nor wait for a server or for the reader of a pipe.
+    Code that may wait belongs in a `Tracker` (`trackers.py`), which is called from a separate thread.
+    """
+
+    def write(self, record: Record) -> None:
+        """Called with each record as soon as it exists."""
+
+    def go_back(self, step: int) -> None:
+        """Discard what was written after `step`: those steps will be repeated."""
+
+    def move_to(self, folder: Path) -> None:
+        """Continue in another folder, because that of the run was renamed or deleted."""
+
+    def finish(self) -> None:
+        """Called on all writers before the first `close`: start whatever takes a while, without waiting for it."""
+
+    def close(self) -> None:
+        """Called once, at the end of the run."""
 
 
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

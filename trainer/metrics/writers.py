@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, TextIO, cast
+from typing import Any, TextIO, cast
 
 from trainer.config import RunConfig
 from trainer.errors import print_stderr, redact
@@ -26,23 +26,11 @@ from trainer.metrics.console import ConsoleWriter, LogFile, NonBlockingStream, P
 from trainer.metrics.follower import Follower, TrackingFile
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.metrics.prometheus import Prometheus
-from trainer.metrics.record import Clock, Record, read_lines
+from trainer.metrics.record import Clock, Record, RecordWriter, read_lines
 from trainer.metrics.trackers import TrackedRun, find_tracker, tracker_names
 
 
-class RecordWriter(Protocol):
-    """Receives every record of a run.
-
-    Training calls `write` directly, so `write` must neither raise nor wait for a server or for the reader of a pipe.
-    `close` is called once, at the end of the run.  Code that may wait belongs in a `Tracker` (`trackers.py`), which is
-    called from a separate thread.
-    """
-
-    def write(self, record: Record) -> None: ...
-    def close(self) -> None: ...
-
-
-class JsonLines:
+class JsonLines(RecordWriter):
     """`metrics.jsonl`: one JSON object per line, appended and written immediately.
 
     A resumed run first drops the lines after its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).
@@ -176,7 +164,7 @@ def _is_kept(record: Mapping[str, Any], resumed_step: int) -> bool:
     return record.get("kind") not in _WRITTEN_AGAIN or record["step"] <= resumed_step
 
 
-class SampleFile:
+class SampleFile(RecordWriter):
     """`samples.txt`: the samples generated from the prompts, in readable form, appended over all attempts."""
 
     def __init__(self, path: Path) -> None:
@@ -272,10 +260,9 @@ class Metrics:
         self._writers += [Follower(name, *find_tracker(name), run, tracking, warn) for name in names]
 
     def go_back(self, step: int) -> None:
-        """Drop the lines after `step` from the metrics file, because those steps will be repeated."""
+        """Drop what was written after `step`, because those steps will be repeated."""
         for writer in self._writers:
-            if isinstance(writer, (JsonLines, Follower)):
-                writer.go_back(step)
+            writer.go_back(step)
 
     def move_to(self, folder: Path) -> None:
         """Switch to files in another folder, because their folder was renamed or deleted.
@@ -283,8 +270,7 @@ class Metrics:
         Their contents are preserved.  TensorBoard event files and W&B's local files are not moved.
         """
         for writer in self._writers:
-            if isinstance(writer, (JsonLines, SampleFile, Follower)):
-                writer.move_to(folder)
+            writer.move_to(folder)
         if self._tracking is not None:
             self._tracking.move_to(folder)
         if self._log_file is not None:
@@ -333,8 +319,7 @@ class Metrics:
 
     def close(self) -> None:
         for writer in self._writers:
-            if isinstance(writer, Follower):
-                writer.finish()  # all at once: each may take a while
+            writer.finish()  # all at once: each may take a while
         for writer in self._writers:
             writer.close()
         self._writers, self._log, self._log_file = [], None, None
