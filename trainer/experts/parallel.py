@@ -41,7 +41,7 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern, in which `*` stands for one component."""
+    """Return whether a dotted name matches a pattern, in which `*` matches exactly one component."""
     components, expected = name.split("."), pattern.split(".")
     return len(components) == len(expected) and all(
         part in ("*", component) for component, part in zip(components, expected, strict=True)
@@ -69,7 +69,7 @@ def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -
 
 @contextmanager
 def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
-    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has computed one of `modules`."""
+    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has run one of `modules`."""
     groups = {name: getattr(module, GROUP) for name, module in modules.items()}
     for name, module in modules.items():
         setattr(module, GROUP, replace(groups[name], watch=partial(watch, name)))

@@ -145,9 +145,9 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
 
-    `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.
-    A non-finite gradient on any rank makes the norm non-finite on the whole `shard` axis and, since gradients have been
-    reduced over replicas, on every rank.
+    `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis, if it has several ranks;
+    replicas hold equal shards.  A non-finite gradient on any rank makes the norm non-finite on the whole `shard` axis
+    and, since gradients have been reduced over replicas, on every rank.
     """
     device = torch.device(mesh.device_type)
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
@@ -163,8 +163,8 @@ def norm_and_clip_factor(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the global gradient norm, and the factor that clips it to `max_norm`, or None without a `max_norm`.
 
-    Applying the factor is left to the optimizer, whose kernel may do it on a GPU.  One all-reduce of a scalar over the
-    `shard` axis, and no host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
+    Applying the factor is left to the optimizer, whose kernel may do it on a GPU.  No collectives except those of
+    `gradient_norm`, and no host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
     """
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     if not gradients:

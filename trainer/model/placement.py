@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, stop) along each dimension."""
 
 _MAX_PADDING = 1 / 8
-"""Dimension 0 is divided if padding adds at most this fraction, because dividing another one costs a copy."""
+"""Dimension 0 is divided if padding adds at most this fraction, because dividing another dimension costs a copy."""
 
 
 @dataclass(frozen=True)

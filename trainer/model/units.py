@@ -89,7 +89,7 @@ def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    """Return the model's repeated blocks: the recipe's units that are elements of a module list.
+    """Return the model's repeated blocks: the recipe's units that are elements of a module list, dict or sequence.
 
     Activation checkpointing and compilation apply to these, whatever units FSDP uses.
     """

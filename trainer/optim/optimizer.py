@@ -32,7 +32,7 @@ class StepListener(Protocol):
     """A callback that runs after every optimizer step."""
 
     def after_step(self, is_finite: torch.Tensor | None) -> None:
-        """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not wait for the device."""
+        """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not block on the device."""
 
 
 class Optimizer:
@@ -74,10 +74,10 @@ class Optimizer:
     def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
         """Update the parameters with their gradients times the scalar `scale`, which is the same on all ranks.
 
-        This may scale the gradients in place.  Nothing changes if the scalar `is_finite`, the same on all ranks, is
-        false.  AdamW and Muon check it on the device, and on a GPU they also apply `scale`, since they read the
-        gradients anyway; elsewhere gradients are multiplied first.  With any other optimizer, or with offloaded
-        parameters, checking `is_finite` needs a host sync.
+        This may scale the gradients in place.  If the scalar `is_finite`, the same on all ranks, is false, weights and
+        states do not change.  AdamW and Muon check it on the device, and on a GPU they also apply `scale`, since they
+        read the gradients anyway; elsewhere gradients are multiplied first.  With any other optimizer, or with
+        offloaded parameters, checking `is_finite` needs a host sync.
         """
         for part in self.parts:
             checks_on_device = getattr(part, "supports_found_inf", False)
@@ -303,7 +303,10 @@ def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
 
 
 class Schedule:
-    """The learning rate of every step: linear warmup, then the named shape down to `min_lr_ratio` of the peak."""
+    """The learning rate of every step: a linear warmup, then the named shape, with `min_lr_ratio` of the peak as floor.
+
+    The shape `range` has neither a warmup nor a floor.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.peak = config.optim.lr

@@ -1,6 +1,7 @@
 """How the rows of a batch are laid out: slices under context parallelism, packed documents, and the generation cache.
 
-Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
+Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (or documents as rows), L their length,
+K key and value heads, H head size, M tokens of all rows.
 """
 
 from __future__ import annotations
