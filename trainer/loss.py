@@ -224,7 +224,12 @@ class _FusedChunk:
     """A `_Chunk` with compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        self._logits_nV, self._targets_n = _aligned_logits(hidden_nD, weight_VD), targets_n
+        # GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the rows of
+        # the logits would not be, which would also slow down the two matmuls with their gradient.
+        size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
+        padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
+        self._logits_nV = torch.mm(hidden_nD, weight_VD.T, out=padded_nW[:, :size])
+        self._targets_n = targets_n
         self._losses_n, self._logsumexp_n = _compiled(_losses)(self._logits_nV, targets_n)
 
     def losses(self) -> torch.Tensor:
@@ -233,17 +238,6 @@ class _FusedChunk:
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         _compiled(_write_gradient)(self._logits_nV, self._logsumexp_n, self._targets_n, scale_n1)
         return self._logits_nV.to(dtype)
-
-
-def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Return `hidden @ weight.T` with rows aligned to 128 bytes for any vocabulary size.
-
-    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the logits' rows
-    would not be, which would also slow down the two matmuls with the logits' gradient.
-    """
-    size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
-    padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
-    return torch.mm(hidden_nD, weight_VD.T, out=padded_nW[:, :size])
 
 
 class _PlannedChunk(_FusedChunk):

@@ -22,8 +22,8 @@ from torch.func import functional_call
 
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
-GROUP = "expert_group"
-"""The attribute that holds a module's `ExpertGroup`, if its experts are divided among ranks."""
+GROUP_ATTRIBUTE = "expert_group"
+"""Attribute of a module that holds its `ExpertGroup`, if its experts are divided among ranks."""
 
 
 @dataclass
@@ -66,7 +66,7 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
     choices and weights, and a reduce-scatter of the results; in the backward pass, an all-gather and two
     reduce-scatters.  With `gather`, S must be equal on all ranks.
     """
-    group: ExpertGroup | None = getattr(experts, GROUP, None)
+    group: ExpertGroup | None = getattr(experts, GROUP_ATTRIBUTE, None)
     if group is None:
         num_experts = next(iter(experts.parameters())).shape[0]
         order_M, ends_E = _sort_by_expert(chosen_SA.flatten(), num_experts)

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import FsdpSection
 from trainer.errors import UserError
-from trainer.experts.dispatch import GROUP
+from trainer.experts.dispatch import GROUP_ATTRIBUTE
 from trainer.model.parameters import local, mark_replicated
 from trainer.model.units import ShardUnit, parameters_by_unit
 
@@ -128,7 +128,7 @@ def forward_is_collective(model: nn.Module) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     is_sharded = model not in _gathered_models and bool(_fsdp_modules(model))
-    return is_sharded or any(hasattr(module, GROUP) for module in model.modules())
+    return is_sharded or any(hasattr(module, GROUP_ATTRIBUTE) for module in model.modules())
 
 
 _fsdp_modules_of: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()

@@ -26,7 +26,7 @@ from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
 from trainer.experts import ADAPTER_NAME, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
 from trainer.model.head import is_score_name
-from trainer.model.packed import PackedLinear, pack_experts, pack_layer
+from trainer.model.packed import PackedLinear, pack_experts
 
 ALL_LINEAR = "all-linear"
 
@@ -197,7 +197,7 @@ def add_adapters(
         if matrices_of(owner):
             pack_experts(owner, parameter, name, str(lora.base_dtype))
         else:
-            replaced[id(owner)] = pack_layer(owner, owner_name, str(lora.base_dtype))
+            replaced[id(owner)] = PackedLinear(owner, owner_name, str(lora.base_dtype))
     for layer in [model.get_submodule(name) for name in chosen]:
         base_layer = replaced.get(id(layer), layer)
         replaced[id(layer)] = AdaptedLinear(base_layer, lora.rank, lora.alpha / lora.rank, lora.dropout)
@@ -245,7 +245,11 @@ def find_layers(
         return candidates
     requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}
-    names_of |= {name: _names_of_experts(name, parameter, alias) for name, parameter in expert_matrices(model).items()}
+    for name, parameter in expert_matrices(model).items():
+        module, _, matrix = name.rpartition(".")
+        names_of[name] = [name, module]
+        if other_module := huggingface_module(alias(parameter) or ""):
+            names_of[name] += [f"{other_module}.{matrix}", other_module]
     matches = {
         target: [name for name, spellings in names_of.items() if any(_matches_target(s, target) for s in spellings)]
         for target in requested
@@ -265,15 +269,8 @@ def expert_matrices(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _names_of_experts(name: str, parameter: str, alias: Callable[[str], str | None]) -> list[str]:
-    """Return the names of a matrix of experts and of its module, here and in transformers."""
-    module, _, matrix = name.rpartition(".")
-    other_module = huggingface_module(alias(parameter) or "")
-    return [name, module, *([f"{other_module}.{matrix}", other_module] if other_module else [])]
-
-
 def huggingface_module(parameter: str) -> str:
-    """Return the name of the experts' module in transformers, given a parameter's, which may have `*` for the expert."""
+    """Return the name of the experts' module in transformers, given a parameter's, in which `*` may be the expert."""
     return parameter.partition(".*.")[0] if ".*." in parameter else parameter.rpartition(".")[0]
 
 

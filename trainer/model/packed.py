@@ -168,13 +168,15 @@ class PackedLinear(nn.Module):
     parameters by this attribute (see `find_packings`).
     """
 
-    def __init__(self, layer: nn.Module, code_type: str) -> None:
+    def __init__(self, layer: nn.Module, name: str, code_type: str) -> None:
         """Create the packed form of `layer`: torch's `Linear`, or transformers' `Conv1D`, whose weight is (in, out).
 
-        The new weight is uninitialized, on the same device.
+        The new weight is uninitialized, on the same device.  name: the layer's name in the model.
+        Raises UserError if the weight's row length is not a multiple of `BLOCK_SIZE`.
         """
         super().__init__()
         weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        _check_width(weight, name, code_type)
         self.is_transposed = not isinstance(layer, nn.Linear)
         self.out_features, self.in_features = weight.shape[::-1] if self.is_transposed else weight.shape
         packing = Packing(code_type, weight.shape[1])
@@ -209,15 +211,6 @@ class _PackedMatmul(torch.autograd.Function):
         (grad,) = grad_outputs
         (weight,) = ctx.saved_tensors
         return grad @ ctx.layer.unpacked(weight, grad.dtype), None, None, None
-
-
-def pack_layer(layer: nn.Module, name: str, code_type: str) -> PackedLinear:
-    """Return the packed form of linear layer `name`, whose weight is uninitialized.
-
-    Raises UserError if its row length is not a multiple of `BLOCK_SIZE`.
-    """
-    _check_width(layer.get_parameter("weight"), name, code_type)
-    return PackedLinear(layer, code_type)
 
 
 def pack_experts(experts: nn.Module, matrix: str, name: str, code_type: str) -> None:

@@ -38,7 +38,7 @@ class ShardUnit:
 
 
 def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
-    """Return the units for `fsdp.wrap`, in the order of the forward pass, excluding the root.
+    """Return the units for `fsdp.wrap`, without the root, as listed, which should be the order of the forward pass.
 
     Raises UserError for names that the model does not have, and for units that would separate tied parameters.
     """

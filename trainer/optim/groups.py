@@ -1,4 +1,4 @@
-"""Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
+"""Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the resulting groups.
 
 The defaults follow common practice.  Weight decay applies to all matrices except embedding tables, but not to vectors
 and biases.  Muon updates the hidden matrices and stacked experts; embeddings, the output projection, routers,

@@ -433,8 +433,9 @@ class Muon(torch.optim.Optimizer):
     blocks: the rows of each block of fused parameters, by the parameter's id.
     dtype: the dtype of messages and iterations.
     bucket_bytes: maximum size that a rank receives in both messages of a bucket, unless a single matrix exceeds it.
-    Collectives in a step: two all-to-alls per bucket; for NorMuon also an all-reduce of one number per matrix.
-    Raises UserError for a parameter that is divided in an unknown way, or for NorMuon along its columns.
+    Collectives in a step: two all-to-alls per bucket; for NorMuon also one all-reduce of a number per matrix.
+    The parameters of NorMuon must not be divided along their columns.
+    Raises UserError for a parameter that is divided in an unknown way.
     """
 
     supports_found_inf = True

@@ -33,7 +33,7 @@ def current_slices() -> Slices | None:
 def slice_sequences(config: RunConfig, world: World) -> None:
     """From now on, treat the inputs of models as slices of sequences if `mesh.context` is above 1.
 
-    Creates the process group of the ranks that share sequences.  Collective.
+    In that case, create the process group of the ranks that share sequences, which is collective.
     """
     global _current_slices
     _current_slices = find_slices(config, world.rank)
