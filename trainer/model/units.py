@@ -89,7 +89,7 @@ def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    """Return the model's repeated blocks: the recipe's units that are elements of a module list, dict or sequence.
+    """Return the model's repeated blocks: the recipe's units that are in a ModuleList, ModuleDict or Sequential.
 
     Activation checkpointing and compilation apply to these, whatever units FSDP uses.
     """
@@ -186,11 +186,9 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
                 raise UserError(f"{source}: {name!r} is in two units")
             unit_of[name] = unit
     for group in tied_names(model):
-        innermost = {id(_innermost_unit(name, unit_of)): _innermost_unit(name, unit_of) for name in group}
-        if len(innermost) > 1:
-            where = ", ".join(
-                f"{name!r} in {unit or 'the root'}" for name, unit in zip(group, innermost.values(), strict=False)
-            )
+        innermost = [_innermost_unit(name, unit_of) for name in group]
+        if any(unit is not innermost[0] for unit in innermost):
+            where = ", ".join(f"{name!r} in {unit or 'the root'}" for name, unit in zip(group, innermost, strict=True))
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
                 f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
