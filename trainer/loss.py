@@ -30,7 +30,7 @@ IGNORE = -100
 """Target value of positions without a loss (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Maximum bytes of fp32 logits per chunk: enough for full-speed matmuls on a CPU, and little compared to a model."""
+"""Default limit on the bytes of a chunk's fp32 logits: enough for full-speed matmuls on a CPU, but little memory."""
 
 _GPU_CHUNK_ROWS = 2048
 """On a GPU, a chunk may have this many rows even if its logits then exceed `_CHUNK_BYTES`.
@@ -45,7 +45,7 @@ _uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
 
 @contextmanager
 def use_gpu_chunks() -> Iterator[None]:
-    """Inside the block, compute losses on any device in the chunks of a GPU, for plans on fake tensors."""
+    """Inside the block, compute losses in the chunks that a GPU would use, for plans on fake tensors."""
     token = _uses_gpu_chunks.set(True)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Gathers the units of a sharded model, reduces gradients over the ranks, and computes their global norm.
+"""Gathers the units of a sharded model, reduces gradients over the ranks, and computes the global gradient norm.
 
 FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
 the backward pass runs, as in DistributedDataParallel (DDP).  DDP wraps the model in another module; this module only
@@ -29,7 +29,7 @@ from trainer.model.units import ShardUnit, parameters_by_unit
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
-    """Reduce gradients in this backward pass if `enabled`, otherwise accumulate them locally.
+    """In the backward pass inside the block, reduce gradients if `enabled`, otherwise accumulate them on this rank.
 
     The reduce-scatter over `shard` and the all-reduce over `replicate` run only in the enabled pass; until then, each
     rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, so ranks

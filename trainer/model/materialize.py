@@ -244,7 +244,7 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill a floating-point or complex tensor with NaN, to find elements that initialization never writes; return it.
 
-    A tensor of another dtype is returned unchanged; for these, only whether it is written to at all is checked.
+    Tensors of other dtypes are returned unchanged: for these, only whether anything is written is checked.
     """
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
 

@@ -5,8 +5,8 @@ on a separate stream; when the next block ends, the copies on the device are fre
 tensors are copied back while the block after it runs.  The host never waits: streams wait for each other's events.
 On a CPU the same code makes plain copies, which saves no memory but lets tests run the code.
 
-Copies are bit-identical, so losses do not change.  Parameters, buffers and arguments that the model passes to all its
-blocks (rotary tables, masks) stay on the device, because other references keep them there anyway.
+Copies are bit-identical, so losses do not change.  Parameters, buffers and all arguments of a block after the first
+(such as RoPE tables and masks) stay on the device, because other references usually keep them there anyway.
 
 Offloading can be combined with activation checkpointing: with `full`, it offloads a block's input; with `selective` and
 `budget:`, the saved outputs of operators (see `storing_contexts`).  This module does not depend on recipes, meshes
@@ -38,7 +38,7 @@ def offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) 
     """Return for each of `num_blocks` blocks whether it is offloaded.  fraction: `train.offload_activations`.
 
     Offloaded blocks are spaced evenly, so that the blocks in between hide the copies.  The last block is offloaded only
-    `with_last`, since its backward pass immediately follows its forward pass.
+    if `with_last` is true, since its backward pass immediately follows its forward pass.
     """
     chosen = [int((n + 1) * fraction + 1e-9) > int(n * fraction + 1e-9) for n in range(num_blocks)]
     return [is_chosen and (with_last or n < num_blocks - 1) for n, is_chosen in enumerate(chosen)]

@@ -280,7 +280,7 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def last_logits_option(model: nn.Module) -> dict[str, int]:
-    """Return the argument with which a transformers model computes only the last token's logits, if it has one."""
+    """Return the argument that makes a transformers model compute only the last token's logits, if it has one."""
     return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
@@ -310,9 +310,10 @@ class Token(NamedTuple):
 class Generated:
     """The completion of one prompt.
 
-    tokens: the generated tokens, including the end token if there is one.  logprobs: their log-probabilities under the
-    model, independent of temperature, top-k and top-p.  finish: why the completion ended: with an end token, at its
-    maximum length, or because the logits were not finite, so that no token could be drawn.
+    tokens: the generated tokens, including the end token if there is one.
+    logprobs: their log-probabilities under the model, independent of temperature, top-k and top-p.
+    finish: why the completion ended: with an end token, at its maximum length, or because the logits were not finite,
+        so that no token could be drawn.
     """
 
     tokens: list[int]

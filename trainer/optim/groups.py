@@ -105,9 +105,9 @@ def _embeddings(model: nn.Module) -> set[int]:
 def matrices_for_muon(model: nn.Module) -> set[int]:
     """Return the ids of the hidden matrices and stacked experts of a model.
 
-    Embedding tables, convolutions, parameters whose matrices have a single row or column, output projections and
-    routers are excluded.  An output projection has as many rows as an embedding table has entries, and is outside the
-    numbered layers; so is a score head.  A router has as many rows as there are experts stacked next to it.
+    Embedding tables, convolutions, parameters whose matrices have a single row or column, output projections, score
+    heads and routers are excluded.  An output projection is a matrix outside the numbered layers with as many rows as
+    an embedding table has.  A router has as many rows as there are experts stacked next to it.
     """
     embeddings = _embeddings(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]

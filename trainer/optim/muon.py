@@ -41,7 +41,7 @@ POLAR = (
 )
 """The polynomials of Polar Express, optimal for singular values between 1e-3 and 1."""
 _POLAR_MARGIN = 1.01
-"""The polar polynomials expect singular values of at most 1, which may be exceeded slightly by rounding in bfloat16."""
+"""Keeps singular values at or below 1, as the polar polynomials expect, despite rounding in bfloat16."""
 COEFFICIENTS = {
     "jordan": JORDAN,
     "polar": tuple((a / _POLAR_MARGIN, b / _POLAR_MARGIN**3, c / _POLAR_MARGIN**5) for a, b, c in POLAR),
@@ -536,8 +536,8 @@ class _Step:
     def run(self) -> None:
         """Update all parameters.
 
-        Three buckets are in flight: one is being sent to the owners, one is being computed, and the results of another
-        are being sent back.  All ranks start the collectives in this order.
+        Up to three buckets are in flight: one is being sent to the owners, one is being computed, and the results of
+        another are being sent back.  All ranks start the collectives in this order.
         """
         buckets = self._layout.buckets
         gathering: dict[int, _Message] = {}

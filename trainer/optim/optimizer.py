@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules.
 
-An `Optimizer` is a list of torch optimizers that step together; for example, Muon handles only matrices, and AdamW the
-rest.  A schedule is a stateless, pure function of the step, so that changes to the schedule or the number of steps take
-effect as configured.
+An `Optimizer` wraps torch optimizers that step together; for example, Muon updates only matrices, and AdamW the rest.
+The scheduled learning rate is a pure function of the step, so that a resumed run can change the schedule or the number
+of steps.
 """
 
 from __future__ import annotations
@@ -179,7 +179,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
-    seed: for stochastic rounding.  blocks: see `Recipe.blocks`.  growth: see `assign`.
+    seed: the seed of stochastic rounding.
+    blocks: see `Recipe.blocks`.
+    growth: see `assign`.
 
     Raises UserError if there is nothing to train, or if `optim.groups` does not fit the model.
     """
@@ -226,8 +228,8 @@ def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, t
     return sizes
 
 
-AVERAGE_SIZE = 4
-"""Bytes per element of the weight average."""
+EMA_ELEMENT_SIZE = 4
+"""Bytes per element of the average of the weights (EMA)."""
 
 
 def training_bytes(model: nn.Module, config: OptimSection, has_average: bool = False) -> tuple[int, int, int]:
@@ -239,7 +241,8 @@ def training_bytes(model: nn.Module, config: OptimSection, has_average: bool = F
         num_moments, moment_size = moments.get(id(parameter), (0, 0))
         weights += numel * size
         gradients += numel * size * parameter.requires_grad
-        persistent += int(numel * (num_moments * moment_size + AVERAGE_SIZE * parameter.requires_grad * has_average))
+        average_size = EMA_ELEMENT_SIZE * (parameter.requires_grad and has_average)
+        persistent += int(numel * (num_moments * moment_size + average_size))
     return weights, gradients, persistent
 
 

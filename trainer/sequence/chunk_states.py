@@ -4,8 +4,8 @@ Within a chunk, everything is computed with matmuls; a loop passes the state fro
 one operator, so that autograd keeps only the states that it needs, and neither `torch.compile` nor the planner unrolls
 the thousands of iterations over a long sequence.
 
-A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states;
-they are then added to the last columns only.
+A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may have fewer columns
+than states; they are then added to the last columns only.
 
 Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
 """

@@ -1,8 +1,8 @@
 """The gated delta rule (linear attention with a matrix-valued state), and short causal convolutions.
 
-Masks separate the documents in a row, so that shapes do not depend on them.  Under context parallelism, each rank
-computes how its pieces of a sequence change the state.  This change is an affine map, so after one all-gather of the
-maps of all pieces, each rank can compute the initial states of its pieces.
+Masks separate the documents of each row, so that shapes do not depend on the documents.  Under context parallelism,
+each rank computes how its pieces of a sequence change the state.  This change is an affine map, so after one all-gather
+of the maps of all pieces, each rank can compute the initial states of its pieces.
 
 Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the chunkwise matmuls, Yang
 et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.

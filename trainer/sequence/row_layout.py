@@ -230,8 +230,8 @@ class Cache(Documents):
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
-        """padding: number of padding tokens per row.  max_tokens: length of the longest sequence, without padding; 0 if
-        unknown.
+        """padding: the number of padding tokens of each row.
+        max_tokens: the length of the longest sequence, without padding; 0 if unknown.
         """
         self.num_tokens = 0
         """Number of tokens in finished calls, including padding."""
