@@ -121,8 +121,8 @@ def choose_saved_operators(
     """Choose the operators whose outputs each block saves.
 
     budget: the fraction to save of the bytes that the block saves without checkpointing.  These are all tensors that
-        autograd saves in the block, except its inputs and parameters, for tokens of shape (B, T) and parameters in
-        `dtype`, with CPU kernels.
+        autograd saves in the block, except its inputs, parameters and buffers, for tokens of shape (B, T) and
+        parameters in `dtype`, with CPU kernels.
 
     Operators with the most FLOPs per byte of output come first; if several have equally many, the earlier ones.
     `model` may be on any device and is not changed.  Errors that the model raises on fake tensors propagate.

@@ -225,8 +225,8 @@ class Cache(Documents):
     positions count from the first token after it.  Positions are limited to `max_tokens` - 1, since a finished sequence
     is fed more tokens until the whole batch has finished.
 
-    A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens`, and doubled when
-    full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
+    A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens` and the padding,
+    and doubled when full.  New keys and values are written in place; earlier ones are copied only when it grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
