@@ -32,7 +32,7 @@ PREFILL_TOKENS = 512
 """Maximum number of prompt tokens in one call, over all sequences (but at least one token of each); bounds the memory
 for activations."""
 
-_DEFAULT_CONTEXT = 1024
+_MIN_CONTEXT = 1024
 """Minimum context length for a model that declares no maximum length."""
 
 
@@ -254,7 +254,7 @@ def build_decoder(model: nn.Module, device: torch.device, num_tokens: int, conte
     context: the maximum number of tokens in a forward pass; by default the model's maximum length.  Longer sequences
     use a sliding window of this length.
     """
-    context = context or max_seq_len(model) or max(num_tokens, _DEFAULT_CONTEXT)
+    context = context or max_seq_len(model) or max(num_tokens, _MIN_CONTEXT)
     if num_tokens <= context and supports_kv_cache(model):
         return CachedDecoder(model, device)
     if num_tokens <= context and is_transformers_model(model):
