@@ -56,9 +56,9 @@ def apply_sharding(
     (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or, where that would need a lot
     of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than ranks is sharded by the rows
     of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` is true, the model keeps
-    plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh` (see
-    `World.expert_mesh_of`), the parameters of experts are sharded on that mesh.  `split_mesh` splits the last axis of a
-    mesh in two.  Returns the units in the order of the forward pass.
+    plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the
+    parameters of experts are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in two.  Returns the
+    units in the order of the forward pass.
 
     Raises UserError for settings that the model or the version of torch does not support.  Collective only if process
     groups are created: one set for each number of ranks to reshard to, shared by all units, and one set for each number
