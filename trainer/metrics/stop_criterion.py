@@ -29,6 +29,7 @@ class StopCriterion:
         self.num_worse = 0
         """Number of evaluations since the best one, none of which improved on it."""
         self._latest: int | None = None
+        """Step of the last evaluation."""
 
     def add_train_record(self, record: Mapping[str, Any]) -> None:
         """Process the `train` record of a step."""
@@ -38,7 +39,7 @@ class StopCriterion:
         return []
 
     def add_evaluation(self, record: Mapping[str, Any], step: int) -> None:
-        """Process the evaluation of a step, at most once per step.
+        """Process the evaluation of a step; does nothing if that step's evaluation has been processed already.
 
         A missing or non-finite value never counts as an improvement.
         """
@@ -99,15 +100,15 @@ class StopCriterion:
 RANGE_TEST_FILE = "lr_range.json"
 """File in the run folder with the results of the test."""
 _HALF_WINDOW = 3
-"""Number of steps on either side to average the loss over, since the loss of a single batch is noisy."""
+"""The loss is averaged over up to this many steps on either side, since the loss of a single batch is noisy."""
 _DIVERGENCE_FACTOR = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
 
 class RangeTest(StopCriterion):
-    """Ends a learning-rate range test at `train.steps` or as soon as the loss diverges.
+    """Ends a learning-rate range test as soon as the loss diverges, if `StopCriterion` does not end it before.
 
-    The learning rate rises in every step, and the test suggests the one at which the loss fell fastest.  Source:
+    The learning rate rises in every step, and the test suggests the rate at which the loss fell fastest.  Source:
     Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
     """
 
