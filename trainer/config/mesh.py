@@ -136,7 +136,7 @@ class Slices:
 
 
 def find_slices(config: RunConfig, rank: int) -> Slices | None:
-    """Return how the sequences of a rank are sliced, or None without context parallelism.
+    """Return how the sequences of a rank are sliced; None without context parallelism.
 
     `mesh.context_method` must be resolved already (`resolve_context_method`).
     """
@@ -150,7 +150,7 @@ def find_slices(config: RunConfig, rank: int) -> Slices | None:
 
 
 def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Return the configuration with `mesh.context_method=auto` resolved to gather or heads, if sequences are split."""
+    """Return the configuration, with `mesh.context_method=auto` resolved to gather or heads if sequences are split."""
     mesh = config.mesh
     if mesh.context in (1, AUTO) or mesh.context_method != "auto":
         return config

@@ -1,4 +1,4 @@
-"""Checks settings against each other and against the number of ranks, and required libraries and compilers."""
+"""Checks settings against each other and the number of ranks, and checks for the required libraries and compilers."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _check_run_name(config: RunConfig) -> None:
 
 _FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
-"""The files and folders that a run creates in its folder."""
+"""The files and folders that a run creates or reads in its folder."""
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -465,10 +465,11 @@ def check_chats(config: RunConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Mixtures of data sources
 #
-# A phase starts at the beginning of a step, even if its start is given in tokens, and lasts until the next one starts.
+# A phase starts with a step, even if its start is given in tokens, and lasts until the next phase starts.
 
 MIXTURE_BLOCK = 1024
-"""Number of samples in a block, within which the mixture is exact.  No source may get less than one sample of it."""
+"""Number of samples in a block.  Every complete block has the same number of samples of a source, at least one unless
+the source's weight is 0."""
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -480,7 +481,7 @@ _PHASE_START_RULE = "must be a step, tokens:<n>, or a percentage of the run such
 class Phase:
     """A phase of training: the sampling weights of the sources from sample `start` on.
 
-    weights: by name of the source; None for weights proportional to the sources' sizes.
+    weights: the weights by the sources' names; None for weights proportional to the sources' sizes.
     """
 
     start: int
