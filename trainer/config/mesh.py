@@ -28,9 +28,9 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return a warning if shard groups straddle node boundaries, otherwise an empty string.
+        """Return a warning if neither shard groups nor nodes divide evenly into the other; otherwise an empty string.
 
-        Links within a node are many times faster than those between nodes.
+        Some shard groups then span two nodes, and links between nodes are many times slower than those within a node.
         """
         if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
             return ""

@@ -35,7 +35,7 @@ class Prometheus(RecordWriter):
     """Serves the page over HTTP.  If the port cannot be used, it warns and serves nothing."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
-        """Start to serve.  port: 0 for any free port.  run: the run's name, a label of every metric."""
+        """Start serving.  port: 0 for any free port.  run: the run's name, a label of every metric."""
         self._run = run
         self._lock = threading.Lock()
         self._ledger = TimeLedger()

@@ -88,7 +88,7 @@ class StopCriterion:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best evaluation.  It is reset if `eval.metric` has changed: the values are not comparable."""
         is_comparable = state["metric"] == self._eval.metric
-        self.best = next(((loss, step) for loss, step in state["best"]), None) if is_comparable else None
+        self.best = next(((value, step) for value, step in state["best"]), None) if is_comparable else None
         self.num_worse = state["num_worse"] if is_comparable else 0
         self._latest = state["latest"]
 

@@ -60,7 +60,7 @@ class Tracker(Protocol):
     Two more methods are optional, and therefore not declared below:
 
     rewind(step): the steps after `step` will be repeated within this run, so drop their values.  Without this method,
-        the old values remain and the repeated steps are not sent.
+        the old values remain, and repeated steps before the last one that was sent are not sent again.
     abandon(): called if not everything could be sent in time at the end of the run.  It is called in the main thread,
         possibly while another method is running, and must neither block nor raise.
     """

@@ -148,7 +148,8 @@ class JsonLines(RecordWriter):
             self._restore_file(0.0)
             self._flush()
         if self._unwritten:
-            warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
+            num_lines = self._unwritten.count(b"\n")
+            warn(f"{self._path}: {num_lines} lines could not be written")
         self._file.close()
         os.close(self._folder_fd)
 
