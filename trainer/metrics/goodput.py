@@ -1,8 +1,8 @@
 """Computes goodput, the fraction of a run's wall time spent in productive steps, and where the rest of the time went.
 
 The times cover all attempts of the run.  They are computed from the records in `metrics.jsonl`, whether or not an
-attempt wrote an end record.  Of a killed attempt, only what its records say is known: steps after its last record are
-not counted as lost, and their time counts as part of the gap before the next attempt.
+attempt wrote an end record.  What a killed attempt did after its last record is unknown: those steps are not counted as
+lost, and their time counts as part of the gap before the next attempt.
 """
 
 from __future__ import annotations

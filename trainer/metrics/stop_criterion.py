@@ -138,6 +138,7 @@ class RangeTest(StopCriterion):
         return f"the loss diverged at lr {self.points[-1][0]:.2e}" if self.has_diverged else super().reason(step)
 
     def closing_lines(self, folder: Path) -> list[str]:
+        """Write the results to `RANGE_TEST_FILE`, and return lines that suggest a learning rate and name the file."""
         lr = suggested_lr(self.points)
         points = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.points]
         note = f"  every step of the test: {folder / RANGE_TEST_FILE}"

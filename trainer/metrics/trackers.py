@@ -52,10 +52,10 @@ class TrackedRun:
 class Tracker(Protocol):
     """The interface to an experiment tracker, such as Weights & Biases.
 
-    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a tracker class or another
-    zero-argument factory of trackers.  All methods except `abandon` are called one at a time, in a separate thread on
-    rank 0.  They may block, and exceptions that they raise do not stop the run.  After an exception, `open` is called
-    again, until the run ends; an ImportError disables the tracker.
+    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a class of trackers, or
+    another callable that returns a tracker and takes no arguments.  All methods except `abandon` are called one at a
+    time, in a separate thread on rank 0.  They may block, and exceptions that they raise do not stop the run.  After an
+    exception, `open` is called again, until the run ends; an ImportError disables the tracker.
 
     Two more methods are optional, and therefore not declared below:
 
