@@ -36,7 +36,8 @@ EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
     """Return the dataclass field of each configuration key.  The field's `metadata` holds the help text and the limits.
 
-    model, objective: the dataclasses of these two sections.  Without a model, no `model.` key is returned.
+    model: the dataclass of the section `model`; None leaves out its keys.
+    objective: the dataclass of the section `objective`.
     """
     return dict(_declared_keys(model, objective))
 

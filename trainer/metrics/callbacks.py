@@ -207,7 +207,8 @@ class Samples(Callback):
 class GarbageCollection(Callback):
     """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others.
 
-    every, full_every: steps between collections of the two younger generations, and of all generations.
+    every: steps between collections of the two younger generations.
+    full_every: steps between collections of all generations.
     """
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:

@@ -61,9 +61,9 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device with the short name `name`, or whose `driver_name` occurs in `name`; None if there is none.
+    """Return the device whose short name is `name` or whose driver name occurs in it; None if there is no such device.
 
-    If several driver names occur, the longest one wins.
+    If several driver names occur in `name`, the longest one wins.
     """
     for device in DEVICES:
         if device.name == name.lower():

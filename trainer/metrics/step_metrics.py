@@ -274,8 +274,10 @@ class StepMetrics:
     ) -> Record:
         """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
-        total, count: this rank's sum of losses, and the count to divide by.
+        total: this rank's sum of losses.
+        count: this rank's part of the number that the sum over all ranks is divided by.
         started: when the evaluation started, by `time.perf_counter`.
+
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
