@@ -929,7 +929,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "superseded-lines-erased",
         "checkpoints-gone",
-        "JsonLines._open_after",
+        "JsonLines._drop_lines_and_open",
         'self._append_superseded("".join(dropped))',
         'self._append_superseded("".join(dropped[:0]))',
     ),
@@ -1277,7 +1277,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "lines-held-back",
         "metrics-file",
-        "JsonLines._open_after",
+        "JsonLines._drop_lines_and_open",
         'open(self._path, "a+b", buffering=0)',
         'open(self._path, "a+b")',
     ),

@@ -21,14 +21,14 @@ from trainer.metrics.record import Record, RecordWriter
 from trainer.metrics.trackers import TrackedRun, Tracker
 
 PLOTTED_KINDS = ("train", "eval", "norms")
-"""Record kinds that are plotted over steps."""
+"""Kinds of records whose fields trackers plot over steps."""
 
 
 def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric fields of a record, with per-layer fields flattened to `grad_norm/<layer>`."""
+    """Return the numeric fields of a record except `step` and `time`.  Norms by unit become `grad_norm/<unit>`."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        flat |= {f"{name}/{layer}": item for layer, item in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= {f"{name}/{unit}": item for unit, item in value.items()} if isinstance(value, dict) else {name: value}
     return {
         name: value
         for name, value in flat.items()
@@ -58,11 +58,11 @@ class Row:
 
 
 class RowReader:
-    """Reads `metrics.jsonl` while the run appends to it, and returns one row for each step, in order.
+    """Reads `metrics.jsonl` while the run appends to it, and returns a row for each step, in order.
 
     A row is complete once a later step has been recorded, or once nothing has been added to it for `SETTLE_S` and no
-    evaluation of its step is expected.  If the run was interrupted during a step's evaluation, that step's row is
-    left to the next attempt, which repeats the evaluation.
+    evaluation of its step is expected.  A record of the same step that arrives later makes another row.  If the run was
+    interrupted during a step's evaluation, that step's row is left to the next attempt, which repeats the evaluation.
     """
 
     SETTLE_S = 1.0
@@ -80,7 +80,7 @@ class RowReader:
 
     @property
     def is_settling(self) -> bool:
-        """True if there is a row that becomes complete after `SETTLE_S` even if nothing more is recorded."""
+        """True if there is a row that will be complete after `SETTLE_S` even if nothing more is recorded."""
         return self._row is not None and not self._lacks_evaluation(self._row)
 
     def read(self, last_sent: int, has_ended: bool = False) -> list[Row]:
@@ -118,7 +118,7 @@ class RowReader:
         self._row, self._last_returned = None, step
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield new records, each with a flag: True if it is read again because the file was replaced."""
+        """Yield new records, each with a flag: True if it may have been read before, because the file was replaced."""
         for record in self._parse_new_lines(self._file):
             yield record, False
         with contextlib.suppress(FileNotFoundError):  # until it is restored
@@ -153,7 +153,7 @@ class TrackingFile:
     NAME = "trackers.json"
 
     def __init__(self, folder: Path, restored_id: str | None) -> None:
-        """restored_id: the ID in the checkpoint, used if the folder has no such file."""
+        """restored_id: the ID in the checkpoint, if any; it is used if the folder has no such file."""
         self._folder, self._lock = folder, threading.Lock()
         stored: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -184,8 +184,9 @@ class TrackingFile:
 class Follower(RecordWriter):
     """Keeps one tracker up to date with `metrics.jsonl`, in a thread that training never waits for.
 
-    Only the first error is reported.  After each error the tracker is reopened after a pause, until the run ends.  At
-    the end of the run, `close` waits at most `FINISH_TIMEOUT_S` for the remaining rows to be sent.
+    Only the first error is reported.  After an error, the thread pauses and opens the tracker again, until the run
+    ends; after an ImportError, it exits.  At the end of the run, `close` waits at most `FINISH_TIMEOUT_S` for the
+    remaining rows to be sent.
     """
 
     FINISH_TIMEOUT_S = 10.0
@@ -201,7 +202,12 @@ class Follower(RecordWriter):
         tracking: TrackingFile,
         warn: Callable[[str], None],
     ) -> None:
-        """key: the name in `log.trackers`.  name: shown in messages.  create: creates the tracker, in the thread."""
+        """Start the thread.
+
+        key: the tracker's name in `log.trackers`.
+        name: the tracker's name in messages.
+        create: returns a new tracker; called in the thread.
+        """
         self._key, self._name, self._create = key, name, create
         self._run, self._tracking, self._warn = run, tracking, warn
         self._path = run.folder / "metrics.jsonl"
@@ -226,7 +232,7 @@ class Follower(RecordWriter):
         self._path = folder / self._path.name
 
     def finish(self) -> None:
-        """Make the thread send the remaining rows and exit.  Unlike `close`, does not wait for it."""
+        """Make the thread send the remaining rows and exit.  Unlike `close`, does not wait for the thread."""
         self._run_ended.set()
         self._wake.set()
 
