@@ -76,6 +76,8 @@ class RowReader:
         self._row: Row | None = None
         self._last_returned = 0
         """The last step whose row was returned."""
+        self._repeated_until = 0
+        """Rows up to this step were returned before the run went back, and are not returned again."""
         self._has_finished = False
 
     @property
@@ -94,7 +96,7 @@ class RowReader:
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._take_row(self._row))
-            is_late = step == self._last_returned and not is_reread
+            is_late = step == self._last_returned > self._repeated_until and not is_reread
             if self._row is None and (step > max(last_sent, self._last_returned) or is_late):
                 self._row = Row(step, record.get("time") or time.time())
             if self._row is not None and step == self._row.step:
@@ -113,9 +115,13 @@ class RowReader:
     def _lacks_evaluation(self, row: Row) -> bool:
         return not row.has_evaluation and self._awaits_evaluation(row.step)
 
-    def go_back(self, step: int) -> None:
-        """Forget the rows after `step`, so that they are returned again once their steps have been repeated."""
-        self._row, self._last_returned = None, step
+    def go_back(self, step: int, returns_again: bool) -> None:
+        """The run repeats the steps after `step`.  returns_again: whether to return their rows a second time."""
+        if self._row is not None and self._row.step > step:
+            self._row = None
+        if returns_again:
+            self._last_returned = min(step, self._last_returned)
+        self._repeated_until = self._last_returned
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
         """Yield new records, each with a flag: True if it may have been read before, because the file was replaced."""
@@ -246,7 +252,8 @@ class Follower(RecordWriter):
             )
             abandon = getattr(self._tracker, "abandon", None)
             if abandon is not None:
-                abandon()
+                with contextlib.suppress(Exception):  # whatever a tracker raises, the run ends as it would without it
+                    abandon()
 
     def _warn_once(self, message: str) -> None:
         if not self._has_warned:
@@ -285,9 +292,10 @@ class Follower(RecordWriter):
                 reader.path = self._path
                 if self._rewind_to is not None:
                     rewind_to, self._rewind_to = self._rewind_to, None
-                    if hasattr(tracker, "rewind"):
+                    can_rewind = hasattr(tracker, "rewind")
+                    reader.go_back(rewind_to, returns_again=can_rewind)
+                    if can_rewind:
                         tracker.rewind(rewind_to)
-                        reader.go_back(rewind_to)
                         last_sent = rewind_to
                         self._run = replace(self._run, resumed_step=rewind_to)
                 for row in reader.read(last_sent, has_ended):
