@@ -10,8 +10,8 @@
             --full        prints the complete text; otherwise, the middle of a long text is left out
   check   looks for broken shards, duplicate documents, and held-out text in the training data; exits with code 1 if it
           finds any
-  plan    prints what a run would read of each source, for each range of steps with the same weights (a phase):
-          tokens, share of the phase's samples, and epochs
+  plan    prints for each phase (a range of steps with the same weights) and each source: the tokens that the run would
+          read, the source's share of the samples, and its epochs by the end of the phase
 
 recipe=NAME is a recipe, a path ending in .yaml, or a run folder.  Without it, the settings are those of llama_small,
 and the ids in the data are not compared with the model's vocabulary size.

@@ -1,11 +1,11 @@
 """Loaders, which yield a rank's micro-batches.
 
 The order of the samples does not depend on the number of ranks or workers.  Training counts positions in an endless
-sequence of samples (see `mixture`).  With a global batch size of G, step s (counted from 0) reads G positions from s *
-G on.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.  Resuming therefore
-needs only one integer, the number of samples consumed by finished steps, which is valid on any mesh.  A fingerprint of
-the data and the phases of a mixture are stored with it, since a position means a different sample in other data or in
-another order.
+sequence of samples (see `mixture`).  With a global batch size of G, step s reads the G positions from s * G on, where s
+is counted from 0.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.  Resuming
+therefore needs only one integer, the number of samples consumed by finished steps, which is valid on any mesh.  A
+fingerprint of the data and the phases of a mixture are stored with it, since a position means a different sample in
+other data or in another order.
 
 Ranks are plain integers in this module, which issues no collectives.
 """

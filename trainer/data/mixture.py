@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import MIXTURE_BLOCK, DataSection, Phase, find_phases
+from trainer.config import MIXTURE_BLOCK, Phase, find_phases
 from trainer.data.source import Fingerprint, Samples, Source, as_mapping
 from trainer.errors import setting_error
 
@@ -44,8 +44,13 @@ def make_order(source: Source, config: RunConfig) -> SampleOrder:
     if isinstance(source, MixedSource):
         sizes = {name: len(component) for name, component in source.sources.items()}
         order = Mixture(sizes, find_phases(config), config.data.seed)
-    samples_per_step, steps = config.train.global_batch_size, config.train.steps
-    _check_epochs(config.data, usage_by_phase(order, samples_per_step, steps, source.seq_len))
+    usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
+    most_repeated = max(usages, key=lambda usage: usage.epochs, default=None)
+    max_epochs = config.data.max_epochs
+    if most_repeated is not None and max_epochs is not None and most_repeated.epochs > max_epochs:
+        name = f"source {most_repeated.source}" if most_repeated.source else "the data"
+        rule = f"{name} would be read {most_repeated.epochs:.4g} times in {most_repeated.last_step} steps"
+        raise setting_error("data.max_epochs", max_epochs, rule, float(f"{most_repeated.epochs * 1.0005:.4g}"))
     return order
 
 
@@ -461,15 +466,6 @@ def usage_by_phase(order: SampleOrder, samples_per_step: int, steps: int, seq_le
             usages.append(SourceUsage(first, last, name, samples, tokens, share, epochs))
         counts_before = counts_after
     return usages
-
-
-def _check_epochs(data: DataSection, usages: Sequence[SourceUsage]) -> None:
-    """Raise UserError if a source would be read more than `data.max_epochs` times."""
-    most_repeated = max(usages, key=lambda usage: usage.epochs, default=None)
-    if most_repeated is not None and data.max_epochs is not None and most_repeated.epochs > data.max_epochs:
-        name = f"source {most_repeated.source}" if most_repeated.source else "the data"
-        rule = f"{name} would be read {most_repeated.epochs:.4g} times in {most_repeated.last_step} steps"
-        raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most_repeated.epochs * 1.0005:.4g}"))
 
 
 def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:

@@ -184,11 +184,13 @@ def load_row_layout(
         pieces = np.concatenate([pieces for pieces, _ in blocks])
         return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _totals_of(pieces))
     name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
-
-    def build(folder: Path) -> None:
-        _write_layout(folder, _row_blocks(shards, seq_len, packs))
-
-    return get_or_build(cache_dir, name, "the packing of the documents", build, _memory_map)
+    return get_or_build(
+        cache_dir,
+        name,
+        "the packing of the documents",
+        build=lambda folder: _write_layout(folder, _row_blocks(shards, seq_len, packs)),
+        load=_memory_map,
+    )
 
 
 _Block = tuple[NDArray[Any], NDArray[np.int64]]
@@ -221,6 +223,7 @@ def _document_blocks(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
 
 
 def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
+    """Return the rows of one block; `documents` is as in `_document_blocks`."""
     starts, targets = documents.T
     counts = np.maximum(0, -(-targets // seq_len))
     document = np.repeat(np.arange(len(documents)), counts)

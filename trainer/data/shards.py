@@ -12,8 +12,8 @@ single file.
 
 Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
 its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page makes
-the kernel read a hundred times what a sample needs.  `preadv` has none of these problems, and does not use the file
-position, which processes or threads would share.
+the kernel read ahead a hundred times what a sample needs.  `preadv` has none of these problems, and does not use the
+file position, which processes or threads would share.
 """
 
 from __future__ import annotations

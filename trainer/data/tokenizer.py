@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
-"""Common names of the end-of-document token, tried in this order if no configuration file names the token."""
+"""Common names of the end-of-document token, tried in this order if nothing else determines it: see `FileTokenizer`."""
 
 _BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
-"""Common names of the beginning-of-text token."""
+"""Common names of the beginning-of-text token, tried in this order if nothing else determines it."""
 
 _RULES_VERSION = "text is text"
 """Change this if a code change makes a tokenizer file give different tokens, so that cached ones are not used."""
@@ -85,9 +85,9 @@ class FileTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
 
     Text never becomes a special token, even if it spells one out.  A document starts and ends with the tokens that the
-    post-processor adds, one of which is the end-of-document token; otherwise that token follows them.  It is the token
+    post-processor adds.  If the end-of-document token is not among those at the end, it follows them.  It is the token
     that the configuration files next to the tokenizer name (see `_configured_id`), otherwise the last token that the
-    post-processor adds, otherwise one of END_OF_DOCUMENT.
+    post-processor adds, otherwise the first of END_OF_DOCUMENT that exists.
 
     bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
     key: the setting to name in error messages.

@@ -36,7 +36,7 @@ class NoShardsFound(Exception):
 
 
 def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardSet:
-    """Return the shards at a URL.  They are downloaded into the cache later, when they are read or prefetched.
+    """Return the shards at a URL.  Each is downloaded into the cache when it is first read or prefetched.
 
     url: the URL of a shard, a manifest or a folder, or a glob.
     key: the configuration key whose value it is, for messages.
