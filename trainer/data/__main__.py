@@ -192,6 +192,7 @@ def _show_samples(
 def _sample_lines(
     entries: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
 ) -> Iterator[str]:
+    """Yield the lines that show a row; see `_show_samples`."""
     tokens, is_target = entries["tokens"][row], entries["targets"][row] != IGNORE
     if "documents" in entries:
         documents = entries["documents"][row]

@@ -1,9 +1,9 @@
 """The order in which a run reads samples, from one source or from a mixture whose weights may change by phase.
 
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
-sizes of the sources, the seed and the phases so far.  It does not depend on ranks, workers, batch size or state, and
-later phases never change the samples at earlier positions.  The order must never change between versions: runs resume
-from a position, so a different order would silently repeat some samples and skip others.
+names and sizes of the sources, the seed and the phases so far.  It does not depend on ranks, workers, batch size or
+state, and later phases never change the samples at earlier positions.  The order must never change between versions:
+runs resume from a position, so a different order would silently repeat some samples and skip others.
 
 A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source

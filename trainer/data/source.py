@@ -292,6 +292,7 @@ class TokenSource(Source):
         return list(dict.fromkeys(shard for first, last in shard_ranges for shard in range(first, last + 1)))
 
     def _read_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and targets of the samples at `indices`, both (len(indices), seq_len)."""
         sample_indices: list[int] = np.asarray(indices, dtype=np.int64).tolist()
         assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
         starts = self._starts_of(sample_indices)
