@@ -816,7 +816,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "seed-ignored",
         "data-order",
-        "find_order",
+        "make_order",
         "Permutation(len(source), config.data.seed)",
         "Permutation(len(source), 0)",
     ),
