@@ -244,6 +244,8 @@ def test_groups_are_said_in_the_start_block_and_fixed_on_a_resume(tmp_path: Path
     assert "adamw, decay 0.3, lr x 2: 4,096 in 2 tensors, layers.*.feed_forward.w1" in ran.stdout
     assert "adamw, decay 0.1, lr x 0.5:" in ran.stdout
     assert "matched by several groups (the last one takes effect): 2 parameters" in ran.stdout
+    only_decay = run_tiny(tmp_path / "decay", 'optim.groups=[{match: "*.w1.weight", weight_decay: 0}]', "train.steps=1")
+    assert "adamw, decay 0: " in only_decay.stdout
     changed = groups.replace("2.0", "4.0")
     refused = run_tiny(tmp_path, changed, *common, "train.steps=6", exit_code=2)
     assert "optim.groups" in refused.stderr

@@ -83,7 +83,10 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     interface = f", small messages by {world.interface}" if world.interface else ""
     # Shown only if the optimizer, its learning rate or its decay differ between parameters.
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
-    optimizer_facts = [*describe(trainer.optimizer.parts, parameter_names), *trainer.optimizer.notes]
+    optimizer_facts = [
+        *describe(trainer.optimizer.parts, parameter_names, bool(trainer.config.optim.groups)),
+        *trainer.optimizer.notes,
+    ]
     description = [config.model.name, *config.recipe.notes_on(config.model, model)]
     resume_facts = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
     return {

@@ -230,14 +230,18 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
 # Descriptions for the start block
 
 
-def describe(parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str]) -> list[str]:
+def describe(
+    parts: Sequence[torch.optim.Optimizer], names: Mapping[int, str], are_configured: bool = False
+) -> list[str]:
     """Return one line per parameter group: optimizer, weight decay, learning-rate scale, sizes and names.
 
-    The list is empty if there is a single optimizer and no group scales the learning rate.  names: parameter names by
-    id.
+    The list is empty if there is a single optimizer, no group scales the learning rate, and none is configured.
+
+    names: parameter names by id.
+    are_configured: whether there are `optim.groups`.
     """
     groups = [(part, group) for part in parts for group in part.param_groups if group["params"]]
-    if len(parts) == 1 and not any("lr_scale" in group for _, group in groups):
+    if len(parts) == 1 and not are_configured and not any("lr_scale" in group for _, group in groups):
         return []
     lines = []
     for part, group in groups:
