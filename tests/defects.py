@@ -987,8 +987,8 @@ DEFECTS: list[Defect] = [
         "other-scaling-passed",
         "source-declares-model",
         "parse_rope",
-        "if kind not in kinds:",
-        'if kind in ("yarn", "linear"):',
+        "if rope_type not in supported_types:",
+        'if rope_type in ("yarn", "linear"):',
     ),
     Defect(
         "what-came-forgotten",
