@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 ENTRY_POINTS = "meshtrainer.recipes"
-"""Entry-point group in which other distributions list modules that register recipes."""
+"""The entry-point group in which other distributions list modules that register recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
 """One FSDP unit: a module, its dotted name (`*` matches one part of it), or several modules gathered together."""
@@ -269,8 +269,8 @@ class BalanceConfig:
     )
     balance_shares: Literal["exact", "last"] = declare(
         "exact",
-        "expert shares used in that loss: `exact`, those of this step, which takes one more forward pass if there are "
-        "several micro-batches; `last`, those of the previous step, at no cost",
+        "fractions of tokens routed to each expert, as used in that loss: `exact`, those of this step, which takes one "
+        "more forward pass per micro-batch if there are several; `last`, those of the previous step, at no cost",
         free=True,
     )
     balance_rate: float | None = declare(

@@ -6,8 +6,8 @@
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
 The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest power of two on
-which the planner says the run fits.  Settings are checked before the job is submitted.  The job saves a checkpoint when
-the cluster announces that it will end the job, and resumes from that checkpoint.
+which the planner says the run fits.  Settings are checked before the job is submitted.  A job on a cluster saves a
+checkpoint when the cluster announces that it will end the job, and resumes from that checkpoint.
 """
 
 from __future__ import annotations

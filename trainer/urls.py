@@ -1,7 +1,7 @@
-"""Handles URLs: splits paths from queries, detects globs, removes credentials, and opens fsspec file systems.
+"""Handles URLs: separates paths from queries, detects globs, removes credentials, and opens fsspec file systems.
 
 In an http(s) URL, `?` starts the query, and only the path can contain the wildcards `*` and `[...]`.  Other URLs
-(s3://, gs://, memory://) have no query, and `?` is a wildcard too.
+(s3://, gs://, memory://) have no query, and in these `?` is a wildcard too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SIGNATURE_PARAMETER = re.compile(
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Query parameters that change when a URL is signed again, for AWS, Google, CloudFront and Azure (SAS)."""
+"""Query parameters that change when a URL is signed again: those of AWS, Google, CloudFront and Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:
