@@ -2,10 +2,10 @@
 
     python -m bench.checkpoint [--ranks 2] [--rounds 5] [--dim 1024] [--layers 16]
 
-Each figure and its baseline are measured alternately, in one run, on the same bytes.  The baseline of the training
-pause is every rank copying its own bytes into a buffer that was used before; of a complete save, `dd conv=fsync`; of a
-load, reading the files.  The page cache is dropped before each load and each read, which requires root; without root,
-loads are not measured.
+Each figure and its baseline are measured alternately, in one run, on the same bytes.  The training pause is compared
+with copying each rank's bytes into a buffer that was used before, a complete save with `dd conv=fsync`, and a load with
+reading the files.  The page cache is dropped before each load and each read, which requires root; without root, loads
+are not measured.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ MEASUREMENTS = {
         "reading the files, with a cold page cache",
     ),
 }
-"""By measurement: the key of its baseline, and descriptions of the measurement and the baseline."""
+"""Maps each measurement to the key of its baseline, and to descriptions of the measurement and the baseline."""
 
 
 def compare(options: dict[str, Any]) -> None:

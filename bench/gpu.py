@@ -113,7 +113,7 @@ ROWS = (
     _1b("1b: bf16 weights and states", overrides=BF16_STATES),
     _1b("1b: computed in fp32", overrides=("fsdp.param_dtype=float32",)),
 )
-"""Most informative rows first, since the budget may run out before the last one."""
+"""The rows, most informative first, since the time budget may run out before the last one."""
 
 COMMON = (
     "data.source=synthetic",
@@ -132,13 +132,14 @@ TINY = (
     "data.seq_len=64",
 )
 WARMUP, STEPS = 5, 10
-"""Unmeasured steps at the start, which compile and allocate, and measured steps."""
+"""The numbers of unmeasured steps at the start, which compile and allocate, and of measured steps."""
 
 CHECK_STEPS, FIRST_TOLERANCE, TOLERANCE = 10, 1e-5, 1e-3
-"""Steps of llama_small, and the largest relative difference allowed for the first loss and for all losses.
+"""Steps of llama_small, and the largest relative differences allowed for the first loss and for all losses.
 
-Both devices compute the same fp32 sums in a different order, and the difference grows with each step.  A wrong mask or
-gradient causes an error of more than a hundredth."""
+Both devices compute the same fp32 sums in different orders, and the difference grows with each step.  A wrong mask or
+gradient causes a difference of more than a hundredth.
+"""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -211,7 +212,7 @@ def start_row(
 
 
 ALLOCATOR = "expandable_segments:True"
-"""Allocator setting, unless the environment sets one: 8B with fp32 states leaves no room for fragmentation."""
+"""The allocator setting, if the environment has none: llama3_8b with fp32 states leaves no room for fragmentation."""
 
 
 def check(options: argparse.Namespace) -> str:

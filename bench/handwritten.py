@@ -1,8 +1,8 @@
 """Hand-written training loops, used as baselines by `bench.step`: with FSDP2, with DDP, or in a single process.
 
 Each is what an expert would write for one model in an afternoon: AdamW, clipping and a correct loss, and nothing more.
-The only part of the trainer that they use is the recipe's network, so that both train the same model.  Initial weights
-are read from a file.
+The only part of the trainer that they use is the recipe's model, so that both sides train the same model.  Initial
+weights are read from a file.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def sample_indices(settings: Settings, rank: int, world_size: int) -> Iterator[i
 
 
 def build_model(settings: Settings, device: torch.device) -> nn.Module:
-    """Return the recipe's network with the initial weights: sharded, replicated or plain."""
+    """Return the recipe's model with the initial weights: sharded, replicated or plain."""
     from trainer import load_config
 
     config = load_config(settings.recipe, settings.overrides)
@@ -105,7 +105,7 @@ def build_model(settings: Settings, device: torch.device) -> nn.Module:
 
 @contextmanager
 def gradient_sync(model: nn.Module, reduce: bool) -> Iterator[None]:
-    """Reduce gradients in this backward pass, or accumulate them locally."""
+    """During the block, reduce gradients in the backward pass, or accumulate them locally."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(reduce)
     with model.no_sync() if isinstance(model, DistributedDataParallel) and not reduce else nullcontext():

@@ -5,9 +5,9 @@
     python -m bench.optim --steps 600 --seeds 5        # longer runs and more seeds, for less noise
 
 All optimizers train the same model on the same samples of the standard library's text, in the same order, at a constant
-learning rate after a warmup.  No sample is seen twice, so the training loss is that of new text.  First, the learning
-rate of each optimizer is tuned with a separate seed.  For Muon this is `optim.muon.lr`; the parameters that it leaves
-to AdamW use AdamW's best rate.  Then each optimizer trains with every seed.
+learning rate after a warmup.  No sample is seen twice, so the training loss is measured on new text.  First, the
+learning rate of each optimizer is tuned with a separate seed.  For Muon this is `optim.muon.lr`; the parameters that it
+leaves to AdamW use AdamW's best rate.  Then each optimizer trains with every seed.
 """
 
 from __future__ import annotations

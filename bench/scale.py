@@ -54,7 +54,7 @@ NARROW = [
 ]
 """Overrides for a Llama with all of its blocks but only short kernels."""
 PLAIN = ["fsdp.param_dtype=float32", "fsdp.reduce_dtype=float32"]
-"""Overrides for a CPU, where bf16 matrix products have a high start-up cost."""
+"""Overrides for a CPU, where bf16 matmuls have a high start-up cost."""
 EAGER = ["train.compile=false", "train.activation_checkpoint=none"]
 COMPILED = ["train.compile=true", "train.activation_checkpoint=none"]
 VARIANTS = {

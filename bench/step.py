@@ -37,7 +37,7 @@ from trainer.errors import nearest, run_command, setting_error
 
 TRAINER, HANDWRITTEN = "trainer", "handwritten"
 HANDWRITTEN_LOOPS = {HANDWRITTEN: "fsdp", "ddp": "ddp", "plain": "none"}
-"""The hand-written loops, and the value of `parallel` for each."""
+"""Maps each hand-written loop to its value of `Settings.parallel`."""
 TRAINER_SETTINGS = {"ddp": ["mesh.shard=1", "mesh.replicate=-1", "run.threads=1"], "plain": ["run.threads=1"]}
 """Settings of the trainer for each hand-written loop.  One thread, since threads waiting for a core would add noise."""
 VARIANTS = {
@@ -46,7 +46,7 @@ VARIANTS = {
     "clip-torch": "TorchClip",
     "gc": "AutomaticGarbageCollection",
 }
-"""Variants of the trainer, and their classes in bench.variants."""
+"""Maps each variant of the trainer to its class in bench.variants."""
 
 FIXED = ("run.dir", "run.name", "train.steps")
 """Settings that the benchmark itself sets."""
@@ -66,7 +66,7 @@ ROWS = {
     "peak_mib": "peak MiB, largest rank",
     "start_s": "s from start to first step",
 }
-"""Readings in the table, and their labels."""
+"""Maps the readings in the table to their labels."""
 
 COMMON = [
     "checkpoint.resume=none",
@@ -179,7 +179,7 @@ def _train_with_trainer(side: str, job: dict[str, Any], timer: StepTimer, folder
     """One record per step.  Losses are read after the last step only, because reading one waits for the device."""
 
     class TimedTrainer(base):
-        """Trainer whose steps are measured."""
+        """A Trainer whose steps are measured."""
 
         def on_step(self, record: Record) -> None:
             records.append(record)

@@ -43,7 +43,7 @@ PACKAGES = {
     "matplotlib": "matplotlib",
     "trainer.trainer": "the trainer itself",
 }
-"""Packages whose import is a separate part, which includes the imports of unlisted packages."""
+"""Packages whose import is a separate part, including the imports of unlisted packages that it causes."""
 
 METHODS = {
     "trainer.config.load": {"load_with_origins": "configuration"},
@@ -64,7 +64,7 @@ METHODS = {
     "trainer.lifecycle.folder": {"RunFolder.begin": "checkpoints, folder, metrics"},
     "trainer.metrics.writers": {"Metrics.open": "checkpoints, folder, metrics"},
 }
-"""Functions that are timed, by module, and the part they belong to; a missing function is an error."""
+"""The functions to time, by module, and the part to which each belongs.  A missing function is an error."""
 
 INTERPRETER, IMPORT, GARBAGE_COLLECTION, REST = "interpreter", "import ", "garbage collection", "everything else"
 

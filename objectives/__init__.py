@@ -1,5 +1,6 @@
-"""The built-in objectives: each file defines a dataclass and registers it with `register_objective`.
+"""The built-in objectives, except `tokens`: each file defines a dataclass and registers it with `register_objective`.
 
-This folder is imported as `trainer.objectives`, which is also where an installed package has it.  An objective only
-computes the loss of each sample or token; meshes, ranks, scaling and collectives are handled elsewhere.
+An objective only computes the loss of each sample, or the divergence at each token; meshes, ranks, scaling and
+collectives are handled elsewhere.  This folder is imported as `trainer.objectives`, and an installed package contains
+it under that name.
 """

@@ -1,4 +1,4 @@
-"""Distillation from a teacher."""
+"""Distillation from a teacher model."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ class Distill(TokenObjective):
     """Distillation: match a teacher's next-token distribution.
 
     The loss of a token is hard * (-log p) + (1 - hard) * D, where p is the student's probability of the target token.
-    D compares the distributions S of the student and T of the teacher, both softened by `temperature`.  With beta=0,
-    the usual choice, D is KL(T || S); with beta=1 it is KL(S || T).  In between, it is the generalized Jensen-Shannon
-    divergence beta * KL(T || M) + (1 - beta) * KL(S || M), where M = (1 - beta) * S + beta * T.
+    D is the divergence between the student's distribution S and the teacher's distribution T, both softened by
+    `temperature`.  With beta=0, the usual choice, D is KL(T || S); with beta=1 it is KL(S || T).  In between, it is the
+    generalized Jensen-Shannon divergence beta * KL(T || M) + (1 - beta) * KL(S || M), where M = (1 - beta) * S + beta *
+    T.
 
     Sources: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649, equation 1.
     """

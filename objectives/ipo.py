@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 @register_objective("ipo")
 @dataclass(frozen=True)
 class Ipo(Objective):
-    """Identity preference optimization: like DPO, but with a target value for the margin instead of unlimited growth.
+    """Identity preference optimization: like DPO, but the margin has a target value instead of growing without limit.
 
     The loss of a pair is (m - 1 / (2 * beta))^2.  The margin m is the log-ratio of the chosen response minus that of
-    the rejected one.  A response's log-ratio is log(p / p_ref), for its probabilities under the model and the reference
-    model, divided by its number of target tokens.
+    the rejected one.  A response's log-ratio is log(p / p_ref), where p and p_ref are its probabilities under the model
+    and the reference model, divided by its number of target tokens.
 
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17, where log-ratios are not divided by a length.
     """

@@ -18,10 +18,11 @@ if TYPE_CHECKING:
 class Kto(Objective):
     """Kahneman-Tversky optimization: learn from single responses labeled good or bad, without pairs.
 
-    The loss of a response is w * (1 - sigmoid(s * (beta * (g - k)))).  g is its log-ratio log(p / p_ref), for its
-    probabilities under the model and the reference model; s is 1 for a good response and -1 for a bad one; w is the
-    weight of its label.  k estimates the KL divergence of the model from the reference: the mean log-ratio, over the
-    global batch, of mismatched responses (responses to other prompts), clamped at zero.  No gradient flows through k.
+    The loss of a response is w * (1 - sigmoid(s * beta * (g - k))).  g is its log-ratio log(p / p_ref), where p and
+    p_ref are its probabilities under the model and the reference model; s is 1 for a good response and -1 for a bad
+    one; w is the weight of its label.  k estimates the KL divergence of the model from the reference: it is the mean
+    log-ratio of mismatched responses (responses to other prompts) over the global batch, or zero if that is negative.
+    No gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """

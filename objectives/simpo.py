@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("simpo")
 @dataclass(frozen=True)
 class Simpo(Objective):
-    """Simple preference optimization: prefer one of two responses, by mean log-probability, without a reference model.
+    """Simple preference optimization: like DPO, but with mean log-probabilities and without a reference model.
 
     The loss of a pair is -log sigmoid(beta * (c - r) - gamma), where c and r are the mean log-probabilities of the
     target tokens in the chosen and the rejected response.

@@ -1,5 +1,8 @@
-"""The built-in models: each has a plain torch module, a configuration dataclass, and a call to `register(Recipe(...))`.
+"""The built-in models.
 
-This folder is imported as `trainer.recipes`, which is also where an installed package has it.  Apart from the lists of
-FSDP units, the code does not depend on meshes, ranks or sharding.
+Each subfolder except `dpo` defines a configuration dataclass and registers one `Recipe`.  Each of these, except `hf`,
+also defines the model, as a plain torch module.  Apart from the lists of FSDP units, the code does not depend on
+meshes, ranks or sharding.
+
+This folder is imported as `trainer.recipes`, and an installed package contains it under that name.
 """

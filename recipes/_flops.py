@@ -1,4 +1,4 @@
-"""The mean span of causal attention with or without a window, for counting FLOPs."""
+"""The mean number of keys per query in causal attention, for counting FLOPs."""
 
 from __future__ import annotations
 

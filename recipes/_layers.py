@@ -1,5 +1,7 @@
-"""Layers shared by the recipes: torch layers with a given initial standard deviation, rotary position embeddings, and
-the decoder of mixture-of-experts models.
+"""Layers shared by the recipes.
+
+They include torch's linear layer and embedding with a given standard deviation of the initial weights, rotary position
+embeddings, and the decoder of mixture-of-experts models.
 """
 
 from __future__ import annotations
@@ -44,30 +46,31 @@ class Router(Linear):
         return F.linear(x_SD.float(), self.weight.float(), bias)
 
 
-_FEW_TOKENS = 8
-"""For up to this many tokens, as in batched generation, `Output` computes (W @ x.T).T instead of x @ W.T on a CPU.
+_MAX_TOKENS_TRANSPOSED = 8
+"""For 2 to this many tokens, as in batched generation, `Output` computes (W @ x.T).T instead of x @ W.T on a CPU.
 
 MKL is then faster: 21 instead of 35 ms for 8 tokens of width 576 and a vocabulary of 49,152 in fp32.
 """
 
 
 class Output(Linear):
-    """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits.
+    """The projection onto the vocabulary.
 
-    The weight is only used in this module's forward, so the module can be a separate FSDP unit.
+    With targets, it returns the loss summed over them, without materializing all logits.  Unless the weight is tied, it
+    is used only in this module's forward pass, so the module can be a separate FSDP unit.
     """
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         if targets_BT is not None:
             return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
-        if 1 < hidden_BTD.shape[:-1].numel() <= _FEW_TOKENS and hidden_BTD.device.type == "cpu":
+        if 1 < hidden_BTD.shape[:-1].numel() <= _MAX_TOKENS_TRANSPOSED and hidden_BTD.device.type == "cpu":
             logits_VS = self.weight @ hidden_BTD.flatten(0, -2).t()
             return logits_VS.t().reshape(*hidden_BTD.shape[:-1], -1).contiguous()
         return super().forward(hidden_BTD)
 
 
 class Head(nn.Module):
-    """Final norm and output projection; with targets, returns the summed loss."""
+    """The final norm and the output projection; with targets, it returns the loss summed over them."""
 
     def __init__(self, norm: nn.Module, dim: int, vocab_size: int, std: float) -> None:
         super().__init__()
@@ -92,7 +95,7 @@ class Embedding(nn.Embedding):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU (Shazeer 2020, arXiv:2002.05202)."""
+    """A SwiGLU feed-forward layer (Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, dim: int, ffn_dim: int, std: float, out_std: float) -> None:
         super().__init__()
@@ -123,24 +126,24 @@ class Rope(nn.Module):
 
     def frequencies(self) -> torch.Tensor:
         """Return each pair's rotation angle per position, (H/2,)."""
-        size = self.inv_freq.numel()
-        exponents = torch.arange(size, dtype=torch.float32, device=self.inv_freq.device) / size
+        num_pairs = self.inv_freq.numel()
+        exponents = torch.arange(num_pairs, dtype=torch.float32, device=self.inv_freq.device) / num_pairs
         return self.theta**-exponents
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and sines for `positions` (T,) or (B, T): (T, 1, H/2) each, or (B, T, 1, H/2)."""
+        """Return the cosines and the sines for `positions`, each (T, 1, H/2) for (T,), or (B, T, 1, H/2) for (B, T)."""
         angles = positions.float().unsqueeze(-1) * self.inv_freq
         return angles.cos().unsqueeze(-2), angles.sin().unsqueeze(-2)
 
 
 class YarnRope(Rope):
-    """Rotary position embedding that extends a context of `original_len` tokens by `factor`.
+    """Rotary position embedding that extends a context from `original_len` to `factor` times as many tokens.
 
     The frequencies of slow pairs, with fewer than `beta_slow` rotations in `original_len` tokens, are divided by
     `factor`.  Those of pairs with more than `beta_fast` rotations are unchanged; in between they are interpolated.
     Cosines and sines are multiplied by `mscale`.  Source: Peng et al. 2023, "YaRN", arXiv:2309.00071, section 3.
 
-    truncate: whether to round the indices of the first and the last interpolated pair to whole numbers.
+    truncate: whether to round the range of interpolated pairs outward to whole numbers.
     """
 
     def __init__(
@@ -162,16 +165,16 @@ class YarnRope(Rope):
         frequencies = super().frequencies()
         if self.factor == 1.0:
             return frequencies
-        size = frequencies.numel()
+        num_pairs = frequencies.numel()
         first, last = (
-            size * math.log(self.original_len / (turns * 2 * math.pi)) / math.log(self.theta)
+            num_pairs * math.log(self.original_len / (turns * 2 * math.pi)) / math.log(self.theta)
             for turns in (self.beta_fast, self.beta_slow)
         )
         if self.truncate:
             first, last = math.floor(first), math.ceil(last)
-        first, last = max(first, 0), min(last, 2 * size - 1)
+        first, last = max(first, 0), min(last, 2 * num_pairs - 1)
         length = last - first or 0.001  # avoids a division by zero, as in transformers
-        stretched = ((torch.arange(size, device=frequencies.device) - first) / length).clamp(0.0, 1.0)
+        stretched = ((torch.arange(num_pairs, device=frequencies.device) - first) / length).clamp(0.0, 1.0)
         return frequencies * (1 - stretched + stretched / self.factor)
 
     def forward(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,17 +183,23 @@ class YarnRope(Rope):
 
 
 def yarn_mscale(factor: float, scale: float = 1.0) -> float:
-    """Return YaRN's scale of cosines and sines (section 3.4) for a context extended by `factor`."""
+    """Return the factor of cosines and sines (YaRN, section 3.4) for a context extended to `factor` times its length.
+
+    scale: coefficient of log(`factor`) / 10; 1 in the paper.
+    """
     return 0.1 * scale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def rotate(x_BNTH: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, is_interleaved: bool = False) -> torch.Tensor:
-    """Rotate each pair of dimensions by its angle, in fp32; the result has the dtype of `x_BNTH`.
+    """Apply RoPE: rotate each pair of dimensions by its angle, in fp32.  The result has the dtype of `x_BNTH`.
 
     With `is_interleaved`, the pairs in `x_BNTH` are adjacent dimensions; otherwise they are half a head apart, as they
     always are in the result.
 
-    Works on (B, T, N, H), the memory order of the split heads, so that kernels access contiguous rows.
+    The rotation is computed in the shape (B, T, N, H), which is the memory layout of the split heads, so that kernels
+    access contiguous rows.
+
+    cos, sin: the results of `Rope.forward`.
     """
     x_BTNH = x_BNTH.transpose(1, 2).float()
     first, second = (x_BTNH[..., ::2], x_BTNH[..., 1::2]) if is_interleaved else x_BTNH.chunk(2, dim=-1)
@@ -211,9 +220,9 @@ def merge_heads(x_BNTH: torch.Tensor) -> torch.Tensor:
 class MoeDecoder(nn.Module):
     """A decoder with mixture-of-experts layers: the embedding, the loop over blocks, the head and the router losses.
 
-    Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.  In training, the loss
-    includes those of the routers (`trainer.experts.Balance`).  `documents` (B, T) prevents attention across documents
-    in a row; `positions` and `cu_seqlens` follow from it.
+    Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets, which in
+    training includes the router losses (`trainer.experts.Balance`).  If `documents` (B, T) is given, tokens attend only
+    to their own document, and `positions` and `cu_seqlens` are derived from it unless they are given.
 
     config: a `BalanceConfig` with the sizes that `__init__` uses.
     blocks: each is called with the hidden state (B, T, D), positions and documents, and returns the new hidden state.

@@ -1,6 +1,6 @@
 """Limits how long each test may take, relative to this machine's speed, so that the tests stay fast.
 
-`durations.json` has the duration of each test when they were last recorded (`make durations`), and the duration of a
+`durations.json` contains the duration of each test as it was last recorded (`make durations`), and the duration of a
 fixed piece of work at that time. The same work is measured again, so that a slow or busy machine extends the limits.
 """
 
@@ -16,10 +16,10 @@ from typing import Any
 TIERS = ("fast", "test", "campaign")
 
 DEFAULT_LIMIT_S = {"fast": 5.0, "test": 20.0, "campaign": 600.0}
-"""Limit for a test without a recorded duration, because it is new or was short. That of fast tests includes imports."""
+"""Limits for tests without a recorded duration, because they are new or short; that of fast tests includes imports."""
 
 LIMIT_FACTOR = 4.0
-"""Limit as a multiple of the recorded duration. On two cores, two busy loops double durations or even triple them."""
+"""The limit, as a multiple of the recorded duration. On two cores, two busy loops double or even triple durations."""
 
 ALLOWANCE_S = 5.0
 """Extra seconds for a slow disk flush, or for a load that ends before the reference is measured."""

@@ -321,7 +321,7 @@ def first_line(error: BaseException, folder: Path) -> str:
 
 @contextmanager
 def quick_kernels() -> Iterator[None]:
-    """Compile without generating code, and emulate float8 products, inside the block."""
+    """Compile without generating code, and emulate float8 matmuls, inside the block."""
     from trainer.model.float8 import apply_float8
 
     emulated = functools.partial(apply_float8, emulate=True)

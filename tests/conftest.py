@@ -104,7 +104,7 @@ def forget_secrets() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def freeze_imported_objects() -> None:
-    """A full garbage collection of all imported objects takes 0.25 s, and each Trainer triggers two."""
+    """Exempt imported objects from garbage collection: a full one takes 0.25 s, and each Trainer triggers two."""
     gc.set_threshold(20_000, 20, 20)
     gc.collect()
     gc.freeze()

@@ -5,8 +5,8 @@
     python -m tests.defects loss-scale --keep   # a single one; the copy is kept
 
 Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. The place is given by
-the function's name, so that moving or reformatting code does not affect it. If no test finds a defect, a test is
-missing or cannot fail.
+the function's name, so that code can be moved or reformatted without changing it here. If no test finds a defect, a
+test is missing or cannot fail.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.promises import path_of, read_promises
 
 @dataclass(frozen=True)
 class Defect:
-    """Replaces the code `old` by `new` in one function; this breaks `promise`, a row of tests/README.md."""
+    """Replaces the code `old` with `new` in one function, which breaks `promise`, a row of tests/README.md."""
 
     name: str
     promise: str
@@ -987,8 +987,8 @@ DEFECTS: list[Defect] = [
         "other-scaling-passed",
         "source-declares-model",
         "parse_rope",
-        "if kind not in kinds:",
-        'if kind in ("yarn", "linear"):',
+        "if rope_type not in supported_types:",
+        'if rope_type in ("yarn", "linear"):',
     ),
     Defect(
         "what-came-forgotten",

@@ -6,8 +6,8 @@
     python -m tests.fuzz --defects          # plant defects one by one, and count how many the seeds find
 
 A seed draws a model, data, an optimizer, memory and checkpoint settings, a mesh, and up to three disturbances: one rank
-killed, all ranks killed, or a stop request, each after a drawn step. After each the run is restarted, on the same
-mesh or on a different one with a different micro-batch size.
+killed, all ranks killed, or a stop request, each after a drawn step. After each disturbance the run is restarted, on
+the same mesh or on a different one with a different micro-batch size.
 
 README.md promises what must hold: on the same mesh every loss, gradient norm, learning rate and token count is
 bit-identical to the undisturbed run's, and so are all weights and optimizer states at the end.  A run that moves

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.stopping import exit_on_signals
 
 if sys.argv[:1] == ["-m"] and (_command := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
-    # `python -m trainer.run`: handle signals right away, before the slow imports.
+    # Started as `python -m trainer.COMMAND`: handle signals from now on, before the slow imports.
     exit_on_signals(_command[1])
 
 from trainer.distributed.environment import without_garbage_collection
@@ -92,9 +92,10 @@ _MODULES = {
     "register_objective": "objective",
     "token_logprobs": "model.logprobs",
 }
+"""The module in this package that defines each public name, except `main`."""
 
 if not (Path(__file__).parent / "recipes").exists():
-    # A source checkout: recipes/, objectives/ and conf/ are next to this folder; an installation has them inside it.
+    # In a source checkout, recipes/, objectives/ and conf/ are next to this folder; in an installed package, inside it.
     __path__.append(str(Path(__file__).parent.parent))
 
 
@@ -102,7 +103,9 @@ def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
     """Run the command line of `trainer.run` with your own Trainer class: `sys.exit(trainer.main(MyTrainer))`.
 
     Recipes, `key=value`, `nproc=N`, `--help`, all other options, messages and exit codes work as in `trainer.run`, also
-    under torchrun and srun.  argv: the arguments (default: those of the script).  Returns the exit code.
+    under torchrun and srun.  Returns the exit code.
+
+    argv: the arguments (default: those of the script).
     """
     return int(importlib.import_module("trainer.run").main(argv, trainer))
 

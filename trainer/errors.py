@@ -1,9 +1,11 @@
-"""Exceptions, exit codes and error messages, and the redaction of all printed or stored text.
+"""Exceptions, exit codes, error messages, and the redaction of secrets in printed or stored text.
 
-All higher layers may import this module.  Text for a terminal, a log or a shared file passes through `printable` or
-`redact`, which mask credentials; `printable` also removes terminal control sequences.  An error message names the
-setting, its value and the rule that the value breaks.  It suggests a fix: the nearest legal value, the value that was
-probably meant, an example or an instruction.  A wrong suggestion is worse than none.
+Nearly every other module may import this one.  Text for a terminal, a log or a shared file passes through `printable`
+or `redact`, which mask credentials; `printable` also removes terminal control sequences.
+
+The error message for a setting (`setting_error`) names the setting, its value and the rule that the value breaks.  It
+may suggest a fix: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong
+suggestion is worse than none.
 """
 
 from __future__ import annotations
@@ -35,27 +37,27 @@ EXIT_FINISHED = 0
 EXIT_FAILED = 1
 EXIT_USER_ERROR = 2
 EXIT_DOES_NOT_FIT = 3
-"""Used only by the planner: the planned run needs more memory than the device has."""
+"""The planned run needs more memory than a device has.  Only the planner exits with this code."""
 EXIT_STOPPED = 75
-"""Stopped on request; run the same command again to resume (`EX_TEMPFAIL` in sysexits.h)."""
+"""The run was stopped on request; the same command resumes it (`EX_TEMPFAIL` in sysexits.h)."""
 EXIT_INTERRUPTED = 130
-"""Interrupted by Ctrl-C: by the shells' convention, 128 plus the number of the signal."""
+"""The command was interrupted by Ctrl-C.  By the shells' convention, this is 128 plus the number of the signal."""
 
 
 class UserError(Exception):
-    """A mistake in the user's input: printed as one message without a traceback, exit code 2."""
+    """A mistake in the user's input.  It is printed as one message without a traceback; the exit code is 2."""
 
 
 class TrainingFailed(Exception):
-    """Training cannot continue, for a reason that is not a bug: printed like a UserError, exit code 1."""
+    """Training cannot continue, for a reason that is not a bug.  Printed like a UserError; the exit code is 1."""
 
 
 class PeerFailed(Exception):
-    """Another rank failed first and reports the error, so this rank prints nothing; exit code 1."""
+    """Another rank failed first and reports the error, so this rank prints nothing.  The exit code is 1."""
 
 
 _MAX_SHOWN_CHARS = 500
-"""Error messages truncate values longer than this many characters."""
+"""Error messages truncate strings longer than this many characters."""
 
 
 def print_stderr(text: str) -> None:
@@ -109,8 +111,8 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Run a command and return its exit code; print expected errors as one message, without a traceback."""
-    redact_everything()
+    """Run a command and return its exit code.  Expected errors are printed as one message, without a traceback."""
+    install_redaction()
     try:
         with unwrapping(), _raise_on_signals():
             code = work()
@@ -139,14 +141,14 @@ def run_command(work: Callable[[], int]) -> int:
 
 
 TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
-"""Fragments of the error messages that torch.save raises when it cannot write, whatever the cause."""
+"""Parts of torch.save's error messages when it cannot write, whatever the cause."""
 
 
 def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
     """Return whether an error means that a disk or quota is full, even if a library has wrapped the error.
 
-    torch.save does not say why a write failed.  For its errors, the free space at `path` decides: whether `num_bytes`
-    would fit.
+    torch.save does not say why a write failed.  Its errors count as a full disk if less than `num_bytes`, or hardly
+    anything, is free at `path`.
     """
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -159,7 +161,7 @@ def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int 
 
 
 _MIN_FREE_BYTES = 1 << 20
-"""A disk with fewer free bytes counts as full."""
+"""A disk with fewer free bytes than this counts as full."""
 
 
 def signal_exit_code(name: str) -> int:
@@ -171,8 +173,8 @@ def signal_exit_code(name: str) -> int:
 def _raise_on_signals() -> Iterator[None]:
     """Raise an exception on SIGTERM, SIGHUP or Ctrl-C inside the block, so that temporary files are cleaned up.
 
-    If the command has not ended seconds later, because it is in a long call or the exception was swallowed, the process
-    exits (see `trainer.stopping`).
+    If the command has not ended a few seconds later, because it is in a long call or has swallowed the exception, the
+    process exits (see `trainer.stopping`).  Has no effect outside the main thread.
     """
     defaults = {
         signal.SIGTERM: signal.SIG_DFL,
@@ -206,7 +208,7 @@ def _raise_on_signals() -> Iterator[None]:
 
 
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
-    """Return the legal value whose spelling is closest to `value`, or None if none is close.
+    """Return the legal value whose spelling is closest to `value`, or else one that contains it; None if there is none.
 
     cutoff: minimum similarity, as in difflib.  Use a higher cutoff for short values and for values that end alike.
     """
@@ -214,7 +216,7 @@ def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> obje
     matches = difflib.get_close_matches(str(value), by_text, n=1, cutoff=cutoff)
     if not matches:
         text = str(value).lower()
-        matches = [name for name in by_text if text and (name.lower().startswith(text) or text in name.lower())]
+        matches = [name for name in by_text if text and text in name.lower()]
     return by_text[matches[0]] if matches else None
 
 
@@ -232,7 +234,7 @@ def setting_error(
 
     rule: completes the text "KEY=VALUE: ...", for example "must be at least 1".
     legal: the nearest legal value, for ordered values.
-    meant: the legal value that was probably meant: one with a similar spelling, or other tools' name for it was given.
+    meant: the legal value that was probably meant, because `value` is spelled similarly or is its name in other tools.
     example: a value of the correct form.
     fix: what to do, in words.
     """
@@ -266,6 +268,7 @@ def choice_error(
 ) -> UserError:
     """Return the error for a setting whose value is not one of the `legal` ones.
 
+    noun: the words after "must be" and before the list of legal values.
     aliases: maps other names of values to the legal values to suggest: {"gpu": "cuda"}.
     """
     choices = list(legal)
@@ -291,7 +294,7 @@ def _format(value: object) -> str:
 # Text that is safe to show
 
 MASK = "***"
-"""Replaces credentials."""
+"""The text that replaces credentials."""
 
 
 def printable(text: str) -> str:
@@ -303,7 +306,7 @@ _CONTROL_STRING = r"(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x1b\x80-\x9f\n]*(
 _CONTROL_SEQUENCE = re.compile(
     rf"{_CONTROL_STRING}|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|\x1b(?:[!-/][0-~]|[0-OQ-WYZ\\`-~])"
 )
-"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): those that carry text (such as a title), CSI, and short ones."""
+"""Control sequences of ECMA-48, 7-bit and 8-bit (C1): those that hold text (such as a title), CSI, and short ones."""
 _CONTROL_CHARACTER = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 """All other control characters except newlines and tabs; some move the cursor."""
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -314,16 +317,17 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 # Secrets
 
 _known_secrets: set[str] = set()
-"""Secrets in this process's settings and environment, from `remember_secrets` and `redact_everything`."""
+"""Secrets in this process's settings and environment, from `remember_secrets` and `install_redaction`."""
 
 _MIN_SECRET_CHARS = 6
 """Shorter secrets are not searched for, because they would match inside ordinary words."""
 
 
 def redact(text: str) -> str:
-    """Return the text with every secret in it masked, for printing or storing.
+    """Return the text for printing or storing, without secrets.
 
-    Also masks known secrets (see `remember_secrets`), which a library may quote anywhere.
+    Masks what looks like a secret (see `mask_credentials`), and known secrets (see `remember_secrets`), which a library
+    may quote anywhere.
     """
     text = mask_credentials(text)
     for secret in sorted(_known_secrets, key=len, reverse=True):
@@ -349,10 +353,10 @@ def remember_secrets(tree: Any) -> None:
                     _known_secrets.add(spelling)
 
 
-def redact_everything() -> None:
-    """Redact everything else that this process prints: uncaught exceptions, warnings and log records.
+def install_redaction() -> None:
+    """From now on, redact the uncaught exceptions, warnings and log records of this process.
 
-    Also registers the secrets in environment variables, such as WANDB_API_KEY or the password of a proxy.
+    Also registers the secrets in environment variables, such as WANDB_API_KEY or the password of a proxy, for `redact`.
     """
     for name, value in os.environ.items():
         if _SECRET_NAME.search(name) and len(value) >= 8 and not os.path.exists(value):
@@ -411,7 +415,7 @@ def masked(tree: Any) -> Any:
 
 
 def is_masked(value: object) -> bool:
-    """Return whether a stored value contains masked secrets and is therefore useless."""
+    """Return whether a stored value contains a masked secret, and therefore cannot be used."""
     return isinstance(value, str) and (value == MASK or _MASKED_URL.search(value) is not None)
 
 
@@ -423,7 +427,7 @@ def is_secret_parameter(parameter: str) -> bool:
 def masked_command(command: str) -> str:
     """Return a shell command if it is safe to store, or `***` if it may contain a secret.
 
-    A secret can be anywhere in a command, so either all of it is masked or none.  A command is safe if it contains
+    A secret can be anywhere in a command, so the command is masked entirely or not at all.  It is safe if it contains
     no credentials, no URL with a path (the path of a webhook is its secret), and no long random word.
     """
     words = re.split(r"[\s'\"=:/,;|&<>()]+", command)
@@ -451,7 +455,7 @@ _URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
 _ENTIRE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
 PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
-"""Matches scheme://user:password@host.  Only digits are a port; a password may contain an unencoded slash."""
+"""Matches scheme://user:password@host.  Digits alone are a port; a password may contain an unencoded slash."""
 _TOKEN_AS_USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
 """In an HTTP URL, a user name without a password is a token."""
 _SECRET_WORD = r"token|secret|signature|passw(?:or)?d|passphrase|credential|api[-_]?key|access[-_]?key(?:[-_]?id)?"
@@ -481,7 +485,7 @@ _SERVICE_TOKEN = re.compile(
     r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}"
     r"|AKIA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
 )
-"""Tokens of Hugging Face, GitHub, GitLab, OpenAI, AWS, Slack; signed JSON tokens."""
+"""Tokens of Hugging Face, GitHub, GitLab, OpenAI, AWS and Slack, and JSON web tokens."""
 _SECRET_NAME = re.compile(
     r"(?:^|[._-])(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|secret)[-_]?key)$", re.IGNORECASE
 )

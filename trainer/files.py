@@ -1,6 +1,6 @@
 """Reads and writes files: atomic replacement, untrusted JSON, checksums, free disk space, cache folders.
 
-Crash-safe: after a crash, a file that is replaced atomically has either its old content or the new, never a part of it.
+After a crash, a file that is replaced atomically has either its entire old content or its entire new content.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ except ImportError:  # no wheel for this machine
     from zlib import crc32 as crc32
 
 
-def find_cache_folders(setting: str | None) -> list[Path]:
-    """Return the candidates for the cache folder, in order of preference; only `setting` if it is not None."""
-    if setting is not None:
-        return [Path(setting).expanduser()]
+def find_cache_folders(cache_dir: str | None) -> list[Path]:
+    """Return the possible cache folders, in order of preference; only `cache_dir` if it is not None."""
+    if cache_dir is not None:
+        return [Path(cache_dir).expanduser()]
     folders = []
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     if os.path.isabs(base):
@@ -39,13 +39,13 @@ def find_cache_folders(setting: str | None) -> list[Path]:
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
-    """Return the local path that a path or file:// URL refers to; None for other URLs."""
+    """Return the absolute path of a local path or file:// URL; None for other URLs."""
     text = os.fspath(path).removeprefix("file://")
     return None if "://" in text else Path(text).absolute()
 
 
 MAX_JSON_BYTES = 16 << 20
-"""Size limit of the JSON files that come with a model, except for tokenizer.json.  Real files have a few megabytes."""
+"""Size limit of a model's JSON files, except tokenizer.json.  Real files have at most a few megabytes."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -113,8 +113,8 @@ def atomic_replace(path: Path) -> Iterator[Path]:
 def writing_to(setting: str, path: Path, num_bytes: int = 0) -> Iterator[None]:
     """Wrap a block that writes at least `num_bytes` bytes to a file or folder at `path`.
 
-    Raises UserError, naming `setting`, if the disk is too full before the block or fills up during it.  If the block
-    raises, empty folders that were created for `path` are removed.
+    Raises UserError, naming `setting`, if the disk is too full before the block or fills up during it, or if torch.save
+    cannot write.  If the block raises, empty folders that were created for `path` are removed.
     """
     missing = [folder for folder in (path, *path.absolute().parents) if not folder.exists()]
     free = free_bytes(path)
@@ -168,7 +168,7 @@ def append_and_sync(path: Path, text: str) -> None:
 
 
 CHECKSUM = "crc32"
-"""The key of a JSON object under which its checksum is stored."""
+"""The key under which a JSON object stores its own checksum."""
 
 
 def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,7 +179,7 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
 def verify_checksum(content: Any) -> dict[str, Any]:
     """Return a JSON object read from a file, without its checksum.  Raises ValueError if the checksum is wrong.
 
-    Files of earlier versions have no checksum and are not verified.
+    Files without a checksum, which earlier versions wrote, are not verified.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")

@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace, find_cache_folders, readable_size, write_atomically, writing_to
 from trainer.locks import locked
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 
 _SUFFIX = ".gguf"
 _SOURCE_FILE = "made_from.json"
@@ -330,7 +330,7 @@ class _Gguf:
         text += b" " * (-len(text) % 8)
         out.write(struct.pack("<Q", len(text)) + text)
         for name, tensor in named.items():
-            stop_if_asked()
+            raise_if_stop_requested()
             out.write(self._values(name, tensor).tobytes())
 
     def _huggingface_name(self, name: str) -> str:

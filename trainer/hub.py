@@ -36,7 +36,7 @@ from typing import Any, Literal
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import readable_size, write_atomically
 from trainer.locks import locked
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 
 SCHEME = "hf://"
 
@@ -290,7 +290,7 @@ class Repository:
         blob = partial.with_suffix("")
         tries_left, size = _MAX_TRIES - 1, _size(partial)
         while not blob.exists():  # another commit may have the same content
-            stop_if_asked()
+            raise_if_stop_requested()
             try:
                 self._receive(library, hub_file, partial, progress)
                 os.replace(partial, blob)
@@ -328,7 +328,7 @@ class Repository:
                     if start and response.status_code != 206:  # the server ignored the range, and sends the whole file
                         file.truncate(0)
                     for block in response.iter_bytes():  # written as it arrives, so that a retry can resume
-                        stop_if_asked()
+                        raise_if_stop_requested()
                         file.write(block)
                         progress.add(len(block))
             file.flush()
@@ -444,7 +444,7 @@ def _content_checksum(path: Path, hub_file: HubFile) -> str:
     )
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            stop_if_asked()
+            raise_if_stop_requested()
             algorithm.update(block)
     return algorithm.hexdigest()
 
@@ -664,7 +664,7 @@ def _reason(error: Exception) -> str:
 def _sleep(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while (remaining := deadline - time.monotonic()) > 0:
-        stop_if_asked()
+        raise_if_stop_requested()
         time.sleep(min(remaining, 0.2))
 
 

@@ -10,11 +10,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 
 _MIN_RETRY_S, _MAX_RETRY_S = 0.001, 0.05
-"""First and longest pause between attempts to acquire a lock, in seconds.  Each pause is twice as long as the previous
-one, up to the longest."""
+"""The first and the longest pause between attempts to acquire a lock, in seconds.
+
+Each pause is twice as long as the previous one, up to the longest.
+"""
 
 
 class FileLock:
@@ -27,7 +29,10 @@ class FileLock:
         self._descriptor, self.is_locked = descriptor, is_locked
 
     def make_exclusive(self) -> bool:
-        """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive."""
+        """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
+
+        If not, the shared lock may be lost as well (see flock(2)).
+        """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -66,7 +71,7 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
     try:
         yield lock
     finally:
-        # Only a holder of the lock removes the file, and only the file that it has locked.
+        # The file is removed only while it is locked here, and only if `path` is still the locked file.
         if is_locked and (not is_shared or lock.make_exclusive()) and is_same_file(descriptor, path):
             path.unlink(missing_ok=True)
         os.close(descriptor)
@@ -88,7 +93,10 @@ def remove_unlocked(path: Path) -> bool:
 
 
 def open_lock(path: Path) -> int:
-    """Open the lock file at `path`, creating it if it is missing, and return its descriptor."""
+    """Open the lock file at `path`, creating it if it is missing, and return its descriptor.
+
+    A folder at `path` is removed first.
+    """
     if path.is_dir():
         remove(path)
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -102,7 +110,7 @@ def _wait_for_lock(descriptor: int, kind: int) -> None:
             fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
             return
         except BlockingIOError:
-            stop_if_asked()
+            raise_if_stop_requested()
             time.sleep(pause)
             pause = min(2 * pause, _MAX_RETRY_S)
 
@@ -116,7 +124,7 @@ def is_same_file(descriptor: int, path: Path) -> bool:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link, or a folder with its contents; do nothing if it does not exist."""
+    """Remove a file, a link, or a folder with its contents.  Does nothing if it does not exist or cannot be removed."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

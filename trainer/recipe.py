@@ -1,7 +1,7 @@
 """Recipes, which describe models to the trainer, and their registry.
 
-A recipe is plain data that does not depend on the mesh or the rank.  Importing a recipe does not import torch: it only
-names the module that defines the network, and that module is imported when the model is built.
+A recipe is plain data that does not depend on the mesh or the rank.  Importing a built-in recipe does not import torch:
+the recipe only names the module that defines the model, and that module is imported when the model is built.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 ENTRY_POINTS = "meshtrainer.recipes"
-"""Entry-point group in which other distributions list modules that register recipes."""
+"""The entry-point group in which other distributions list modules that register recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
 """One FSDP unit: a module, its dotted name (`*` matches one part of it), or several modules gathered together."""
@@ -40,11 +40,11 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of tensors, under the names that they have in our model.  Needs no process group.
+    """A source of tensors, under the names that they have in the recipe's model.  Needs no process group.
 
     description: where the weights are, for messages.
-    shapes, dtypes: the shape and dtype of every tensor, by name.  A tied weight may appear under one of its names or
-        under all of them.
+    shapes: the shape of every tensor, by name.  A tied weight may appear under one of its names or under all of them.
+    dtypes: the dtype of every tensor, by name.
     """
 
     @property
@@ -63,7 +63,7 @@ class WeightSource(Protocol):
 
 
 class StoredTensors:
-    """Base class of weight sources: implements `shapes` and `dtypes`.
+    """Base class of weight sources, which implements `shapes` and `dtypes`.
 
     `_stored` maps the name of each tensor to an object with the attributes `shape` and `dtype`.
     """
@@ -80,7 +80,7 @@ class StoredTensors:
 
 
 class Transposed(str):
-    """Hugging Face name of a matrix that has shape (in, out) there, as in GPT-2, and (out, in) in our model.
+    """Hugging Face name of a matrix that has shape (in, out) there, as in GPT-2, and (out, in) in the recipe's model.
 
     Also the name of a stack of such matrices, one per expert.
     """
@@ -89,7 +89,7 @@ class Transposed(str):
 
 
 class Stacked(str):
-    """Hugging Face name of separate tensors that are stacked into one tensor in our model; the last `*` is the row."""
+    """Hugging Face name of separate tensors that are stacked in the recipe's model; the last `*` matches the row."""
 
     __slots__ = ()
 
@@ -98,27 +98,31 @@ class Stacked(str):
 class HuggingFace:
     """The mapping between a recipe's model and its Hugging Face counterpart.
 
-    model_type, architecture: those of the Hugging Face model, for example "llama" and "LlamaForCausalLM".  A recipe
-        that covers several model types gives functions of the model configuration.
-    names: maps our name of each parameter (and persistent buffer) to the Hugging Face name: {"layers.*.wq.weight":
-        "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.  Wrap the name of a
-        matrix that is stored transposed in `Transposed`.  If separate tensors there, such as experts, are stacked into
-        one tensor here, wrap their name in `Stacked`, with an additional `*` for the row.  List tied parameters under
-        all their names.  May also be a function of the model configuration that returns the mapping.
+    model_type: the Hugging Face model type, for example "llama".  A recipe that covers several model types gives a
+        function of the model configuration.
+    architecture: the class name of the Hugging Face model, for example "LlamaForCausalLM", or such a function.
+    names: maps the name of each parameter (and persistent buffer) in the recipe's model to the Hugging Face name:
+        {"layers.*.wq.weight": "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.
+        Wrap the name of a matrix that is stored transposed in `Transposed`.  If separate tensors there, such as
+        experts, are stacked into one tensor here, wrap their name in `Stacked`, with an additional `*` for the row.
+        List tied parameters under all their names.  May also be a function of the model configuration that returns the
+        mapping.
     stored: if renaming is not enough, `stored(model_config, source) -> WeightSource`, or "package.module:function".
-        It computes the tensors in Hugging Face's files from those in `source`, which have our names.
+        It computes the tensors in Hugging Face's files from those in `source`, which have the names in the recipe's
+        model.
     output: `output(model_config, model) -> name`, returns the name of the output projection, which a new head replaces.
         Only needed if `names` does not map its weight to "lm_head.weight".  Raises UserError if transformers has no
         sequence classifier for such a model.
     config: `config(model_config) -> dict`, returns the entries of config.json.
-    model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of our model configuration.
+    model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of the model configuration.
         Raises UserError for a model that the recipe cannot build.
-    fixed: entries of config.json for which the network supports only one value, for example {"hidden_act": "silu"}.
+    fixed: entries of config.json for which the model supports only one value, for example {"hidden_act": "silu"}.
         Exports contain them, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
     ignored: Hugging Face names of tensors that old files contain but the model does not need, such as causal masks.
-    left_out: `left_out(model_config) -> dict`, the parts of published models that our model lacks: maps the prefix of
-        their tensors' names to a description for the start block, {"model.layers.61.": "multi-token prediction"}.
+    left_out: `left_out(model_config) -> dict`, the parts of published models that the recipe's model lacks: maps the
+        prefix of their tensors' names to a description for the start block, for example {"model.layers.61.":
+        "multi-token prediction"}.
     dropped: entries of config.json that are accepted only if a recipe lists them here, and that are not exported:
         "quantization_config", in which case the weights are dequantized as `trainer.weights.quantized` describes, and
         "auto_map", which names code that is not run because the recipe replaces it.
@@ -163,10 +167,10 @@ class Recipe:
     init: `init(module)` or `init(module, name, model)`, initializes the parameters and buffers that a submodule
         directly owns; the default calls the submodule's `reset_parameters()`.
     resolve: `resolve(config) -> config`, fills in fields that follow from others, such as the sizes of the model in a
-        folder.  Called once, when the recipe file and the command line are loaded; config.yaml stores the result.
-    weights: `weights(config) -> WeightSource`, the source of the initial weights, or None to initialize them; or
-        "package.module:function".  `train.init_from` takes precedence.  The source must open its files lazily, because
-        a resumed run does not need them.
+        folder.  It is called when the recipe file and the command line are loaded; config.yaml stores the result.
+    weights: `weights(config) -> WeightSource | None`, returns the source of the initial weights, or None to initialize
+        them with `init`; or "package.module:function".  `train.init_from` takes precedence.  The source must open its
+        files lazily, because a resumed run does not need them.
     notes: `notes(config, model)`, returns remarks about the model to print when a run starts; or
         "package.module:function".
     check: `check(config)`, raises `UserError` for inconsistent fields (see `setting_error`).
@@ -177,10 +181,10 @@ class Recipe:
     context: declares that the model mixes or counts tokens only with functions of `trainer.sequence` other than
         `apply_by_document`, so that ranks may hold slices of sequences (`mesh.context`).
     experts: the name of the expert modules, such as "layers.*.moe.experts".  This declares that all their parameters
-        are stacked by expert along dimension 0, and that they are only called through `trainer.experts.mix`, so that
-        the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have experts, this
-        is a function of the model that returns their names, and the other models' configurations have
-        `num_experts=None`.
+        are stacked by expert along dimension 0, and that these modules are called only through `trainer.experts.mix`,
+        so that the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have
+        experts, this is a function of the model that returns the modules' names, and in the configurations of the other
+        models `num_experts` is None.
     blocks: fused weights, which Muon orthogonalizes block by block: maps patterns of parameter names to the number of
         equal blocks, or to the number of rows of each block: {"*.attention.qkv.weight": 3}.
     """
@@ -207,11 +211,11 @@ class Recipe:
         object.__setattr__(self, "config", _with_name(self.config, self.name))
 
     def declares_experts(self, config: Any) -> bool:
-        """Return whether the experts of the network described by `config` may be divided among ranks."""
+        """Return whether the model that `config` describes has experts that may be divided among ranks."""
         return self.experts is not None and getattr(config, "num_experts", 1) is not None
 
     def build_model(self, config: Any) -> nn.Module:
-        """Return the network that `config` describes, on the current default device."""
+        """Return the model that `config` describes, on the current default device."""
         return self._function("build")(config)
 
     def initial_weights(self, config: Any) -> WeightSource | None:
@@ -231,11 +235,12 @@ class Recipe:
         return self._function("notes")(config, model) if self.notes is not None else ()
 
     def _function(self, name: str) -> Callable[..., Any]:
+        """Return the function in the field `name`, which may contain its import path."""
         function = getattr(self, name)
         return import_object(function, f"recipe {self.name!r}: {name}") if isinstance(function, str) else function
 
     def trainer_class(self, default: type[TrainerType]) -> type[TrainerType]:
-        """Return the Trainer class of this recipe, or `default` if it does not define one."""
+        """Return the Trainer class of this recipe, or `default` if the recipe names none."""
         if isinstance(self.trainer, str):
             return cast("type[TrainerType]", import_object(self.trainer, f"recipe {self.name!r}: trainer"))
         return cast("type[TrainerType]", self.trainer or default)
@@ -244,10 +249,10 @@ class Recipe:
 def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key, with its default, its help text and its limits.
 
-    Limits of numbers: `at_least`, `above`, `at_most`, `below`.  `aliases` maps other names of values to the values that
-    messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.  `free=True` marks a
-    model field that only affects training, such as dropout: it may differ from the value that the model in
-    `train.init_from` was trained with.
+    limits: `at_least`, `above`, `at_most` and `below` for numbers.  `aliases` maps other names of values to the values
+        that messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.  `free=True`
+        marks a model field that only affects training, such as dropout: it may differ from the value that the model in
+        `train.init_from` was trained with.
     """
     return field(default=default, metadata={"meaning": meaning, **limits})
 
@@ -264,8 +269,8 @@ class BalanceConfig:
     )
     balance_shares: Literal["exact", "last"] = declare(
         "exact",
-        "expert shares used in that loss: `exact`, those of this step, which takes one more forward pass if there are "
-        "several micro-batches; `last`, those of the previous step, at no cost",
+        "fractions of tokens routed to each expert, as used in that loss: `exact`, those of this step, which takes one "
+        "more forward pass per micro-batch if there are several; `last`, those of the previous step, at no cost",
         free=True,
     )
     balance_rate: float | None = declare(
@@ -293,7 +298,7 @@ def check_number(
 ) -> None:
     """Raise UserError unless `number` is finite and within the key's limits (see `declare`).
 
-    value: the complete value of the key, which is `number` or contains it.
+    value: the entire value of the key, which is `number` or contains it.
     example: returns a value to suggest if there is no nearest legal value.
     """
     if isinstance(number, int) and not -(2**63) <= number < 2**63:
@@ -321,6 +326,7 @@ def union_members(hint: Any) -> tuple[Any, ...]:
 
 
 _registry: dict[str, Recipe] = {}
+"""The registered recipes, by name."""
 _registered_by: dict[str, str] = {}
 """The module that registered each recipe, by the name of the recipe."""
 
@@ -355,11 +361,11 @@ def find_recipe(name: str, allowed_modules: Collection[str] | None = None) -> Re
 
     Raises UserError if there is no such recipe.
     """
-    module_name, colon, registered = name.partition(":")
+    module_name, colon, registered_name = name.partition(":")
     if colon:
         if allowed_modules is not None:
             check_import("model.name", name, allowed_modules)
-        return _find_in_module(name, module_name, registered)
+        return _find_in_module(name, module_name, registered_name)
     if name not in _registry:
         load_recipes()
     for module in allowed_modules or () if name not in _registry else ():  # one of them may register it
@@ -377,19 +383,20 @@ def find_recipe(name: str, allowed_modules: Collection[str] | None = None) -> Re
     return _registry[name]
 
 
-def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
+def _find_in_module(name: str, module_name: str, registered_name: str) -> Recipe:
+    """Import a module, and return the recipe of this name, which another module may have registered."""
     if module_name.endswith(".py"):
         module = module_name.rpartition("/")[2].removesuffix(".py")
-        raise setting_error("model.name", name, "must name a module, not a file", meant=f"{module}:{registered}")
+        raise setting_error("model.name", name, "must name a module, not a file", meant=f"{module}:{registered_name}")
     earlier = set(_registry)
     _import_module(module_name, "model.name", name)
-    if registered not in _registry:
+    if registered_name not in _registry:
         defined_there = [
             recipe_name for recipe_name, recipe in _registry.items() if recipe.config.__module__ == module_name
         ]
         names = sorted({*defined_there, *(set(_registry) - earlier)})
         load_recipes()
-    if registered not in _registry:
+    if registered_name not in _registry:
         if not names:
             rule = f"{module_name!r} registers no model of that name"
             raise setting_error("model.name", name, rule, fix="call trainer.register(Recipe(...)) in that module")
@@ -399,7 +406,7 @@ def _find_in_module(name: str, module_name: str, registered: str) -> Recipe:
             [f"{module_name}:{recipe_name}" for recipe_name in names],
             f"one that {module_name!r} registers:",
         )
-    return _registry[registered]
+    return _registry[registered_name]
 
 
 def check_import(key: str, name: str, allowed_modules: Collection[str]) -> None:
@@ -449,8 +456,8 @@ def import_object(path: str, setting: str) -> Any:
     return getattr(module, attribute)
 
 
-def add_working_folder_to_path() -> None:
-    """Make modules in the working folder importable: `python -m` does so by itself, but console scripts do not."""
+def add_working_folder_to_sys_path() -> None:
+    """Make modules in the working folder importable, as `python -m` does by itself but console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 

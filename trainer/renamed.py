@@ -1,4 +1,4 @@
-"""Deprecated aliases: the old names of public attributes and methods keep working for one version."""
+"""Deprecated aliases, so that the old names of public attributes and methods keep working for one version."""
 
 from __future__ import annotations
 

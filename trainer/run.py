@@ -59,16 +59,16 @@ from trainer.errors import (
     PeerFailed,
     TrainingFailed,
     UserError,
+    install_redaction,
     nearest,
     print_stderr,
     print_stdout,
-    redact_everything,
     run_command,
     setting_error,
 )
 from trainer.lifecycle.launch import dry_run_config, spawn
 from trainer.metrics.record import uptime
-from trainer.recipe import add_working_folder_to_path
+from trainer.recipe import add_working_folder_to_sys_path
 from trainer.stopping import StopRequested, interruptible, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 _REPORT_DELAY_S = 2.0
-"""Seconds that all ranks but 0 wait before they exit on a user error, so that rank 0 can report it first."""
+"""Seconds that all ranks but 0 wait before they exit on an error that all ranks raise, so that rank 0 can report it."""
 
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
@@ -94,8 +94,8 @@ def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     start_time = uptime()
     stop_request.catch_signals_early()
-    redact_everything()
-    add_working_folder_to_path()
+    install_redaction()
+    add_working_folder_to_sys_path()
     limit_spinning()
     use_expandable_segments()
     env, is_ready = Environment(), False
@@ -186,7 +186,10 @@ def _worker_command(arguments: Arguments, trainer: type[Trainer] | None) -> list
 
 
 def should_spawn(nproc: int | None, env: Environment) -> bool:
-    """Return whether this process must start the ranks.  Raises UserError if a launcher has started another number."""
+    """Return whether this process must start the ranks.
+
+    Raises UserError if a launcher has already started a number of ranks other than `nproc`.
+    """
     if nproc is not None and env.is_distributed and nproc != env.world_size:
         rule = f"{env.launcher} has already started {env.world_size} processes; leave it out, or give that number"
         raise setting_error("nproc", nproc, rule, env.world_size)
@@ -194,13 +197,13 @@ def should_spawn(nproc: int | None, env: Environment) -> bool:
 
 
 def _check(config: RunConfig, nproc: int, env: Environment, is_spawning: bool, has_custom_trainer: bool) -> None:
-    """Check the configuration and the data before any process is started.  Raises UserError."""
+    """Check the configuration and the data before a Trainer is built.  Raises UserError."""
     num_ranks, num_local_ranks = (nproc, nproc) if is_spawning else (env.world_size, env.local_world_size)
     _check_without_torch(config, num_ranks, num_local_ranks, env, has_custom_trainer)
     if is_spawning and (config.fsdp.wrap != "block" or isinstance(config.fsdp.reshard_after_forward, list)):
         from trainer.model.shard import check_sharding
 
-        check_sharding(config)  # imports torch and builds the model, so only for these settings
+        check_sharding(config)  # imports torch and builds the model, so it is only called for these settings
 
 
 def _check_without_torch(
@@ -214,6 +217,8 @@ def _check_without_torch(
     """Check the rules between settings, the required libraries and compilers, and that the data can be read.
 
     tokenizes: whether to tokenize text that has not been tokenized yet, which all ranks do together.
+
+    Raises UserError.
     """
     from trainer.data.mixture import make_order
     from trainer.data.opening import check_tokenizer, is_untokenized, open_source, resolve_from_data
@@ -328,7 +333,10 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
 
 
 def _dry_run(config: RunConfig, trainer: Trainer) -> int:
-    """Start up without training, and print the plan.  config: that of the actual run, for the folder of checkpoints."""
+    """Start up without training, and print the plan.
+
+    config: the configuration of the actual run, which names the folder of checkpoints.
+    """
     from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan
 
@@ -361,8 +369,8 @@ def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> s
 def exit_process(exit_code: int) -> NoReturn:
     """Exit immediately, without finalizing the interpreter.
 
-    Process groups that are still alive at finalization abort the process: 13 of 16 finished runs died with "terminate
-    called without an active exception".
+    Process groups that are still alive at finalization abort the process: in a test, 13 of 16 finished runs died with
+    "terminate called without an active exception".
     """
     with contextlib.suppress(OSError):  # the reader of the pipe has exited
         sys.stdout.flush()
@@ -387,7 +395,7 @@ COMMANDS = {
     "teach": "trainer.teach",
     "submit": "trainer.submit",
 }
-"""The subcommands of `meshtrainer`, and the modules with their `command_line` functions."""
+"""Maps each subcommand of `meshtrainer` to the module with its `command_line` function."""
 
 
 _COMMANDS_OF_OTHER_TOOLS = {
@@ -402,7 +410,7 @@ _COMMANDS_OF_OTHER_TOOLS = {
     **dict.fromkeys(("sbatch", "queue"), "submit"),
     **dict.fromkeys(("grid", "multirun", "hpo", "tune"), "sweep"),
 }
-"""Names of similar commands in other tools, mapped to our subcommands."""
+"""Maps the names of similar commands in other tools to subcommands of `meshtrainer`."""
 
 
 def meshtrainer() -> NoReturn:
@@ -419,7 +427,7 @@ def meshtrainer() -> NoReturn:
 
 
 def _run_unknown_command(arguments: Sequence[str]) -> int:
-    """Run `completion`, or raise UserError for an unknown command."""
+    """Run `completion`, which is not in `COMMANDS`; raise UserError for any other command."""
     if arguments[0] == "completion":
         print_stdout(completion_script(arguments[1] if len(arguments) > 1 else "", COMMANDS), end="")
         return EXIT_FINISHED

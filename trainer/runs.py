@@ -36,10 +36,11 @@ from trainer.metrics.record import read_records
 from trainer.tables import table_lines
 
 _TAIL_BYTES = 1 << 16
-"""Bytes to read from the end of a metrics file to find the latest records."""
+"""The number of bytes to read from the end of a metrics file to find the latest records."""
 _MAX_DEPTH = 4
-"""Depth of the subfolders in which runs are searched for."""
+"""The number of levels of subfolders that are searched for runs."""
 _RUN_FILES = ("metrics.jsonl", "status.json")
+"""A folder that contains one of these files is a run folder."""
 
 
 @dataclass
@@ -53,7 +54,7 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Training loss: the mean over the steps of the last metrics line."""
+    """Training loss: the mean over the steps that the last metrics line covers."""
     eval_loss: float | None
     """Loss of the last evaluation."""
     goodput: float | None
@@ -61,11 +62,11 @@ class RunSummary:
     next: str
     """What to do next: a command to run, or a file to read."""
     active: float
-    """Time at which the run's files last changed, in seconds since the Unix epoch."""
+    """Time at which `metrics.jsonl` or `status.json` last changed, in seconds since the Unix epoch."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders in a folder, most recently active first; if it is a run folder itself, only that one."""
+    """Return the run folders in a folder, most recently active first; only the folder if it is a run folder itself."""
     return sorted(_find_run_folders(folder, _MAX_DEPTH), key=_last_active, reverse=True)
 
 
@@ -111,7 +112,10 @@ def summarize(folder: Path) -> RunSummary:
 
 
 def _latest_records(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the last record of each kind.  Reads only the end of the file if all kinds occur there."""
+    """Return the last record of each kind.
+
+    Reads only the end of the file if it contains a record of each kind that this command needs.
+    """
     try:
         with open(path, "rb") as file:
             size = file.seek(0, os.SEEK_END)

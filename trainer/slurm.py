@@ -2,10 +2,10 @@
 
 A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
 ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped before its end, and
-gives up after several consecutive attempts without progress.  It logs the start of each attempt, and whether it
-requeued the job, in RUN_DIR/attempts.log.
+gives up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether
+it requeued the job, in RUN_DIR/attempts.log.
 
-The overrides are those of `trainer.run`; options go before or between them.  Environment variables:
+The overrides are those of `trainer.run`; options may stand before, between or after them.  Environment variables:
 
   RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
   REQUEUE_FAILED=1    also requeue after a crash, but never after an error in the settings (exit code 2)
@@ -45,7 +45,7 @@ from trainer.errors import (
 from trainer.lifecycle.folder import read_status
 
 STEP_NAME = "ranks"
-"""Name of the Slurm step that runs the ranks, by which it is found: it need not be the job's first step."""
+"""Name of the Slurm step that runs the ranks.  The step is found by this name, since it need not be the job's first."""
 
 
 @dataclass
@@ -54,7 +54,7 @@ class Signals:
 
     stop_requested: bool = False
     is_cancelled: bool = False
-    """Whether a user has cancelled the job or Slurm is requeuing it; in both cases it must not be requeued here."""
+    """Whether a user has cancelled the job or Slurm itself is requeuing it.  Neither job must be requeued here."""
 
     def install(self) -> None:
         """Handle both signals from now on, including those that arrived while the batch file blocked them."""
@@ -176,9 +176,11 @@ class Job:
 def count_idle(lines: Sequence[str], job_id: str, step: int, min_steps: int) -> int:
     """Return the number of a job's most recent consecutive attempts that made fewer than `min_steps` steps each.
 
-    lines: the lines of attempts.log.  step: the current step.  An attempt ends at the step at which the next attempt,
-    of any job, starts; the last attempt ends at `step`.  An attempt of a different job in the same folder resets the
-    count.
+    An attempt ends at the step at which the next attempt, of any job, starts; the last attempt ends at `step`.  An
+    attempt of a different job in the same folder resets the count.
+
+    lines: the lines of attempts.log.
+    step: the current step.
     """
     starts = [(words[2], int(words[6])) for line in lines if (words := line.split())[7:8] == ["begins"]]
     reached = [from_step for _, from_step in starts[1:]] + [step]

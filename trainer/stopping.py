@@ -3,8 +3,10 @@
 A training run uses this until its first step; all other commands use it until they end.  A signal takes effect in
 three stages:
 
-1. Immediately, the handler records it.  Long loops call `stop_if_asked`, which raises StopRequested at a safe point.
-2. RAISE_S seconds later, StopRequested is raised in the main thread, even if that is waiting, reading, or in a library.
+1. Immediately, the handler records it.  At safe points, long loops call `raise_if_stop_requested`, which then raises
+   StopRequested.
+2. RAISE_S seconds after the signal, StopRequested is raised in the main thread, even if it is waiting, reading, or in
+   a library.
 3. END_S seconds after the signal, the process deletes partially written files and exits.  Usually the main thread is
    then in a long call that runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
 
@@ -25,19 +27,19 @@ from types import FrameType
 from typing import NoReturn
 
 RAISE_S, END_S = 1.5, 3.0
-"""Seconds from the signal to the second stage, and to the third."""
+"""Seconds from the signal to the second and to the third stage."""
 
 _RERAISE_S = 0.05
-"""Seconds after which StopRequested is raised again if a destructor or a callback has swallowed it."""
+"""Seconds after which StopRequested is raised again if the interpreter has swallowed it (see `_on_unraisable`)."""
 
 _HOOK_TIMEOUT_S = 1.0
 """Time limit of `before_exit` in seconds, because it may hang on a disk."""
 
 
 def exit_on_signals(command: str) -> None:
-    """Let signals end this process immediately while it only imports modules, and has nothing to clean up.
+    """Let signals end this process immediately, as long as it only imports modules and has nothing to clean up.
 
-    command: the name of the command, such as `run` or `export`, which installs its own handlers when it starts.
+    command: the name of the command, such as `run` or `export`.  The command installs its own handlers when it starts.
     """
     _command[:] = [command]
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
@@ -46,6 +48,7 @@ def exit_on_signals(command: str) -> None:
 
 
 _command: list[str] = []
+"""The name of the command that this process runs, if `exit_on_signals` was called."""
 
 
 def exit_immediately(number: int, frame: object) -> NoReturn:
@@ -57,7 +60,7 @@ def exit_immediately(number: int, frame: object) -> NoReturn:
 
 
 class StopRequested(BaseException):
-    """Raised if a signal has asked this process to stop.  Not an Exception, so that no code retries or swallows it.
+    """Raised if a signal has asked this process to stop.  `except Exception` does not catch it, so no code retries.
 
     name: the name of the signal, such as SIGTERM.
     note: what the next start can reuse, for the message; may be empty.
@@ -93,7 +96,7 @@ def unwrapping() -> Iterator[None]:
 
 
 class PromptStop:
-    """Stops this process promptly after a signal, in three stages.  Used in the main thread; only one can be active.
+    """Stops this process promptly after a signal, in three stages.  Used in the main thread; at most one is active.
 
     numbers: the signals to watch for.  Each must have a Python handler that calls `on_signal`.
     exit_code: returns the exit code of the third stage, given the name of the signal.
@@ -147,7 +150,11 @@ class PromptStop:
         os.close(self._write_fd)
 
     def on_signal(self, name: str) -> bool:
-        """Record a signal; called by its handler.  Returns True if the second stage sent it, so that it is not new."""
+        """Record a signal; called by its handler.  Returns True for the signal that the second stage sends.
+
+        Raises StopRequested in the second stage, or if `raises_immediately` is set, unless this PromptStop is cancelled
+        or the signal has interrupted the hook for unraisable exceptions (see `is_in_hook`).
+        """
         can_raise = not self._is_cancelled.is_set() and not is_in_hook(sys._getframe())
         if self.raises_immediately and can_raise:
             self.name = self.name or name
@@ -232,12 +239,12 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def leave_signals_to_handlers() -> None:
-    """Cancel the active PromptStop, so that signals reach only the handlers, which may take as long as they need."""
+    """Cancel the active PromptStop, so that only the handlers react to signals, and may take as long as they need."""
     for active in list(_active):
         active.cancel()
 
 
-def stop_if_asked() -> None:
+def raise_if_stop_requested() -> None:
     """Raise StopRequested if a signal has arrived and there is nothing to save yet.
 
     Long loops must call this at least once per second.
@@ -249,7 +256,7 @@ def stop_if_asked() -> None:
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
     """Raise StopRequested immediately if a signal arrives in the block, which must be interruptible anywhere."""
-    stop_if_asked()
+    raise_if_stop_requested()
     for active in _active:
         active.raises_immediately = True
     try:
@@ -260,7 +267,7 @@ def interruptible() -> Iterator[None]:
 
 
 def prompt_stop_signal() -> str:
-    """Return the name of the signal that has arrived while there is nothing to save yet; empty if none has."""
+    """Return the name of the signal that has arrived while there is nothing to save yet; empty if none has arrived."""
     return next((active.name for active in _active), "")
 
 
@@ -287,7 +294,7 @@ def drop_partial(path: Path) -> None:
 
 @contextlib.contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Delete a file after the block unless the block renamed it, and also if the process exits in the third stage."""
+    """Delete a file after the block, or if the process exits in the third stage, unless the block has renamed it."""
     add_partial(path)
     try:
         yield path

@@ -6,8 +6,8 @@
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
 The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest power of two on
-which the planner says the run fits.  Settings are checked before the job is submitted.  The job saves a checkpoint when
-the cluster announces that it will end the job, and resumes from that checkpoint.
+which the planner says the run fits.  Settings are checked before the job is submitted.  A job on a cluster saves a
+checkpoint when the cluster announces that it will end the job, and resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.recipe import add_working_folder_to_path
+from trainer.recipe import add_working_folder_to_sys_path
 
 _USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
 _MAX_NODES = 512
+"""The largest number of nodes to try if neither --nodes nor the mesh gives the number."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,8 @@ class ClusterJob:
 def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), extra_arguments: str = "") -> str:
     """Return the batch file of a job.
 
-    array: the task numbers and limit of a job array, such as `0-5%2`.  setup: lines of bash before the command.
+    array: the task numbers and limit of a job array, such as `0-5%2`.
+    setup: lines of bash before the command.
     extra_arguments: further arguments of the run, in bash syntax.
     """
     name = re.sub(r"[^\w.+-]+", "-", job.name)
@@ -94,7 +96,7 @@ def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), extr
 
 def send_to_slurm(text: str) -> int:
     """Submit a batch file with sbatch, print the job's number, and return the exit code."""
-    return _pipe_to(["sbatch"], text, "sbatch", "submit on a machine that has Slurm's commands, or use --dry-run")
+    return _pipe_to(["sbatch"], text, "submit on a machine that has Slurm's commands, or use --dry-run")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -176,7 +178,7 @@ def find_num_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
     """Return the number of nodes for a run: from its mesh if that has fixed sizes, else the fewest on which it fits.
 
     Only powers of two are tried.  Without a fixed mesh, a run on CPUs gets one node.  Raises UserError if the mesh does
-    not fill its nodes, or if the run fits on no number of nodes.
+    not fill its nodes, or if the run does not fit on any number of nodes up to `_MAX_NODES`.
     """
     replicate, shard = config.mesh.replicate, config.mesh.shard
     if shard == "node":
@@ -298,9 +300,9 @@ def require_at_least(minimum: int, **options: int | None) -> None:
 
 
 def _folder_on_volume(folder: str, volume: str) -> str:
-    """Return the path of the run folder on the volume, since all other files of a container are lost when it ends.
+    """Return the path of the run folder on the volume, given its path relative to the volume or its absolute path.
 
-    Raises UserError for a path that is not on the volume.
+    Raises UserError for a path that is not on the volume, since all other files of a container are lost when it ends.
     """
     path = posixpath.normpath(posixpath.join(volume, folder))
     if not path.startswith(f"{volume.rstrip('/')}/"):
@@ -326,11 +328,15 @@ def _dns_label(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:40].strip("-") or "run"
 
 
-def _pipe_to(command: Sequence[str], text: str, program: str, fix: str) -> int:
+def _pipe_to(command: Sequence[str], text: str, fix: str) -> int:
+    """Run a command with `text` as its input, print its output, and return the exit code.
+
+    Raises UserError, with the advice `fix`, if this machine does not have the command.
+    """
     try:
         finished = subprocess.run(command, input=text, text=True, stdout=subprocess.PIPE)
     except FileNotFoundError as error:
-        raise UserError(f"{program}: this machine does not have the command\n  to fix: {fix}") from error
+        raise UserError(f"{command[0]}: this machine does not have the command\n  to fix: {fix}") from error
     print_stdout(finished.stdout.rstrip())
     return EXIT_FINISHED if finished.returncode == 0 else EXIT_FAILED
 
@@ -347,7 +353,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
     options, other_options = parser.parse_known_intermixed_args(argv)
-    add_working_folder_to_path()
+    add_working_folder_to_sys_path()
     return run_command(lambda: _SUBMITTERS[options.where](options, parse([*options.arguments, *other_options])))
 
 
@@ -376,7 +382,7 @@ def _submit_to_kubernetes(options: argparse.Namespace, arguments: Arguments) -> 
     if options.dry_run:
         print_stdout(text, end="")
         return EXIT_FINISHED
-    return _pipe_to(["kubectl", "apply", "-f", "-"], text, "kubectl", "install kubectl, or use --dry-run")
+    return _pipe_to(["kubectl", "apply", "-f", "-"], text, "install kubectl, or use --dry-run")
 
 
 def _run_locally(options: argparse.Namespace, arguments: Arguments) -> int:

@@ -42,7 +42,7 @@ from trainer.errors import (
 )
 from trainer.files import write_atomically
 from trainer.lifecycle.folder import read_status
-from trainer.recipe import add_working_folder_to_path
+from trainer.recipe import add_working_folder_to_sys_path
 from trainer.runs import RunSummary, summarize, table_of
 from trainer.stopping import leave_signals_to_handlers
 from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, require_at_least, send_to_slurm
@@ -358,7 +358,7 @@ def _check_same_sweep(sweep: Sweep) -> None:
 
 
 def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
-    add_working_folder_to_path()
+    add_working_folder_to_sys_path()
     arguments = parse(words)
     require_at_least(1, parallel=options.parallel)
     sweep = make_sweep(arguments, Path(options.dir))

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 _GAP = "  "
 _MIN_WIDTH = 20
+"""The least width, in characters, of a table and of a wrapped last column."""
 
 
 def terminal_width() -> int:
@@ -22,8 +23,9 @@ def table_lines(
     """Return the lines of a table that is at most `width` characters wide (default: as wide as the terminal).
 
     Columns are right-aligned, except for those in `text_columns`, which are left-aligned.  Values are never truncated.
-    If the columns do not fit side by side, the last one is wrapped if it is text.  Otherwise each row becomes a block:
-    its first cell, and below it `header: value` for the others.  If all headers are empty, there is no header line.
+    If the columns do not fit side by side, the last one is wrapped, provided that it is text and has enough space.
+    Otherwise each row becomes a block: its first cell, and below it `header: value` for the others.  If all headers are
+    empty, there is no header line.
     """
     width = max(_MIN_WIDTH, terminal_width() if width is None else width)
     all_rows = [headers, *rows] if any(headers) else list(rows)
@@ -56,7 +58,7 @@ def _block_lines(headers: Sequence[str], row: Sequence[str], width: int) -> list
 
 
 def fit_to_width(text: str, columns: int) -> str:
-    """Wrap the text to lines of at most `columns` characters, unless a word is longer; 0: unchanged.
+    """Wrap the text to lines of at most `columns` characters, unless a word is longer.  If `columns` is 0, do nothing.
 
     Text in a second column, such as the description of an option, stays in that column when it is wrapped.
     """

@@ -1,7 +1,7 @@
-"""Handles URLs: splits paths from queries, detects globs, removes credentials, and opens fsspec file systems.
+"""Handles URLs: separates paths from queries, detects globs, removes credentials, and opens fsspec file systems.
 
 In an http(s) URL, `?` starts the query, and only the path can contain the wildcards `*` and `[...]`.  Other URLs
-(s3://, gs://, memory://) have no query, and `?` is a wildcard too.
+(s3://, gs://, memory://) have no query, and in these `?` is a wildcard too.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from typing import Any
 from trainer.errors import PASSWORD_IN_URL, is_secret_parameter
 
 _KEY_SCHEMES = ("s3", "s3a")
-"""Schemes whose key and secret fsspec takes as options, not from the URL."""
+"""Schemes for which fsspec takes the key and the secret as options, not from the URL."""
 _SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Query parameters that change when a URL is signed again, for AWS, Google, CloudFront and Azure (SAS)."""
+"""Query parameters that change when a URL is signed again: those of AWS, Google, CloudFront and Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:
-    """Return whether a URL is http or https."""
+    """Return whether the scheme of a URL is http or https."""
     return url.startswith(("http://", "https://"))
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Split a URL into the part before the query and the query with its `?`, which is empty if there is no query."""
+    """Split a URL into the part before the query, and the query with its `?` (empty if there is none)."""
     location, mark, query = url.partition("?") if is_http(url) else (url, "", "")
     return location, mark + query
 
@@ -44,13 +44,13 @@ def has_pattern(url: str) -> bool:
 
 
 def join(url: str, name: str) -> str:
-    """Return the URL of a file in the folder at `url`, with the folder's query, which may hold a token for it."""
+    """Return the URL of a file in the folder at `url`.  It keeps the folder's query, which may contain a token."""
     location, query = split_query(url)
     return f"{location.rstrip('/')}/{name}{query}"
 
 
 def parent(url: str) -> str:
-    """Return the URL of the folder that contains a file, with the same query."""
+    """Return the URL of the folder that contains the file at `url`, with the same query."""
     location, query = split_query(url)
     return f"{location.rpartition('/')[0]}{query}"
 
@@ -64,7 +64,7 @@ def with_suffix(url: str, old: str, new: str) -> str:
 def without_credentials(url: str) -> str:
     """Return a URL without user, password, token and signature.
 
-    Used in cache keys and comparisons, where a URL with a renewed token or signature stands for the same file.  Masked
+    Used in cache keys and comparisons, where a URL with a renewed token or signature refers to the same file.  Masked
     credentials are removed too, since the URL may come from a run's stored configuration.
     """
     if "://" not in url:
@@ -111,7 +111,7 @@ def _split_user(url: str) -> tuple[str, str, str]:
 
 
 def split_login(url: str) -> tuple[str, dict[str, str]]:
-    """Return an http(s) URL without user and password, and the header that contains them instead."""
+    """Return an http(s) URL without user and password, and the header that transmits them instead (empty if none)."""
     without_user, user, password = _split_user(url)
     if not user and not password:
         return url, {}

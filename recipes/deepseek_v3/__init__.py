@@ -27,7 +27,7 @@ def flops(config: DeepseekV3Config, seq_len: float) -> float:
     num_dense = config.num_dense_layers
     matrices = config.num_layers * attention + num_dense * 3 * dim * config.ffn_dim
     matrices += (config.num_layers - num_dense) * experts + dim * config.vocab_size
-    # Two matrix products, queries by keys and weights by values; the causal mask halves both.
+    # Two matmuls, queries by keys and weights by values; the causal mask halves both.
     scores = config.num_layers * num_heads * (config.head_dim + value_dim) * seq_len / 2
     return 6.0 * (matrices + scores)
 

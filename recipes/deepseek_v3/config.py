@@ -25,8 +25,8 @@ class DeepseekV3Config(BalanceConfig):
     num_heads: int = declare(6, "attention heads", at_least=1, at_most=2**16)
     q_rank: int | None = declare(96, "width of the query latents; null: queries are not compressed", at_least=1)
     kv_rank: int = declare(64, "width of the key and value latents", at_least=1)
-    nope_dim: int = declare(32, "part of each query and key head without position", at_least=1)
-    rope_dim: int = declare(16, "part of each query and key head with rotary position embedding", at_least=2)
+    nope_dim: int = declare(32, "dimensions of each query and key head without RoPE", at_least=1)
+    rope_dim: int = declare(16, "dimensions of each query and key head with RoPE", at_least=2)
     value_dim: int = declare(32, "width of each head's values", at_least=1)
     ffn_dim: int = declare(512, "hidden width of the feed-forward layer of blocks without experts", at_least=1)
     expert_dim: int = declare(96, "hidden width of an expert", at_least=1, at_most=2**24)
@@ -48,9 +48,14 @@ class DeepseekV3Config(BalanceConfig):
     rope_beta_slow: float = declare(
         1.0, "YaRN: pairs with fewer rotations in that length are scaled by the full factor", above=0
     )
-    rope_mscale: float = declare(1.0, "YaRN: coefficient of the scale of rotated pairs; 0: YaRN's default", at_least=0)
+    rope_mscale: float = declare(
+        1.0,
+        "YaRN: coefficient of the scale of cosines and sines, relative to that of all scores; if this or "
+        "rope_mscale_all_dim is 0: YaRN's default scale",
+        at_least=0,
+    )
     rope_mscale_all_dim: float = declare(
-        1.0, "YaRN: coefficient of the scale of all scores, instead of the rotated pairs; 0: no scale", at_least=0
+        1.0, "YaRN: coefficient of the scale of all attention scores; 0: no scale", at_least=0
     )
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm, except for latents (1e-6)", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")

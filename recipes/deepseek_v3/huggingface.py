@@ -1,7 +1,7 @@
-"""The mapping between DeepSeek-V3 and its Hugging Face counterpart.
+"""The mapping of weights and config.json between this DeepSeek-V3 and Hugging Face's.
 
-Published folders contain the matrices in fp8, which are dequantized as they are read, and an additional last block for
-multi-token prediction, which is ignored.
+Published folders contain the matrices in fp8, which are dequantized as they are read.  They also contain an additional
+last block for multi-token prediction, which is ignored.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
-from .._huggingface import check_quantization, parse_rope, yarn_entries, yarn_fields
+from .._huggingface import check_quantization, export_yarn, parse_rope, parse_yarn
 
 if TYPE_CHECKING:
     from .config import DeepseekV3Config
@@ -70,7 +70,7 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""For each of our fields: its name in config.json, and the default if it is missing there."""
+"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 YARN = {
     "rope_factor": ("factor", 40.0),
@@ -83,34 +83,34 @@ YARN = {
 """The same, for the entries of `rope_scaling` that YaRN uses."""
 
 
-def config(config: DeepseekV3Config) -> dict[str, Any]:
-    """Return the entries of config.json."""
+def export_config(config: DeepseekV3Config) -> dict[str, Any]:
+    """Return the entries of config.json for `config`."""
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
         "num_key_value_heads": config.num_heads,
-        **yarn_entries(config, YARN),
+        **export_yarn(config, YARN),
     }
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `DeepseekV3Config` for the contents of config.json, as written by transformers 4 or 5.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `DeepseekV3Config` for a config.json written by transformers 4 or 5.
 
     Raises UserError if the numbers of key and query heads differ, if there is more than one block of multi-token
-    prediction, and for weights quantized in a format other than fp8.
+    prediction, for RoPE scaling other than YaRN, and for weights quantized in a format other than fp8.
     """
-    check_quantization(content, "fp8")
-    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
-    if content.get("num_key_value_heads") not in (None, fields["num_heads"]):
+    check_quantization(config_json, "fp8")
+    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    if config_json.get("num_key_value_heads") not in (None, fields["num_heads"]):
         rule = f"must be num_attention_heads={fields['num_heads']}"
-        raise UserError(f"num_key_value_heads={content['num_key_value_heads']}: {rule}")
-    if (content.get("num_nextn_predict_layers") or 0) > 1:
+        raise UserError(f"num_key_value_heads={config_json['num_key_value_heads']}: {rule}")
+    if (config_json.get("num_nextn_predict_layers") or 0) > 1:
         rule = "this recipe leaves out at most one block of multi-token prediction"
-        raise UserError(f"num_nextn_predict_layers={content['num_nextn_predict_layers']}: {rule}")
-    return fields | yarn_fields(parse_rope(content, ("default", "yarn")), YARN)
+        raise UserError(f"num_nextn_predict_layers={config_json['num_nextn_predict_layers']}: {rule}")
+    return fields | parse_yarn(parse_rope(config_json, ("default", "yarn")), YARN)
 
 
 def left_out(config: DeepseekV3Config) -> dict[str, str]:
-    """Return the name prefix of the multi-token prediction tensors, and what messages call them."""
+    """Return the name prefix of the multi-token prediction tensors, and what messages call that part."""
     return {f"model.layers.{config.num_layers}.": "its multi-token prediction"}
 
 
@@ -118,8 +118,8 @@ HUGGINGFACE = HuggingFace(
     model_type="deepseek_v3",
     architecture="DeepseekV3ForCausalLM",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed={
         **{"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
         **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},

@@ -1,8 +1,8 @@
-"""The network of DeepSeek-V3.
+"""The DeepSeek-V3 model.
 
 Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys (P dimensions without RoPE and
-R with RoPE), C latent width, V head size of values; E experts, A chosen experts per token, G groups of experts, S
-tokens of the batch.
+R with RoPE), C rank of the key and value latents, V head size of values; E experts, A experts per token, G groups of
+experts, S tokens in the batch (B x T); X any other size.
 """
 
 from __future__ import annotations
@@ -31,13 +31,14 @@ from ..qwen3_moe.model import Experts
 from .config import DeepseekV3Config
 
 _LATENT_EPS = 1e-6
-"""Epsilon of the latents' norms; the published code has no setting for it."""
+"""Epsilon of the latents' RMSNorm; the published code has no setting for it."""
 
 
 class LatentAttention(nn.Module):
-    """Multi-head latent attention: queries, keys and values are projected from narrow latents.
+    """Multi-head latent attention: queries, keys and values are projected from low-rank latents.
 
-    All heads share the rotated part of the keys (DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1).
+    RoPE is applied to a part of each query head, and to a part of the keys that all heads share (DeepSeek-AI 2024,
+    "DeepSeek-V2", arXiv:2405.04434, section 2.1).  With `q_rank=None`, queries have no latents.
     """
 
     def __init__(self, config: DeepseekV3Config) -> None:
@@ -54,7 +55,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps=_LATENT_EPS)
         self.wkv_b = Linear(config.kv_rank, num_heads * (config.nope_dim + config.value_dim), std=std)
         self.wo = Linear(num_heads * config.value_dim, dim, std=std / math.sqrt(2 * config.num_layers))
-        # YaRN increases the scores, either through the rotated pairs only or through the scale of all scores.
+        # YaRN increases the scores through RoPE's cosines and sines, through the scale of all scores, or through both.
         all_dim_mscale = yarn_mscale(config.rope_factor, config.rope_mscale_all_dim)
         self.scale = config.head_dim**-0.5 * all_dim_mscale**2
         pair_mscale = yarn_mscale(config.rope_factor)
@@ -87,9 +88,9 @@ class LatentAttention(nn.Module):
 
 
 class GroupLimitedTopK(TopKExperts):
-    """Chooses each token's experts from a few groups: the groups with the highest sums of their two best scores.
+    """Chooses each token's experts from a few groups: those whose two highest scores have the highest sum.
 
-    Scores are compared after adding a bias (DeepSeek-V3, section 2.1.2).
+    Scores are compared after adding each expert's bias (DeepSeek-V3, section 2.1.2).
     """
 
     bias: torch.Tensor
@@ -112,7 +113,7 @@ class GroupLimitedTopK(TopKExperts):
 
 
 class DeepseekMoe(nn.Module):
-    """A mixture-of-experts layer with routed experts, plus shared ones that process every token."""
+    """A mixture-of-experts layer with routed experts, and with shared experts that process every token."""
 
     def __init__(self, config: DeepseekV3Config) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The mapping between GPT-2 and its Hugging Face counterpart, which stores matrices as (in, out)."""
+"""The mapping of weights and config.json between this GPT-2 and Hugging Face's, which stores matrices as (in, out)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ FIELDS = {
     "norm_eps": ("layer_norm_epsilon", 1e-5),
     "init_std": ("initializer_range", 0.02),
 }
-"""For each of our fields: its name in config.json, and the default if it is missing there."""
+"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 
 ALIASES = {
@@ -53,32 +53,33 @@ ALIASES = {
 """Alternative names that transformers accepts for entries of config.json."""
 
 
-def config(config: GPT2Config) -> dict[str, Any]:
-    """Return the entries of config.json."""
+def export_config(config: GPT2Config) -> dict[str, Any]:
+    """Return the entries of config.json for `config`."""
     on_embeddings, on_attention, _ = config.dropouts
     shape = {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()}
     return shape | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `GPT2Config` for the contents of config.json.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `GPT2Config` for a config.json.
 
     Raises UserError if the feed-forward layer is not four times as wide as the model, or if two names of one entry have
     different values.
     """
-    fields = {field: _entry(content, entry, default) for field, (entry, default) in FIELDS.items()}
-    if content.get("n_inner") not in (None, 4 * fields["dim"]):
-        raise UserError(f"n_inner={content['n_inner']}: must be 4 x n_embd, or null, in this recipe")
+    fields = {field: _entry(config_json, entry, default) for field, (entry, default) in FIELDS.items()}
+    if config_json.get("n_inner") not in (None, 4 * fields["dim"]):
+        raise UserError(f"n_inner={config_json['n_inner']}: must be 4 x n_embd, or null, in this recipe")
     for field, entry in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
-        rate = content.get(entry, 0.1)
+        rate = config_json.get(entry, 0.1)
         if rate is None:
             raise UserError(f"{entry}=null: must be a number")
         fields[field] = rate if rate != fields["dropout"] else None
     return fields
 
 
-def _entry(content: Mapping[str, Any], name: str, default: Any) -> Any:
-    values = [content[key] for key in (name, ALIASES.get(name, name)) if key in content]
+def _entry(config_json: Mapping[str, Any], name: str, default: Any) -> Any:
+    """Return an entry, which may have either of two names.  Raises UserError if both are given and differ."""
+    values = [config_json[key] for key in (name, ALIASES.get(name, name)) if key in config_json]
     if any(other != values[0] for other in values[1:]):
         raise UserError(f"{ALIASES[name]}={values[1]}: is another name of {name}, which is {values[0]}")
     return values[0] if values else default
@@ -88,8 +89,8 @@ HUGGINGFACE = HuggingFace(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed={
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,

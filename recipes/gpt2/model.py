@@ -1,4 +1,4 @@
-"""The network of GPT-2.
+"""The GPT-2 model.
 
 Shape suffixes: B batch, T time, D model width, N heads, H head size, V vocabulary.
 """
@@ -53,9 +53,10 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
+    """GPT-2: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.
 
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `cu_seqlens` follow from it.
+    If `documents` (B, T) is given, tokens attend only to their own document, and `positions` and `cu_seqlens` are
+    derived from it unless they are given.
     """
 
     def __init__(self, config: GPT2Config) -> None:

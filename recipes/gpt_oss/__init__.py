@@ -21,7 +21,7 @@ def flops(config: GptOssConfig, seq_len: float) -> float:
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
-    # Two matrix products: queries by keys, and weights by values.
+    # Two matmuls: queries by keys, and weights by values.
     keys = sum(mean_num_keys(seq_len, config.window_of(layer)) for layer in range(config.num_layers))
     return 6.0 * (matrices + 2 * config.num_heads * config.head_dim * keys)
 

@@ -28,8 +28,10 @@ class GptOssConfig(BalanceConfig):
     expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)
     num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
     num_chosen: int = declare(2, "experts per token (top-k)", at_least=1)
-    swiglu_alpha: float = declare(1.702, "factor of the gate inside its sigmoid", above=0)
-    swiglu_limit: float = declare(7.0, "magnitude at which an expert's gate and its input are clamped", above=0)
+    swiglu_alpha: float = declare(1.702, "factor of the gate projection inside the sigmoid", above=0)
+    swiglu_limit: float = declare(
+        7.0, "upper bound of an expert's gate projection, and bound of the magnitude of its up projection", above=0
+    )
     max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(150000.0, "base of the rotary frequencies", above=1)
     rope_factor: float = declare(32.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)

@@ -1,4 +1,4 @@
-"""The mapping between gpt-oss and its Hugging Face counterpart.
+"""The mapping of weights and config.json between this gpt-oss and Hugging Face's.
 
 Published folders contain the experts in MXFP4; they are dequantized as they are read.
 """
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Transposed
 
-from .._huggingface import check_quantization, parse_rope, yarn_entries, yarn_fields
-from ..qwen3.huggingface import ATTENTION
+from .._huggingface import check_quantization, export_yarn, parse_rope, parse_yarn
+from ..qwen3.huggingface import SHARED_NAMES
 
 if TYPE_CHECKING:
     from .config import GptOssConfig
 
 NAMES = {
-    **{ours: theirs for ours, theirs in ATTENTION.items() if not ours.endswith(("q_norm.weight", "k_norm.weight"))},
+    **{ours: theirs for ours, theirs in SHARED_NAMES.items() if not ours.endswith(("q_norm.weight", "k_norm.weight"))},
     "layers.*.attention.wq.bias": "model.layers.*.self_attn.q_proj.bias",
     "layers.*.attention.wk.bias": "model.layers.*.self_attn.k_proj.bias",
     "layers.*.attention.wv.bias": "model.layers.*.self_attn.v_proj.bias",
@@ -50,10 +50,10 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""For each of our fields: its name in config.json, and the default if it is missing there."""
+"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
-BALANCE = 0.001
-"""Load-balancing coefficient if config.json has none, and the one written if `model.balance` is 0."""
+AUX_LOSS_COEF = 0.001
+"""The load-balancing coefficient that is assumed if config.json has none, and written if `model.balance` is 0."""
 
 YARN = {
     "rope_factor": ("factor", 32.0),
@@ -65,40 +65,41 @@ YARN = {
 """The same, for the entries of `rope_scaling` that YaRN uses."""
 
 
-def config(config: GptOssConfig) -> dict[str, Any]:
-    """Return the entries of config.json."""
-    kinds = ("sliding_attention", "full_attention")
+def export_config(config: GptOssConfig) -> dict[str, Any]:
+    """Return the entries of config.json for `config`."""
+    layer_types = ("sliding_attention", "full_attention")
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
-        "layer_types": [kinds[layer % 2] for layer in range(config.num_layers)],
-        "router_aux_loss_coef": config.balance or BALANCE,
-        **yarn_entries(config, YARN),
+        "layer_types": [layer_types[layer % 2] for layer in range(config.num_layers)],
+        "router_aux_loss_coef": config.balance or AUX_LOSS_COEF,
+        **export_yarn(config, YARN),
     }
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `GptOssConfig` for the contents of config.json, as written by transformers 4 or 5.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `GptOssConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError unless every other layer has a window, and for weights quantized in a format other than MXFP4.
+    Raises UserError unless layers 0, 2, 4, ... and no others have a window, for RoPE scaling other than YaRN, and for
+    weights quantized in a format other than MXFP4.
     """
-    check_quantization(content, "mxfp4")
-    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
-    is_balanced = content.get("output_router_logits", False)
-    fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if is_balanced else 0.0
-    for layer, kind in enumerate(content.get("layer_types") or ()):
-        if kind != (expected := "full_attention" if layer % 2 else "sliding_attention"):
-            raise UserError(f"layer_types: layer {layer} has {kind}; in this recipe it has {expected}")
-    if "rope_scaling" not in content and "rope_parameters" not in content:
-        content = {**content, "rope_scaling": {"rope_type": "yarn", "truncate": False}}
-    return fields | yarn_fields(parse_rope({"rope_theta": 150000.0, **content}, ("default", "yarn")), YARN)
+    check_quantization(config_json, "mxfp4")
+    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    is_balanced = config_json.get("output_router_logits", False)
+    fields["balance"] = config_json.get("router_aux_loss_coef", AUX_LOSS_COEF) if is_balanced else 0.0
+    for layer, layer_type in enumerate(config_json.get("layer_types") or ()):
+        if layer_type != (expected := "full_attention" if layer % 2 else "sliding_attention"):
+            raise UserError(f"layer_types: layer {layer} has {layer_type}; in this recipe it has {expected}")
+    if "rope_scaling" not in config_json and "rope_parameters" not in config_json:
+        config_json = {**config_json, "rope_scaling": {"rope_type": "yarn", "truncate": False}}
+    return fields | parse_yarn(parse_rope({"rope_theta": 150000.0, **config_json}, ("default", "yarn")), YARN)
 
 
 HUGGINGFACE = HuggingFace(
     model_type="gpt_oss",
     architecture="GptOssForCausalLM",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed={"hidden_act": "silu", "attention_bias": True, "attention_dropout": 0.0},
     prefix="model.",
     dropped=("quantization_config",),

@@ -1,8 +1,8 @@
-"""The network of gpt-oss.
+"""The gpt-oss model.
 
 Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F hidden width of an
-expert, G gate and up projections (2 x F), V vocabulary; E experts, A experts per token, S tokens in the batch, M
-token-expert pairs (S x A).
+expert, G gate and up projections (2 x F), V vocabulary; E experts, A experts per token, S tokens in the batch (B x T),
+M token-expert pairs (S x A).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GptOssExperts(nn.Module):
     """
 
     matrices = {"gate_up_proj": ("gate_up",), "down_proj": ("down",)}
-    """For adapters; see `trainer.experts.adapters`."""
+    """Which parameters share a LoRA adapter, by the name of the adapter; see `trainer.experts.adapters`."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()

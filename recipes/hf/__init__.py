@@ -1,6 +1,7 @@
 """Any of transformers' causal language models, built by transformers itself from a local model folder.
 
-transformers is imported only when such a model is built, never for other recipes.  Nothing is downloaded.
+Importing this package does not import transformers, so other recipes work without it.  The recipe itself downloads
+nothing: `trainer.hub` does.
 Source: https://huggingface.co/docs/transformers.
 """
 
@@ -21,7 +22,7 @@ _PACKAGE = "trainer.recipes.hf"
 
 
 def _import_on_call(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports `module`, which needs transformers, when it is called."""
+    """Return a function that imports `module`, which needs transformers, only when called, and calls its `name`."""
     return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
 
 
@@ -35,7 +36,7 @@ HUGGINGFACE = HuggingFace(
     architecture=_import_on_call("model", "architecture"),
     names={},
     config=lambda config: config.config,
-    model_fields=lambda content: {"config": dict(content)},
+    model_fields=lambda config_json: {"config": dict(config_json)},
     stored=f"{_PACKAGE}.weights:as_stored",
     output=_import_on_call("classifier", "output_projection"),
 )

@@ -1,4 +1,4 @@
-"""Checks that transformers can load a model with a new head as a sequence classifier, which is how it is exported."""
+"""Checks that transformers can load a model with a new head as a sequence classifier, the form of its export."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .model import build, library_config
 def output_projection(config: HfConfig, model: Any) -> str:
     """Return the name of the projection onto the vocabulary, which a new head replaces.
 
-    Raises UserError if transformers has no classifier that consists of this model with such a head.
+    Raises UserError if transformers has no sequence classifier with the weights of this model and such a head.
     """
     if problem := _export_problem(json.dumps(config.config, sort_keys=True)):
         kind, version = config.config["model_type"], transformers.__version__
@@ -35,7 +35,10 @@ def _name_of_output(model: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _export_problem(content: str) -> str:
-    """Return why transformers' classifier could not load the weights of an exported model, or an empty string."""
+    """Return why transformers' classifier could not load the weights of an exported model, or an empty string.
+
+    content: config.json as text, which `lru_cache` can hash.
+    """
     config = HfConfig(config=json.loads(content))
     if config.config["model_type"] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
         return "there is none"

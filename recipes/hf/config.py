@@ -1,4 +1,4 @@
-"""The configuration of a transformers model: its folder and the contents of its config.json.
+"""The configuration of a transformers model: its folder, the contents of its config.json, and a few settings.
 
 This module imports neither torch nor transformers.
 """
@@ -38,7 +38,7 @@ class HfConfig:
 
     @property
     def vocab_size(self) -> int | None:
-        """Size of the vocabulary, or None if config.json leaves it to the library."""
+        """Size of the vocabulary, or None if config.json does not specify it."""
         return self._entry("vocab_size")
 
     @property
@@ -53,7 +53,7 @@ class HfConfig:
 
     @property
     def num_experts(self) -> int | None:
-        """Number of experts per layer, or None if config.json specifies none."""
+        """Number of experts per layer, or None if config.json does not specify it."""
         return self._entry("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
     @property
@@ -62,6 +62,7 @@ class HfConfig:
         return self._entry("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
     def _entry(self, *names: str) -> Any:
+        """Return the first of these entries of config.json, or of its `text_config`, that is set; else None."""
         text_config = self.config.get("text_config") or {}
         return next(
             (entries[name] for entries in (self.config, text_config) for name in names if entries.get(name)), None
@@ -76,9 +77,9 @@ def model_type(config: HfConfig) -> str:
 def resolve(config: HfConfig) -> HfConfig:
     """Return the configuration completed with the contents of the folder's config.json.
 
-    A configuration written by a run already contains these entries; it is returned unchanged if the folder no longer
-    exists.  Raises UserError if no folder is given, or if the folder's entries differ from those in the
-    configuration.
+    A configuration written by a run already contains these entries, and is returned unchanged if the folder no longer
+    exists.  Raises UserError if no folder is given, if it cannot be read, or if its config.json differs from the
+    entries in the configuration.
     """
     folder = Path(config.path).expanduser().absolute()
     if not config.path or not (folder / CONFIG_JSON).is_file():

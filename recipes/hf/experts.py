@@ -4,6 +4,9 @@ In most of these models, one module holds the stacked experts of a layer.  It is
 the indices and weights of its experts; its class declares the layout of the experts (`use_experts_implementation`).
 Such a module supports expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
+
+Shape suffixes: S tokens, D model width, F hidden width of an expert, E experts, A experts per token, M token-expert
+pairs (S x A).
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ def dispatch_experts(model: nn.Module) -> None:
             inner = _first_matrix(module)
             module.matrices = {inner: (inner,), "down_proj": ("down_proj",)}
             original_class: Any = type(module)
-            module.__class__ = _dispatched(original_class)
+            module.__class__ = _with_dispatch(original_class)
 
 
 def expert_modules(model: nn.Module) -> list[str]:
@@ -49,7 +52,7 @@ def _declares_layout(module: Any) -> bool:
 
 
 @functools.cache
-def _dispatched(original: Any) -> Any:
+def _with_dispatch(original: Any) -> Any:
     """Return a subclass of transformers' class, with the same name, whose experts are computed by `mix`."""
 
     def forward(
@@ -57,7 +60,7 @@ def _dispatched(original: Any) -> Any:
     ) -> torch.Tensor:
         """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the original does.
 
-        Without weights, as called by `mix`: `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` holds
+        `mix` calls this without weights: then `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` holds
         the end of each expert's rows, (E,).
         """
         if top_k_weights is None:

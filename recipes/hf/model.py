@@ -1,9 +1,9 @@
-"""A transformers model that also accepts `tokens` and `targets`, and returns the summed loss.
+"""A transformers model that also accepts `tokens` and `targets`, and then returns logits or the summed loss.
 
-The module also provides its FSDP units, the initialization of weights, FLOPs, and notes for the start block.
+This file also contains the recipe's functions for FSDP units, initial weights, FLOPs, and notes for the start block.
 
-Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the
-model behaves like the library's: it returns the library's output, and `generate` works as usual.
+Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the model behaves like
+the library's: it returns the library's output, and `generate` works as usual.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from .._flops import mean_num_keys
 from .config import HfConfig
 from .experts import dispatch_experts
 
-_ATTENTION = {"flex": "flex_attention"}
-"""The library's name for each attention kernel that we name differently."""
+_LIBRARY_ATTENTION = {"flex": "flex_attention"}
+"""The library's names of the attention implementations that `HfConfig.attention` names differently."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -41,7 +41,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     Raises UserError if the library has no causal language model of this type or cannot build it, or if the model does
     not support the requested attention implementation.
     """
-    attention = _ATTENTION.get(config.attention or "", config.attention)
+    attention = _LIBRARY_ATTENTION.get(config.attention or "", config.attention)
     settings = library_config(config)
     try:
         model = transformers.AutoModelForCausalLM.from_config(
@@ -116,7 +116,10 @@ def _first_line(error: Exception) -> str:
 
 
 class LossHead(nn.Linear):
-    """The projection onto the vocabulary; with targets, returns the summed loss without materializing all logits."""
+    """The projection onto the vocabulary.
+
+    With targets, it returns their summed loss without materializing all logits.
+    """
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         if targets_BT is None:
@@ -126,7 +129,7 @@ class LossHead(nn.Linear):
 
 @functools.cache
 def _with_loss(library: Any) -> Any:
-    """Return a subclass of the library's class whose forward pass also accepts `tokens`, with the same class name."""
+    """Return a subclass of the library's class, with the same name, whose forward pass also accepts `tokens`."""
 
     def forward(
         self: Any,
@@ -141,9 +144,10 @@ def _with_loss(library: Any) -> Any:
 
         With a new head (`ScoreHead`), return its scores (B, T, outputs) instead.
 
-        documents (B, T), cu_seqlens: see `trainer.sequence`.  Positions restart at zero in each document, from which
-            the library infers that attention must not cross documents.
         positions (B, T): the positions of the tokens; ignored if `documents` is given.
+        documents (B, T): see `trainer.sequence`.  Positions restart at zero in each document, from which the library
+            infers that attention must not cross documents.
+        cu_seqlens: see `trainer.sequence`.
 
         Without `tokens`, calls the library's own forward pass.
         """
@@ -172,7 +176,7 @@ def _with_loss(library: Any) -> Any:
 
 
 def _is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module passes a state from token to token: it has a convolution, and a cache for its state."""
+    """Return whether a module looks like a recurrent layer: it has a convolution, and accepts a cache of its state."""
     arguments = inspect.signature(module.forward).parameters
     has_cache = not {"cache_params", "past_key_values"}.isdisjoint(arguments)
     return has_cache and any(isinstance(child, nn.Conv1d) for child in module.children())
@@ -180,7 +184,7 @@ def _is_recurrent(module: nn.Module) -> bool:
 
 @functools.cache
 def _with_document_resets(library: Any) -> Any:
-    """Return a subclass of a recurrent layer's class that resets its state at each document, with the same class name.
+    """Return a subclass of a recurrent layer's class, with the same name, that resets the state at each document.
 
     The library passes document boundaries to the layers' kernels, but its plain torch code ignores them.
     """
@@ -240,7 +244,7 @@ def _head_computes_logits(model: Any) -> bool:
 
 
 class _Outputs:
-    """Output of the stub base model: the last hidden state, and None for every other attribute."""
+    """The output of the stub base model: it has a last hidden state, and every other attribute is None."""
 
     def __init__(self, last_hidden_state: torch.Tensor) -> None:
         self.last_hidden_state = last_hidden_state
@@ -310,7 +314,7 @@ def init(module: nn.Module, name: str, model: Any) -> None:
 
 @contextmanager
 def _padding_index_restored(module: nn.Module) -> Iterator[None]:
-    """Restore `padding_idx` of an embedding inside the block, because the library zeroes that row of a new model."""
+    """Restore an embedding's `padding_idx` during the block, in which the library initializes this row to zero."""
     row = getattr(module, "padding_row", None)
     if row is None:
         yield
@@ -337,7 +341,7 @@ def notes(config: HfConfig, model: Any) -> list[str]:
 def flops(config: HfConfig, seq_len: int) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    In a mixture of experts, only the experts that process the token count.
+    In a mixture of experts, only the experts that process a token count.
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.
     """
     matrices, widths = _flop_terms(json.dumps(config.config, sort_keys=True))

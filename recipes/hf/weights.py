@@ -41,7 +41,7 @@ from .config import HfConfig
 from .model import build
 
 _IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Buffers in old files that models now compute themselves; the library ignores them for every model."""
+"""Buffers in old files that models now compute themselves.  The library ignores them for every model."""
 
 
 def initial_weights(config: HfConfig) -> WeightSource | None:
@@ -190,8 +190,8 @@ class _ConvertedSource:
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it.
 
-        If a conversion needs all of its inputs at once, all of its results stay in memory until another conversion is
-        read, because callers read the rows and the results of one conversion consecutively.
+        If a conversion needs all of its inputs at once, all of its results stay in memory until another such conversion
+        is read, because callers read the rows and the results of one conversion consecutively.
         """
         if name in self._renamed:
             return self._source.read(self._renamed[name], start, stop)
@@ -210,6 +210,7 @@ class _ConvertedSource:
         return tensor[start:stop] if tensor.ndim else tensor
 
     def _run(self, conversion: _Conversion, read: Any) -> dict[str, torch.Tensor]:
+        """Return the results of a conversion by name.  `read(name)` returns an input."""
         converter = copy.deepcopy(conversion.converter)
         for pattern, names in conversion.inputs.items():
             for name in names:

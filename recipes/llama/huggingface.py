@@ -1,4 +1,4 @@
-"""The mapping of weights and of config.json between this Llama and Hugging Face's.
+"""The mapping of weights and config.json between this Llama and Hugging Face's.
 
 Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
@@ -43,7 +43,7 @@ FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-"""The name of each of our fields in config.json."""
+"""Maps each field to the name of its entry in config.json."""
 
 SCALING = {
     "rope_factor": "factor",
@@ -51,14 +51,14 @@ SCALING = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-"""The name in `rope_scaling` of each of our fields for Llama 3.1's RoPE scaling."""
+"""Maps each field of Llama 3.1's RoPE scaling to the name of its entry in `rope_scaling`."""
 
 
-def config(config: LlamaConfig) -> dict[str, Any]:
-    """Return the entries of config.json.
+def export_config(config: LlamaConfig) -> dict[str, Any]:
+    """Return the entries of config.json for `config`.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta` and `rope_scaling`; each accepts or ignores the
-    other's entries.
+    transformers 5 reads `rope_parameters`; transformers 4 reads `rope_theta` and `rope_scaling`.  Writing all three is
+    safe for both.
     """
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
@@ -71,20 +71,20 @@ def config(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `LlamaConfig` for the contents of config.json, as written by transformers 4 or 5.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `LlamaConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for any RoPE scaling except Llama 3.1's, or a head size other than width / number of heads.
+    Raises UserError for any RoPE scaling except Llama 3.1's, and unless head_dim is hidden_size / num_attention_heads.
     """
-    # transformers' defaults, because the config.json of the first Llama models has few entries.
+    # The config.json of the first Llama models lacks these entries; their defaults are those of transformers.
     defaults = {
-        "num_key_value_heads": content["num_attention_heads"],
+        "num_key_value_heads": config_json["num_attention_heads"],
         "max_position_embeddings": 2048,
         "rms_norm_eps": 1e-6,
         "tie_word_embeddings": False,
         "initializer_range": 0.02,
     }
-    entries = defaults | {key: value for key, value in content.items() if value is not None or key in _NEVER_NULL}
+    entries = defaults | {key: value for key, value in config_json.items() if value is not None or key in _NEVER_NULL}
     fields = {field: entries[entry] for field, entry in FIELDS.items()}
     if "head_dim" in entries and entries["head_dim"] * fields["num_heads"] != fields["dim"]:
         raise UserError(f"head_dim={entries['head_dim']}: must be hidden_size / num_attention_heads in this recipe")
@@ -109,8 +109,8 @@ HUGGINGFACE = HuggingFace(
     model_type="llama",
     architecture="LlamaForCausalLM",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],

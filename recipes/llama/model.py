@@ -1,4 +1,4 @@
-"""The network of Llama 3.
+"""The Llama 3 model.
 
 Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F feed-forward
 width, V vocabulary.
@@ -75,9 +75,10 @@ class LlamaBlock(nn.Module):
 
 
 class Llama(nn.Module):
-    """Llama: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
+    """Llama: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.
 
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `cu_seqlens` follow from it.
+    If `documents` (B, T) is given, tokens attend only to their own document, and `positions` and `cu_seqlens` are
+    derived from it unless they are given.
     """
 
     def __init__(self, config: LlamaConfig) -> None:

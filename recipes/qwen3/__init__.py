@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.recipe import Recipe, register
 
-from .config import Qwen3Config, check
+from .config import Qwen3Config, check_heads
 from .huggingface import HUGGINGFACE
 
 
@@ -34,7 +34,7 @@ register(
         config=Qwen3Config,
         build="trainer.recipes.qwen3.model:Qwen3",
         units=units,
-        check=check,
+        check=check_heads,
         flops=flops,
         hf=HUGGINGFACE,
         context=True,

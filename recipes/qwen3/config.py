@@ -27,11 +27,6 @@ class Qwen3Config:
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
 
-def check(config: Qwen3Config) -> None:
-    """Validate combinations of fields.  Raises UserError."""
-    check_heads(config)
-
-
 def check_heads(config: Any) -> None:
     """Validate the number and size of the attention heads.  Raises UserError."""
     if config.head_dim % 2:

@@ -1,6 +1,6 @@
-"""The mapping between Qwen3 and its Hugging Face counterpart.
+"""The mapping of weights and config.json between this Qwen3 and Hugging Face's.
 
-Both apply RoPE to pairs half a head apart, so no weights need to be permuted.
+Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .._huggingface import parse_rope
 if TYPE_CHECKING:
     from .config import Qwen3Config
 
-ATTENTION = {
+SHARED_NAMES = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "layers.*.attention_norm.weight": "model.layers.*.input_layernorm.weight",
     "layers.*.attention.wq.weight": "model.layers.*.self_attn.q_proj.weight",
@@ -29,10 +29,10 @@ ATTENTION = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-"""Names shared by the dense and the mixture-of-experts models."""
+"""Names of the weights outside the feed-forward layers, which dense and mixture-of-experts models share."""
 
 NAMES = {
-    **ATTENTION,
+    **SHARED_NAMES,
     "layers.*.feed_forward.w1.weight": "model.layers.*.mlp.gate_proj.weight",
     "layers.*.feed_forward.w3.weight": "model.layers.*.mlp.up_proj.weight",
     "layers.*.feed_forward.w2.weight": "model.layers.*.mlp.down_proj.weight",
@@ -51,35 +51,35 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""For each of our fields: its name in config.json, and the default if it is missing there."""
+"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
-"""Entries of config.json that this recipe supports with these values only."""
+"""Entries of config.json for which this recipe supports only these values."""
 
 
-def config(config: Qwen3Config) -> dict[str, Any]:
-    """Return the entries of config.json."""
-    return {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()} | rope_entries(config.rope_theta)
+def export_config(config: Qwen3Config) -> dict[str, Any]:
+    """Return the entries of config.json for `config`."""
+    return {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()} | export_rope(config.rope_theta)
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Qwen3Config` for the contents of config.json, as written by transformers 4 or 5.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Qwen3Config` for a config.json written by transformers 4 or 5.
 
     Raises UserError for scaled RoPE frequencies and for sliding-window layers.
     """
-    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    kinds = content.get("layer_types") or []
+    kinds = config_json.get("layer_types") or []
     if other := next((kind for kind in kinds if kind != "full_attention"), None):
         raise UserError(f"layer_types: has a layer of type {other}; in this recipe all attend to the whole sequence")
-    return fields | {"rope_theta": parse_rope(content, ("default",))["rope_theta"]}
+    return fields | {"rope_theta": parse_rope(config_json, ("default",))["rope_theta"]}
 
 
-def rope_entries(theta: float) -> dict[str, Any]:
+def export_rope(theta: float) -> dict[str, Any]:
     """Return the entries of config.json for the rotary embedding.
 
-    transformers 5 reads `rope_parameters`, 4 reads `rope_theta`; each accepts or ignores the other's entry.
+    transformers 5 reads `rope_parameters`; transformers 4 reads `rope_theta`.  Writing both is safe for both.
     """
     parameters = {"rope_type": "default", "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}
@@ -89,8 +89,8 @@ HUGGINGFACE = HuggingFace(
     model_type="qwen3",
     architecture="Qwen3ForCausalLM",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed=FIXED,
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],

@@ -1,4 +1,4 @@
-"""The network of Qwen3.
+"""The Qwen3 model.
 
 Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F feed-forward
 width, V vocabulary.
@@ -62,9 +62,10 @@ class Qwen3Block(nn.Module):
 
 
 class Qwen3(nn.Module):
-    """Qwen3: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the summed loss.
+    """Qwen3: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.
 
-    `documents` (B, T) prevents attention across documents in a row; `positions` and `cu_seqlens` follow from it.
+    If `documents` (B, T) is given, tokens attend only to their own document, and `positions` and `cu_seqlens` are
+    derived from it unless they are given.
     """
 
     def __init__(self, config: Qwen3Config) -> None:

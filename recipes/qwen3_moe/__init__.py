@@ -20,7 +20,7 @@ def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
     matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
-    # Two matrix products, queries by keys and weights by values; the causal mask halves both.
+    # Two matmuls, queries by keys and weights by values; the causal mask halves both.
     scores = config.num_layers * config.num_heads * config.head_dim * seq_len
     return 6.0 * (matrices + scores)
 

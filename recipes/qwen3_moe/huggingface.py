@@ -1,6 +1,6 @@
-"""The mapping between Qwen3 mixture-of-experts models and their Hugging Face counterparts.
+"""The mapping of weights and config.json between these Qwen3 mixture-of-experts models and Hugging Face's.
 
-Hugging Face files store the matrices of each expert separately.
+Hugging Face files store the matrices of each expert separately; here they are stacked.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
 from .._huggingface import parse_rope
-from ..qwen3.huggingface import ATTENTION, FIXED, rope_entries
+from ..qwen3.huggingface import FIXED, SHARED_NAMES, export_rope
 
 if TYPE_CHECKING:
     from .config import Qwen3MoeConfig
 
 NAMES = {
-    **ATTENTION,
+    **SHARED_NAMES,
     "layers.*.moe.router.weight": "model.layers.*.mlp.gate.weight",
     "layers.*.moe.experts.w1": Stacked("model.layers.*.mlp.experts.*.gate_proj.weight"),
     "layers.*.moe.experts.w3": Stacked("model.layers.*.mlp.experts.*.up_proj.weight"),
@@ -39,14 +39,14 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""For each of our fields: its name in config.json, and the default if it is missing there."""
+"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
-BALANCE = 0.001
-"""Load-balancing coefficient if config.json has none, and the one written if `model.balance` is 0."""
+AUX_LOSS_COEF = 0.001
+"""The load-balancing coefficient that is assumed if config.json has none, and written if `model.balance` is 0."""
 
 
-def config(config: Qwen3MoeConfig) -> dict[str, Any]:
-    """Return the entries of config.json.
+def export_config(config: Qwen3MoeConfig) -> dict[str, Any]:
+    """Return the entries of config.json for `config`.
 
     `output_router_logits` is left out, since it would make generation return the router's logits with every token.
     """
@@ -55,35 +55,35 @@ def config(config: Qwen3MoeConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
         "mlp_only_layers": [],
-        "router_aux_loss_coef": config.balance or BALANCE,
-        **rope_entries(config.rope_theta),
+        "router_aux_loss_coef": config.balance or AUX_LOSS_COEF,
+        **export_rope(config.rope_theta),
     }
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Qwen3MoeConfig` for the contents of config.json, as written by transformers 4 or 5.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Qwen3MoeConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for layers without experts, and for contradictory numbers of experts.
+    Raises UserError for layers without experts, for scaled RoPE frequencies, and for contradictory numbers of experts.
     """
-    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
-    fields["head_dim"] = content.get("head_dim", fields["dim"] // fields["num_heads"])
-    if content.get("mlp_only_layers"):
-        raise UserError(f"mlp_only_layers={content['mlp_only_layers']}: in this recipe all layers have experts")
-    counts = [content[key] for key in ("num_experts", "num_local_experts") if key in content]
+    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    fields["head_dim"] = config_json.get("head_dim", fields["dim"] // fields["num_heads"])
+    if config_json.get("mlp_only_layers"):
+        raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
+    counts = [config_json[key] for key in ("num_experts", "num_local_experts") if key in config_json]
     if any(number != counts[0] for number in counts):
         raise UserError(f"num_local_experts={counts[1]}: is another name of num_experts, which is {counts[0]}")
     fields["num_experts"] = counts[0] if counts else 128
-    is_balanced = content.get("output_router_logits", False)
-    fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if is_balanced else 0.0
-    return fields | {"rope_theta": parse_rope(content, ("default",))["rope_theta"]}
+    is_balanced = config_json.get("output_router_logits", False)
+    fields["balance"] = config_json.get("router_aux_loss_coef", AUX_LOSS_COEF) if is_balanced else 0.0
+    return fields | {"rope_theta": parse_rope(config_json, ("default",))["rope_theta"]}
 
 
 HUGGINGFACE = HuggingFace(
     model_type="qwen3_moe",
     architecture="Qwen3MoeForCausalLM",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed=FIXED | {"decoder_sparse_step": 1},
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],

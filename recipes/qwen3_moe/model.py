@@ -1,7 +1,7 @@
-"""The network of Qwen3 mixture-of-experts models.
+"""The Qwen3 mixture-of-experts model.
 
 Shape suffixes: B batch, T time, D model width, F hidden width of an expert, V vocabulary; E experts, A experts per
-token, S tokens of the batch, M token-expert pairs (S x A).
+token, S tokens in the batch (B x T), M token-expert pairs (S x A).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
 
     matrices = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-    """For adapters; see `trainer.experts.adapters`."""
+    """Which parameters share a LoRA adapter, by the name of the adapter; see `trainer.experts.adapters`."""
 
     def __init__(self, config: Qwen3MoeConfig | Qwen3NextConfig | DeepseekV3Config) -> None:
         super().__init__()

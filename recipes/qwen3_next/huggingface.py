@@ -1,6 +1,6 @@
-"""The mapping between Qwen3-Next models and their Hugging Face counterparts.
+"""The mapping of weights and config.json between this Qwen3-Next and Hugging Face's.
 
-Hugging Face files store the matrices of each expert separately.
+Hugging Face files store the matrices of each expert separately; here they are stacked.
 """
 
 from __future__ import annotations
@@ -12,25 +12,24 @@ from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
 from .._huggingface import parse_rope
-from ..qwen3.huggingface import ATTENTION, rope_entries
-from ..qwen3_moe.huggingface import BALANCE
-from ..qwen3_moe.huggingface import NAMES as MIXTURE
+from ..qwen3.huggingface import export_rope
+from ..qwen3_moe.huggingface import AUX_LOSS_COEF
+from ..qwen3_moe.huggingface import NAMES as MOE_NAMES
 
 if TYPE_CHECKING:
     from .config import Qwen3NextConfig
 
-_DELTA = "model.layers.*.linear_attn"
+_DELTA_PREFIX = "model.layers.*.linear_attn"
 
 NAMES = {
-    **ATTENTION,
-    **MIXTURE,
-    "layers.*.delta.qkvz.weight": f"{_DELTA}.in_proj_qkvz.weight",
-    "layers.*.delta.rates.weight": f"{_DELTA}.in_proj_ba.weight",
-    "layers.*.delta.conv.weight": f"{_DELTA}.conv1d.weight",
-    "layers.*.delta.decay.bias": f"{_DELTA}.dt_bias",
-    "layers.*.delta.decay.log_rate": f"{_DELTA}.A_log",
-    "layers.*.delta.norm.weight": f"{_DELTA}.norm.weight",
-    "layers.*.delta.out.weight": f"{_DELTA}.out_proj.weight",
+    **MOE_NAMES,
+    "layers.*.delta.qkvz.weight": f"{_DELTA_PREFIX}.in_proj_qkvz.weight",
+    "layers.*.delta.rates.weight": f"{_DELTA_PREFIX}.in_proj_ba.weight",
+    "layers.*.delta.conv.weight": f"{_DELTA_PREFIX}.conv1d.weight",
+    "layers.*.delta.decay.bias": f"{_DELTA_PREFIX}.dt_bias",
+    "layers.*.delta.decay.log_rate": f"{_DELTA_PREFIX}.A_log",
+    "layers.*.delta.norm.weight": f"{_DELTA_PREFIX}.norm.weight",
+    "layers.*.delta.out.weight": f"{_DELTA_PREFIX}.out_proj.weight",
     "layers.*.shared.feed_forward.w1.weight": "model.layers.*.mlp.shared_expert.gate_proj.weight",
     "layers.*.shared.feed_forward.w3.weight": "model.layers.*.mlp.shared_expert.up_proj.weight",
     "layers.*.shared.feed_forward.w2.weight": "model.layers.*.mlp.shared_expert.down_proj.weight",
@@ -59,7 +58,7 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""For each of our fields: its name in config.json, and the default if it is missing there."""
+"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 _ROTARY_FRACTION = "partial_rotary_factor"
 
@@ -69,45 +68,48 @@ def _layer_types(num_layers: int, attention_every: int) -> list[str]:
     return ["linear_attention" if number % attention_every else "full_attention" for number in range(1, num_layers + 1)]
 
 
-def config(config: Qwen3NextConfig) -> dict[str, Any]:
-    """Return the entries of config.json.
+def export_config(config: Qwen3NextConfig) -> dict[str, Any]:
+    """Return the entries of config.json for `config`.
 
     `output_router_logits` is left out, since it would make generation return the router's logits with every token.
     """
-    fraction, rope = config.rotary_dim / config.head_dim, rope_entries(config.rope_theta)
+    fraction, rope = config.rotary_dim / config.head_dim, export_rope(config.rope_theta)
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
         "layer_types": _layer_types(config.num_layers, config.attention_every),
         "full_attention_interval": config.attention_every,
         "mlp_only_layers": [],
-        "router_aux_loss_coef": config.balance or BALANCE,
+        "router_aux_loss_coef": config.balance or AUX_LOSS_COEF,
         **rope,
         _ROTARY_FRACTION: fraction,
         "rope_parameters": {**rope["rope_parameters"], _ROTARY_FRACTION: fraction},
     }
 
 
-def model_fields(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `Qwen3NextConfig` for the contents of config.json.
+def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of `Qwen3NextConfig` for a config.json.
 
-    Raises UserError for layers without experts, and unless every n-th layer, and no other, has softmax attention.
+    Raises UserError for layers without experts, for scaled RoPE frequencies, and unless softmax attention is in every
+    n-th layer and in no other.
     """
-    fields = {field: content.get(entry, default) for field, (entry, default) in FIELDS.items()}
-    if content.get("mlp_only_layers"):
-        raise UserError(f"mlp_only_layers={content['mlp_only_layers']}: in this recipe all layers have experts")
-    kinds = content.get("layer_types") or _layer_types(fields["num_layers"], content.get("full_attention_interval", 4))
-    every = kinds.index("full_attention") + 1 if "full_attention" in kinds else len(kinds) + 1
-    if kinds != _layer_types(fields["num_layers"], every):
+    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    if config_json.get("mlp_only_layers"):
+        raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
+    interval = config_json.get("full_attention_interval", 4)
+    layer_types = config_json.get("layer_types") or _layer_types(fields["num_layers"], interval)
+    every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else len(layer_types) + 1
+    if layer_types != _layer_types(fields["num_layers"], every):
         raise UserError("layer_types: in this recipe every n-th layer is full_attention, the others linear_attention")
-    rope = content.get("rope_parameters") or {}
-    fraction = rope.get(_ROTARY_FRACTION, content.get(_ROTARY_FRACTION, 0.25))
+    rope = config_json.get("rope_parameters") or {}
+    fraction = rope.get(_ROTARY_FRACTION, config_json.get(_ROTARY_FRACTION, 0.25))
     rope_content = {
-        **content,
+        **config_json,
         _ROTARY_FRACTION: None,
         "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_FRACTION},
     }
     fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * fraction)}
-    fields["balance"] = content.get("router_aux_loss_coef", BALANCE) if content.get("output_router_logits") else 0.0
+    is_balanced = config_json.get("output_router_logits", False)
+    fields["balance"] = config_json.get("router_aux_loss_coef", AUX_LOSS_COEF) if is_balanced else 0.0
     return fields | {"rope_theta": parse_rope(rope_content, ("default",))["rope_theta"]}
 
 
@@ -115,8 +117,8 @@ HUGGINGFACE = HuggingFace(
     model_type="qwen3_next",
     architecture="Qwen3NextForCausalLM",
     names=NAMES,
-    config=config,
-    model_fields=model_fields,
+    config=export_config,
+    model_fields=parse_config,
     fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1},
     prefix="model.",
     ignored=["mtp.*"],

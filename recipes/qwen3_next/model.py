@@ -1,8 +1,8 @@
-"""The network of Qwen3-Next.
+"""The Qwen3-Next model.
 
-Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, R rotated
-dimensions of a head, V vocabulary; in the delta rule, N value heads, K query and key heads, H key size, E value size,
-C channels of the convolution; in the mixture, E experts and S tokens of the batch.
+Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size; in the delta rule,
+N value heads, K query and key heads, H size of queries and keys, E size of values, C channels of the convolution, X any
+other size.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class GatedAttention(nn.Module):
 
 
 class Decay(nn.Module):
-    """The log of the decay factor of each head's state: -exp(log_rate) x softplus(x + bias), in float32."""
+    """The log of the decay factor of each head's state: -exp(log_rate) * softplus(x + bias), in float32."""
 
     def __init__(self, num_heads: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Decay(nn.Module):
 
 
 class Convolution(nn.Module):
-    """A causal convolution of each channel, followed by SiLU.  The weight is (C, 1, W)."""
+    """A causal convolution of each channel, followed by SiLU.  The weight is (C, 1, W), for W tokens."""
 
     def __init__(self, num_channels: int, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Convolution(nn.Module):
 
 
 class GatedNorm(nn.Module):
-    """RMSNorm of each head in float32, times the SiLU of a gate."""
+    """RMSNorm of each head, computed in float32, times the SiLU of a gate."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class GatedNorm(nn.Module):
 
 
 class GatedDelta(nn.Module):
-    """The gated delta rule: linear attention with a decaying state, in which a new value replaces a key's old one."""
+    """The gated delta rule: linear attention whose state decays, and where a new value replaces its key's old value."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class GatedDelta(nn.Module):
 
     def forward(self, x_BTD: torch.Tensor, documents: Documents | None) -> torch.Tensor:
         heads_per_key = self.num_heads // self.num_key_heads
-        # Both projections are grouped by key head, each with the value heads that use it.
+        # The outputs of both projections are grouped by key head, each together with its value heads.
         widths = [self.key_dim, self.key_dim, heads_per_key * self.value_dim, heads_per_key * self.value_dim]
         *qkv_BTKX, gate_BTKX = self.qkvz(x_BTD).unflatten(-1, (self.num_key_heads, -1)).split(widths, -1)
         beta_BTKX, step_BTKX = self.rates(x_BTD).unflatten(-1, (self.num_key_heads, -1)).chunk(2, -1)
@@ -140,7 +140,7 @@ class GatedDelta(nn.Module):
         keys = self.num_key_heads * self.key_dim
         q_BTC, k_BTC, v_BTC = mixed_BTC.split([keys, keys, self.num_heads * self.value_dim], -1)
         q_BTNH, k_BTNH = (
-            _normalized(part.unflatten(-1, (self.num_key_heads, -1)).float()).repeat_interleave(heads_per_key, 2)
+            _l2_normalized(part.unflatten(-1, (self.num_key_heads, -1)).float()).repeat_interleave(heads_per_key, 2)
             for part in (q_BTC, k_BTC)
         )
         out_BTNE = sequence.gated_delta_rule(
@@ -154,13 +154,13 @@ class GatedDelta(nn.Module):
         return self.out(self.norm(out_BTNE, gate_BTKX.reshape(out_BTNE.shape)).flatten(2))
 
 
-def _normalized(x: torch.Tensor) -> torch.Tensor:
-    """Return the vectors scaled to length 1, or less if they are tiny."""
+def _l2_normalized(x: torch.Tensor) -> torch.Tensor:
+    """Return the vectors along the last dimension scaled to length 1, or to less if they are tiny."""
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
 class SharedExpert(nn.Module):
-    """An expert that processes every token, scaled by a scalar gate per token."""
+    """An expert that processes every token; its output is scaled by one gate per token."""
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         super().__init__()
@@ -173,16 +173,16 @@ class SharedExpert(nn.Module):
 
 
 class Qwen3NextBlock(nn.Module):
-    """One block, with softmax attention or the delta rule."""
+    """One block, with softmax attention or the gated delta rule."""
 
-    def __init__(self, config: Qwen3NextConfig, attends: bool) -> None:
+    def __init__(self, config: Qwen3NextConfig, has_attention: bool) -> None:
         super().__init__()
         self.attention_norm = ZeroCenteredNorm(config.dim, config.norm_eps)
-        if attends:
+        if has_attention:
             self.attention = GatedAttention(config)
         else:
             self.delta = GatedDelta(config)
-        self.attends = attends
+        self.has_attention = has_attention
         self.ffn_norm = ZeroCenteredNorm(config.dim, config.norm_eps)
         self.moe = MixtureOfExperts(config)
         self.shared = SharedExpert(config)
@@ -195,7 +195,7 @@ class Qwen3NextBlock(nn.Module):
         is_target_BT: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, Load]:
         normed_BTD = self.attention_norm(x_BTD)
-        if self.attends:
+        if self.has_attention:
             x_BTD = x_BTD + self.attention(normed_BTD, positions, documents)
         else:
             x_BTD = x_BTD + self.delta(normed_BTD, documents)
@@ -210,7 +210,7 @@ class Qwen3Next(MoeDecoder):
 
     def __init__(self, config: Qwen3NextConfig) -> None:
         blocks = (
-            Qwen3NextBlock(config, attends=number % config.attention_every == 0)
+            Qwen3NextBlock(config, has_attention=number % config.attention_every == 0)
             for number in range(1, config.num_layers + 1)
         )
         super().__init__(config, blocks, ZeroCenteredNorm(config.dim, config.norm_eps))

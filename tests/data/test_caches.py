@@ -649,7 +649,7 @@ def test_a_stop_request_ends_the_wait_for_a_lock(tmp_path: Path, monkeypatch: py
     def asked() -> None:
         raise StopRequested("SIGTERM")
 
-    monkeypatch.setattr(locks, "stop_if_asked", asked)
+    monkeypatch.setattr(locks, "raise_if_stop_requested", asked)
     with locked(tmp_path / "lock"), pytest.raises(StopRequested), locked(tmp_path / "lock"):
         pass
 

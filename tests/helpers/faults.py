@@ -151,7 +151,7 @@ _PLACES: dict[str, tuple[Any, str]] = {
     "experts": (trainer.experts.dispatch, "exchange_rows"),
     "experts backward": (trainer.distributed.exchange, "exchange_rows"),
 }
-"""Functions that can fail or hang, by the operation that they perform."""
+"""The functions that can fail or hang, by the operation that they perform."""
 
 
 def _wrap(owner: Any, attribute: str, before: Callable[[], None], after: Callable[[str], None] | None = None) -> None:

@@ -94,7 +94,7 @@ class ForkedRanks:
     since: float = field(default_factory=time.monotonic)
 
     def wait(self, timeout_s: float = 240) -> list[int | None]:
-        """Return the exit codes, None for a rank that is still running after `timeout_s`; such ranks are killed."""
+        """Return the exit codes; None for a rank that is still running after `timeout_s`, which is then killed."""
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
@@ -199,7 +199,10 @@ def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[str]:
 
 @atexit.register
 def kill_leftover_processes() -> None:
-    """Kill all processes that tests started. Forked ones are not daemons, which could not have data workers."""
+    """Kill all processes that tests started.
+
+    Forked processes do not end with their parent: they are not daemons, because daemons cannot start data workers.
+    """
     for process in _started:
         if process.exitcode is None:
             process.kill()

@@ -93,7 +93,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
-"""The same for hybrid models, which also have layers with a recurrent state."""
+"""The same for hybrid models, some of whose layers have a recurrent state."""
 
 
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}

@@ -61,8 +61,10 @@ TINY = [
     "run.threads=1",
     "run.device=cpu",
 ]
-"""Overrides with which a step of llama_small takes milliseconds, on the CPU even if the machine has a GPU. A second
-thread would not speed up a model this small; on busy cores it made runs six times slower."""
+"""Overrides with which a step of llama_small takes milliseconds, on the CPU even if the machine has a GPU.
+
+A second thread would not speed up a model this small; on busy cores it made runs six times slower.
+"""
 
 
 def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> CommandResult:

@@ -29,7 +29,7 @@ class SharedRun:
 
     ran: CommandResult
     overrides: list[str]
-    """Its overrides: when started again with these, it has nothing to do; with more steps, it continues."""
+    """The run's overrides. Started again with these, it has nothing to do; with more steps, it continues."""
 
     def copy_to(self, folder: Path, up_to: int = STEPS) -> Path:
         """Return a copy, as if the run had crashed after the save of step `up_to` and before the next."""

@@ -55,7 +55,7 @@ class Proxy:
 
 
 class Tracker:
-    """One of `log.trackers` and where it stores runs.  Its server, if it has one, is behind a proxy."""
+    """One of `log.trackers`, and the place where it stores runs.  Its server, if it has one, is behind a proxy."""
 
     name = ""
     process: subprocess.Popen[bytes] | None = None

@@ -28,7 +28,7 @@ from trainer.data.remote import transport
 from trainer.data.remote.transport import RemoteReadError
 from trainer.distributed.stop_request import StopRequest
 from trainer.errors import run_command
-from trainer.stopping import PromptStop, StopRequested, partial_file, stop_if_asked
+from trainer.stopping import PromptStop, StopRequested, partial_file, raise_if_stop_requested
 
 STUCK = {
     "in Python": "while True: pass",
@@ -136,9 +136,9 @@ def asked() -> Iterator[PromptStop]:
 
 def test_loop_that_checks_for_a_stop_sees_it_at_once(asked: PromptStop) -> None:
     with pytest.raises(StopRequested, match="SIGTERM"):
-        stop_if_asked()
+        raise_if_stop_requested()
     asked.cancel()
-    stop_if_asked()
+    raise_if_stop_requested()
 
 
 def test_signal_after_the_first_step_only_sets_a_request() -> None:
@@ -149,7 +149,7 @@ def test_signal_after_the_first_step_only_sets_a_request() -> None:
         request.enable_prompt_stop()
         request.disable_prompt_stop()
         signal.raise_signal(signal.SIGTERM)
-        stop_if_asked()
+        raise_if_stop_requested()
         assert request.reason() == "SIGTERM"
     finally:
         request.uninstall()
@@ -159,7 +159,7 @@ def test_signal_after_the_first_step_only_sets_a_request() -> None:
 @pytest.mark.slow
 def test_forked_process_does_not_handle_its_parents_stop(asked: PromptStop) -> None:
     if (pid := os.fork()) == 0:
-        stop_if_asked()
+        raise_if_stop_requested()
         os._exit(7)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 7
 

@@ -546,8 +546,8 @@ def test_output_of_libraries_is_redacted(tmp_path: Path) -> None:
     """Uncaught exceptions, also in threads, warnings and log records with secrets from settings and the environment."""
     program = f"""
 import logging, os, sys, threading, warnings
-from trainer.errors import redact_everything, remember_secrets
-redact_everything()
+from trainer.errors import install_redaction, remember_secrets
+install_redaction()
 remember_secrets({{"path": "s3://key:{SECRET}@bucket/x"}})
 def fail():
     raise ValueError("the key {SECRET} of " + os.environ["MY_API_KEY"])

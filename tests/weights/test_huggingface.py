@@ -697,7 +697,7 @@ def test_unreadable_folders(how: str, message: str, tmp_path: Path) -> None:
         ({"attention_bias": True}, "attention_bias=True: recipe 'llama' only supports False"),
         ({"head_dim": 16}, "head_dim=16: must be hidden_size / num_attention_heads"),
         ({"rope_scaling": {"type": "yarn"}}, "rope_type=yarn: this recipe supports only default and llama3"),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: this recipe rotates all dimensions"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: must be 1: this recipe rotates all dimensions"),
         ({"num_attention_heads": 3, "head_dim": None}, "num_attention_heads=3: must divide the width, 32"),
         ({"hidden_size": None}, "has no 'hidden_size'"),
     ],

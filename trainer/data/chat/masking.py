@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from trainer.data.chat.formats import BadChat, Completion, Conversation, Sample
 from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, RenderedChat
 from trainer.data.tokenizer import Tokenizer, find_tokenizer, tokenizer_file
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 
 
 @dataclass(frozen=True)
@@ -173,7 +173,7 @@ class Encoder:
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
         with template.shared_limits():
             for turn in self._turns(chat):
-                stop_if_asked()
+                raise_if_stop_requested()
                 turn_spans = _message_spans(template, chat, full, turn)
                 for start, end in turn_spans:
                     is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)

@@ -30,7 +30,7 @@ from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace
-from trainer.stopping import StopRequested, stop_if_asked
+from trainer.stopping import StopRequested, raise_if_stop_requested
 
 _VERSION = 4
 """Increment when a code change gives the same files different tokens, so that older cache entries are not used."""
@@ -183,7 +183,7 @@ class _ChatReader:
         records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
         try:
             for number, (location, record) in enumerate(records):
-                stop_if_asked()
+                raise_if_stop_requested()
                 if number < num_restored:
                     if not number:
                         self._samples(record)  # detects the format

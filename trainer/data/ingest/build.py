@@ -60,7 +60,7 @@ from trainer.distributed.environment import LAUNCHER, die_with_parent, find_envi
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace, sync_folder, verify_checksum, with_checksum
 from trainer.locks import open_lock, remove
-from trainer.stopping import StopRequested, stop_if_asked
+from trainer.stopping import StopRequested, raise_if_stop_requested
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class _Builder:
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
                     self._worker_pool.raise_errors()
-                    stop_if_asked()
+                    raise_if_stop_requested()
                     if folder.try_lock(number):
                         try:
                             self._build_unit(number)
@@ -184,7 +184,7 @@ class _Builder:
             try:
                 for num_bytes in writer.write():
                     self._current_unit_bytes += num_bytes
-                    stop_if_asked()
+                    raise_if_stop_requested()
                 folder.write(number, writer.publish())
                 return
             except TokenizationMismatch:

@@ -30,7 +30,7 @@ from trainer.data.shards import SHARD_FILES, FileVersion
 from trainer.errors import masked
 from trainer.files import crc32
 from trainer.locks import locked, remove_unlocked
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 
 if TYPE_CHECKING:
     from trainer.data.remote.shards import ShardPrefetcher
@@ -204,6 +204,6 @@ def _size_and_crc(path: Path) -> tuple[int, int]:
     size, crc = 0, 0
     with open(path, "rb") as file:
         while block := file.read(_BLOCK):
-            stop_if_asked()
+            raise_if_stop_requested()
             size, crc = size + len(block), crc32(block, crc)
     return size, crc

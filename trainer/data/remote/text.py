@@ -17,7 +17,7 @@ from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import local_path
 from trainer.locks import locked
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
 _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
@@ -59,7 +59,7 @@ class RemoteText:
             files = "a text file" if len(missing) == 1 else f"{len(missing)} text files"
             print_stderr(f"downloading {files}, {size / 1e6:,.1f} MB, to {self.folder}")
         for item in self.items:  # includes cached files, to verify them
-            stop_if_asked()
+            raise_if_stop_requested()
             cache.fetch(item)
             self._reject_web_page(item)
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, redact, setting_error
-from trainer.stopping import stop_if_asked
+from trainer.stopping import raise_if_stop_requested
 from trainer.urls import (
     has_pattern,
     is_http,
@@ -215,7 +215,7 @@ def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
     disk, are raised unchanged.
     """
     for num_retries in range(tries - 1, -1, -1):
-        stop_if_asked()
+        raise_if_stop_requested()
         try:
             return attempt()
         except ShardError:
@@ -242,7 +242,7 @@ def _sleep(seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while (remaining_s := deadline - time.monotonic()) > 0:
         time.sleep(min(remaining_s, 0.2))
-        stop_if_asked()
+        raise_if_stop_requested()
 
 
 def map_urls(function: Callable[[str], Result], urls: Sequence[str]) -> list[Result]:
@@ -268,7 +268,7 @@ def map_urls(function: Callable[[str], Result], urls: Sequence[str]) -> list[Res
     results: dict[int, Result] = {}
     try:
         while len(results) < len(urls):
-            stop_if_asked()
+            raise_if_stop_requested()
             with suppress(queue.Empty):
                 outcome = outcomes.get(timeout=0.2)
                 if isinstance(outcome, BaseException):
@@ -332,7 +332,7 @@ def _body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     expected, count = response.length, 0
     window_start, count_at_start = time.monotonic(), 0
     while block := response.read1(_BLOCK):  # returns the available data; `read` would wait for a full block
-        stop_if_asked()
+        raise_if_stop_requested()
         count += len(block)
         yield block
         if (window_s := time.monotonic() - window_start) > STALL_S:
