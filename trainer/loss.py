@@ -385,7 +385,7 @@ def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Ten
 
     def loss(batch: dict[str, torch.Tensor]) -> torch.Tensor:
         if "pair" in batch and not _sums_by_row.get() and _replacement.get() is None:
-            rule = "rejected answers would be trained on like chosen ones"
+            rule = "rejected responses would be trained on like chosen ones"
             raise setting_error("data.format", "preference", rule, fix="use a Trainer whose `loss` compares the two")
         inputs = {name: entry for name, entry in batch.items() if name in argument_names and name != "tokens"}
         if "borders" in argument_names and "cu_seqlens" in batch:

@@ -233,7 +233,7 @@ def _check_without_torch(
         check_tokenizer(source, config)
         make_order(source, resolve_from_data(config))
         if config.rows_per_sample == 1 and source.rows_per_sample > 1:  # the ordinary loss, but preference pairs
-            rule = "rejected answers would be trained on like chosen ones"
+            rule = "rejected responses would be trained on like chosen ones"
             raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")
         open_source(config.data, config.vocab_size, "eval")
 

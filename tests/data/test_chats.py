@@ -320,7 +320,7 @@ def test_pairs_are_rejected_without_a_preference_loss(tmp_path: Path, capsys: py
     path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
     folder = write_tokenizer(tmp_path / "model", CHATML)
     assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")) == 2
-    assert "data.format=preference: rejected answers would be trained on" in capsys.readouterr().err
+    assert "data.format=preference: rejected responses would be trained on" in capsys.readouterr().err
 
 
 def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:

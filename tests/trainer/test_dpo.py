@@ -264,7 +264,7 @@ def test_one_command_trains_a_model_folder_on_a_file_of_pairs(tmp_path: Path) ->
     assert json.loads(evaluated.stdout)["accuracy"] == 1.0
     wrong = run_command(tmp_path / "other", *settings, *quick, "train.objective=tokens")
     assert wrong.exit_code == 2
-    assert "rejected answers would be trained on" in wrong.stderr
+    assert "rejected responses would be trained on" in wrong.stderr
 
 
 def test_only_the_preference_trainer_accepts_pairs(base: Path, tmp_path: Path) -> None:

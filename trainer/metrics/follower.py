@@ -292,10 +292,10 @@ class Follower(RecordWriter):
                 reader.path = self._path
                 if self._rewind_to is not None:
                     rewind_to, self._rewind_to = self._rewind_to, None
-                    can_rewind = hasattr(tracker, "rewind")
-                    reader.go_back(rewind_to, returns_again=can_rewind)
-                    if can_rewind:
-                        tracker.rewind(rewind_to)
+                    rewind = getattr(tracker, "rewind", None)
+                    reader.go_back(rewind_to, returns_again=rewind is not None)
+                    if rewind is not None:
+                        rewind(rewind_to)
                         last_sent = rewind_to
                         self._run = replace(self._run, resumed_step=rewind_to)
                 for row in reader.read(last_sent, has_ended):
