@@ -89,11 +89,9 @@ def _show(options: argparse.Namespace) -> int:
     data = DataSection(source="chat", tokenizer=options.tokenizer, **chat_settings)
     for shown in first_chats(data, options.inputs, options.show, "INPUT"):
         text = Text()
-        for piece, is_trained in shown.pieces:
+        for piece, is_target in shown.pieces:
             piece = printable(piece)
-            text.append(
-                f"{open_mark}{piece}{close_mark}" if is_trained else piece, "bold green" if is_trained else "dim"
-            )
+            text.append(f"{open_mark}{piece}{close_mark}" if is_target else piece, "bold green" if is_target else "dim")
         console.rule(printable(shown.location), align="left")
         console.print(text)
     return EXIT_FINISHED
