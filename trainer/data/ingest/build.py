@@ -248,7 +248,7 @@ def _make_manifest(job: BuildJob, records: Sequence[UnitRecord], tally: Document
 
 
 MIN_UNIT_BYTES, MAX_UNIT_BYTES, TARGET_NUM_UNITS = 1 << 24, 1 << 28, 4096
-"""Limits of the size to aim for, in bytes of input per unit, and the number of units to aim for within these limits."""
+"""Minimum and maximum bytes of input to aim for per unit, and the number of units to aim for within these limits."""
 
 MAX_FILES_PER_UNIT = 4096
 """Maximum number of small files in a unit."""
