@@ -50,8 +50,6 @@ from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.checkpoint.reader import StoredWeights
     from trainer.trainer import Trainer
 
@@ -171,17 +169,15 @@ def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
 
     from trainer.loss import count_targets
 
-    def build_loader(self: Trainer) -> tuple[()]:
-        return ()
-
-    def build_optimizer(self: Trainer) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.0)
-
     def count(self: Trainer, batch: Any) -> float:
         self.num_targets_seen = getattr(self, "num_targets_seen", 0) + count_targets(batch["targets"])  # type: ignore[attr-defined]
         return trainer_class.count(self, batch)
 
-    methods = {"build_loader": build_loader, "build_optimizer": build_optimizer, "count": count}
+    methods: dict[str, Any] = {
+        "build_loader": lambda self: (),
+        "build_optimizer": lambda self: torch.optim.SGD(self.model.parameters(), lr=0.0),
+        "count": count,
+    }
     return type(trainer_class.__name__, (trainer_class,), methods)
 
 

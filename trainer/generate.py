@@ -4,8 +4,8 @@
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompts FILE --batch 16 --out FILE
 
-Uses one process, on a GPU if there is one.  A completion ends where the model ends the document or the chat turn, or
-after --max-tokens.
+Uses one process, on a GPU if there is one.  A completion ends when the model ends the document or the chat turn, or
+after --max-tokens tokens.
 """
 
 from __future__ import annotations

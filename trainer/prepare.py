@@ -233,10 +233,6 @@ class _Split:
     paths: list[Path]
     rows: list[tuple[str, int, int, int]]
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of tokens, documents and bytes of text."""
-        return sum(row[1] for row in self.rows), sum(row[2] for row in self.rows), sum(row[3] for row in self.rows)
-
     @property
     def pattern(self) -> str:
         """A path or glob for these shards.  The five `?` match a number, but not `eval-NNNNN` of held-out shards."""
@@ -276,9 +272,9 @@ def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | N
     lines = []
     for label, split in (("train", train), ("held out", held_out)):
         if split.paths:
-            tokens, documents, num_bytes = split.counts()
-            text_stats = f", {num_bytes:,} bytes, {tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
-            lines.append(f"{label}: {documents:,} documents, {tokens:,} tokens{text_stats}")
+            num_tokens, num_documents, num_bytes = (sum(row[column] for row in split.rows) for column in (1, 2, 3))
+            text_stats = f", {num_bytes:,} bytes, {num_tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
+            lines.append(f"{label}: {num_documents:,} documents, {num_tokens:,} tokens{text_stats}")
             first_and_last = dict.fromkeys([str(split.paths[0]), str(split.paths[-1])])
             lines.append(f"  {' ... '.join(first_and_last)}, each with its .idx and .json file")
     counts = DocumentCounts.from_manifest(manifest)

@@ -59,10 +59,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
     parser.add_argument("--out", default="widths.html", help="path of the page (default: widths.html)")
     options = parser.parse_intermixed_args(argv)
-    return run_command(lambda: _check(options))
+    return run_command(lambda: _check_widths(options))
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check_widths(options: argparse.Namespace) -> int:
     recipes = [setting.removeprefix("recipe=") for setting in options.settings if setting.startswith("recipe=")]
     if not recipes:
         raise UserError("recipe: none is given\n  for example: recipe=llama_small")
@@ -81,7 +81,7 @@ def _check(options: argparse.Namespace) -> int:
         base = config.optim.base_model
         if base is None:
             example = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
-            raise setting_error("optim.base_model", None, "names the widths to multiply", example=example)
+            raise setting_error("optim.base_model", None, "must give the widths to multiply", example=example)
         curves = _measure(config, base, factors)
     from trainer.report.widths import write_widths_page
 

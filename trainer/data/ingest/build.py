@@ -215,7 +215,8 @@ def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
         for record in records:
             tally.add(record.tally)
         check_limit(tally, job.bad, job.keys)
-        folder.finish(_make_manifest(job, records, tally, folder.path))
+        _make_manifest(job, records, tally, folder.path).write(folder.manifest_path)
+        folder.clean_up()
 
 
 def _make_manifest(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> ShardManifest:
@@ -396,7 +397,7 @@ class UnitWriter:
         self._lowest, self._bytes_until_check = 1.0, 0
 
     def write(self) -> Iterator[int]:
-        """Write all documents; yield the number of input bytes of each batch.
+        """Write all documents; yield the number of bytes of each batch.
 
         Raises TokenizationMismatch if the engine's ids are wrong, and UserError if a document cannot be read and
         `data.bad` does not allow it.
@@ -714,11 +715,6 @@ class BuildFolder:
                 remove(self.manifest_path)
                 for path in self.path.glob("*.damaged"):
                     remove(path)
-
-    def finish(self, manifest: ShardManifest) -> None:
-        """Write the manifest, then remove the files needed only for the build."""
-        manifest.write(self.manifest_path)
-        self.clean_up()
 
     def clean_up(self) -> None:
         """Remove the records, which the manifest replaces, and temporary files left by killed builders."""

@@ -124,7 +124,7 @@ def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
 
 
 class _FastEngine(Engine):
-    """Base class of fast engines.  They do not handle added tokens, so the reference encodes texts that contain one."""
+    """Base class of fast engines.  They do not handle added tokens, so the reference encodes texts with such tokens."""
 
     _encode_text: Callable[[bytes], NDArray[np.uint32]]
     """Returns the ids of one text."""

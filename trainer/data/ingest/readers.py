@@ -56,7 +56,10 @@ class LongDocument(ABC):
 
     @abstractmethod
     def reject(self, error: Exception, bad: BadDocuments) -> None:
-        """Report that the document cannot be read."""
+        """Report to `bad` that the document cannot be read.
+
+        error: the exception that `pieces` raised.
+        """
 
 
 DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
