@@ -272,7 +272,9 @@ def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | N
     lines = []
     for label, split in (("train", train), ("held out", held_out)):
         if split.paths:
-            num_tokens, num_documents, num_bytes = (sum(row[column] for row in split.rows) for column in (1, 2, 3))
+            num_tokens = sum(row[1] for row in split.rows)
+            num_documents = sum(row[2] for row in split.rows)
+            num_bytes = sum(row[3] for row in split.rows)
             text_stats = f", {num_bytes:,} bytes, {num_tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
             lines.append(f"{label}: {num_documents:,} documents, {num_tokens:,} tokens{text_stats}")
             first_and_last = dict.fromkeys([str(split.paths[0]), str(split.paths[-1])])

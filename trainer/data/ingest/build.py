@@ -151,7 +151,7 @@ class _Builder:
     """
 
     def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
-        self._job, self._units, self._folder, self._workers = job, units, folder, workers
+        self._job, self._units, self._folder, self._worker_pool = job, units, folder, workers
         self._current_unit_bytes = 0
         self._finished_units: set[int] = set()
 
@@ -161,7 +161,7 @@ class _Builder:
         for waits_for_others in (False, True):
             for number in range(len(self._units)):
                 while not (folder.is_done(number) or folder.is_complete):
-                    self._workers.raise_errors()
+                    self._worker_pool.raise_errors()
                     stop_if_asked()
                     if folder.try_lock(number):
                         try:
