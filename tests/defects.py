@@ -790,7 +790,7 @@ DEFECTS: list[Defect] = [
         "chat-masks",
         "trainer.data.chat.masking:_assistant_spans",
         "return [(len(prompt), end)]",
-        "return [(max(len(prompt), whole.text.find('assistant') + 10), end)]",
+        "return [(max(len(prompt), full.text.find('assistant') + 10), end)]",
     ),
     Defect(
         "end-of-turn-not-trained-on",

@@ -5,8 +5,8 @@
     python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     with lm-evaluation-harness
 
 A run is evaluated with its own settings, by default on one rank.  Any key can be overridden: data.eval_path selects
-other data, and eval.steps=0 evaluates on all of it.  --lm-eval exports the run with its adapters merged, and evaluates
-it on tasks of the lm_eval library or on tasks defined by the YAML files in a folder.
+other data, and eval.steps=0 evaluates on all of it.  --lm-eval evaluates on tasks of the lm_eval library, or on tasks
+defined by the YAML files in a folder; it first exports a run to a temporary folder, with its adapters merged.
 """
 
 from __future__ import annotations
@@ -50,8 +50,6 @@ from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
 if TYPE_CHECKING:
-    import torch
-
     from trainer.checkpoint.reader import StoredWeights
     from trainer.trainer import Trainer
 
@@ -74,18 +72,22 @@ _EVALUATION_OVERRIDES = {
 
 
 _DISPLAYED_PATH_OPTION = "--shown-as"
-"""Internal option of spawned ranks: the path to display in place of the pinned path of their weights."""
+"""Internal option for spawned ranks: the path to display in place of the pinned path of their weights."""
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to evaluate: its configuration, the path of its weights, and their training step if a run saved them."""
+    """A model to evaluate.
+
+    weights: the path of its weights, to display.
+    step: the training step of the weights; None for a Hugging Face folder.
+    stored: the open checkpoint; None for a Hugging Face folder.
+    """
 
     config: RunConfig
     weights: str
     step: int | None
     stored: StoredWeights | None = None
-    """The open checkpoint, which stays readable even if it is pruned; None for a Hugging Face folder."""
 
 
 def find_subject(
@@ -93,8 +95,10 @@ def find_subject(
 ) -> Subject:
     """Return the model at `path`: a run (its newest checkpoint), a checkpoint, or a Hugging Face folder.
 
-    With `stack`, the checkpoint stays readable until the stack closes, even if its run prunes it.  A Hugging Face
-    folder is evaluated with the default settings and the overrides, and needs no training data.
+    A Hugging Face folder is evaluated with the default settings and the overrides, and needs no training data.
+
+    allow_import: the modules that a checkpoint's configuration may import.
+    stack: if given, the checkpoint stays readable until it closes, even if the run prunes the checkpoint.
 
     Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
@@ -148,7 +152,7 @@ def find_subject(
 def _init_from_value(source: StoredWeights, path: str) -> str:
     """Return the value of `train.init_from` for evaluating the checkpoint at `path`.
 
-    If the checkpoint refers to weights stored elsewhere (the base of its adapters, or its reference model), return
+    If the checkpoint refers to weights stored elsewhere (those under its adapters, or its reference model), return
     their path, or null if they come with the model or are random.  Otherwise return `path`.
     """
     from trainer.weights.adapters import BASE, REFERENCE
@@ -160,30 +164,28 @@ def _init_from_value(source: StoredWeights, path: str) -> str:
 
 
 def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
-    """Return a subclass of `trainer_class` that counts targets and has neither training data nor optimizer state."""
+    """Return a subclass of `trainer_class` that counts targets, and has neither training data nor optimizer state."""
     import torch
 
     from trainer.loss import count_targets
-
-    def build_loader(self: Trainer) -> tuple[()]:
-        return ()
-
-    def build_optimizer(self: Trainer) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.model.parameters(), lr=0.0)
 
     def count(self: Trainer, batch: Any) -> float:
         self.num_targets_seen = getattr(self, "num_targets_seen", 0) + count_targets(batch["targets"])  # type: ignore[attr-defined]
         return trainer_class.count(self, batch)
 
-    methods = {"build_loader": build_loader, "build_optimizer": build_optimizer, "count": count}
+    methods: dict[str, Any] = {
+        "build_loader": lambda self: (),
+        "build_optimizer": lambda self: torch.optim.SGD(self.model.parameters(), lr=0.0),
+        "count": count,
+    }
     return type(trainer_class.__name__, (trainer_class,), methods)
 
 
 def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     """Evaluate `subject` and return the record, or None if a stop was requested.
 
-    Writes no run files.  Raises UserError if there is no held-out data, or if the base weights or the reference model
-    are not the ones that the run used.  Collective.
+    Writes no run files.  Raises UserError if there is no held-out data, or if the weights under the adapters or the
+    reference model are not the ones that the run used.  Collective.
     """
     from trainer.checkpoint.reader import StoredWeights
     from trainer.weights.loading import load_initial_weights
@@ -203,7 +205,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
 
 
 def _load_checkpoint(trainer: Trainer, stored: StoredWeights) -> None:
-    """Load the checkpoint into the model.  Weights outside the checkpoint were loaded when the Trainer was built."""
+    """Load the checkpoint into the model, except for weights stored elsewhere, which the Trainer has already loaded."""
     from trainer.model.lora import is_base_weight
     from trainer.weights.adapters import BASE, BaseWeights
     from trainer.weights.sources import fill
@@ -223,12 +225,16 @@ def _load_checkpoint(trainer: Trainer, stored: StoredWeights) -> None:
 
 @dataclass(frozen=True)
 class EvaluationStats:
-    """The size of an evaluation: the sequence length, and the number of target tokens over all ranks."""
+    """The size of an evaluation.
+
+    seq_len: tokens per sequence.
+    tokens: number of target tokens over all ranks.
+    data_note: statistics of chat data, such as how many conversations were dropped; "" for other data.
+    """
 
     seq_len: int
     tokens: int
     data_note: str = ""
-    """How the data was filtered, for example how many conversations were dropped; empty if it was not."""
 
     @classmethod
     def of(cls, trainer: Trainer) -> EvaluationStats:
@@ -239,7 +245,7 @@ class EvaluationStats:
         return cls(trainer.config.data.seq_len, round(tokens), source.summary if is_chat and source else "")
 
     def summary(self, config: RunConfig) -> str:
-        """Return a line for the console, with the model's maximum sequence length if that is longer."""
+        """Return lines for the console, with the model's maximum sequence length if it is longer than the sequences."""
         max_len = getattr(config.model, "max_seq_len", None)
         limit = f"; the model supports {max_len:,}" if max_len and max_len > self.seq_len else ""
         line = f"sequences of {self.seq_len:,} tokens (data.seq_len{limit}), {self.tokens:,} tokens evaluated"
@@ -247,7 +253,7 @@ class EvaluationStats:
 
 
 def as_table(subject: Subject, record: Record, stats: EvaluationStats | None = None) -> str:
-    """Return the evaluation as a table: one line for each source if there are several, and one for the total."""
+    """Return the evaluation as a table: a line for each source of a mixture, one for all data, and other metrics."""
     bits_per_byte = record.get("bits_per_byte")
     headers = ("", "loss", *(["bits per byte"] if bits_per_byte is not None else []))
     source_losses = {name.removeprefix("loss_"): value for name, value in record.items() if name.startswith("loss_")}
@@ -274,7 +280,7 @@ def _number(value: float | None) -> str:
 def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     """Return the evaluation as one JSON object.
 
-    It has the fields of the run's `eval` records, and the path of the weights, sequence length and number of tokens.
+    It has the fields of the run's `eval` records but `kind`, the path of the weights, and the size of the evaluation.
     """
     metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}
@@ -298,8 +304,11 @@ def _show(subject: Subject, prints_json: bool, trainer: Trainer) -> int:
 def lm_eval(path: str, tasks: Sequence[str], task_folder: str | None = None) -> dict[str, Any]:
     """Evaluate a run, a checkpoint or a Hugging Face folder with the lm_eval library, and return its results.
 
-    A checkpoint is first exported to a temporary folder, with adapters merged.  task_folder: a folder of YAML files
-    that define tasks.  Raises UserError if the library is missing or does not know a task.
+    A checkpoint is first exported to a temporary folder, with its adapters merged.
+
+    task_folder: a folder of YAML files that define further tasks.
+
+    Raises UserError if the library is missing or does not know a task.
     """
     if importlib.util.find_spec("lm_eval") is None:
         fix = "pip install 'meshtrainer[lm-eval]'"
@@ -409,7 +418,7 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
 
 
 def _pop_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
-    """Return the value of an option, or None if it is absent, and the other arguments."""
+    """Return the value of the option `name`, or None if it is absent, and the other arguments."""
     for index, word in enumerate(argv):
         if word == name and index + 1 < len(argv):
             return argv[index + 1], [*argv[:index], *argv[index + 2 :]]
@@ -419,7 +428,7 @@ def _pop_option(argv: Sequence[str], name: str) -> tuple[str | None, list[str]]:
 
 
 def _split_path(argv: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the path (the only argument that is neither an option nor a setting), and the other arguments."""
+    """Return the path (the only argument that is neither an option nor a setting), and the rest without --json."""
     words = [word for word in argv if word != "--json"]
     settings = [word for word in words if "=" in word and "/" not in word.partition("=")[0]]
     paths = [word for word in words if not word.startswith("-") and word not in settings]

@@ -4,7 +4,8 @@
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompts FILE --batch 16 --out FILE
 
-Uses one process, on a GPU if there is one.  A completion ends with the document or the chat turn.
+Uses one process, on a GPU if there is one.  A completion ends when the model ends the document or the chat turn, or
+after --max-tokens tokens.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ from trainer.weights.exporting import GENERATION, read_model_files, settings_for
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
 _MAX_PROMPT_CHARS = 60
-"""Error messages truncate prompts longer than this many characters."""
+"""Error messages cut prompts off after this many characters."""
 
 _NUM_CONTEXT_TOKENS = 8
-"""Number of preceding tokens to decode along with new tokens: they can determine whether the new text starts with a
-space."""
+"""Number of preceding tokens to decode together with new tokens, since they can determine whether the new text starts
+with a space."""
 
 _DEFAULT_BATCH_SIZE = 8
 """Number of prompts to complete at once, unless --batch is given."""
@@ -86,7 +87,7 @@ class TextGenerator:
     build: returns the model on the meta device.
     load: returns the model on `device`, with its weights.
     tokenizer: `bytes`, or the path of a tokenizer, as for `data.tokenizer`.
-    template: `model`, or a template file, as for `data.chat_template`.
+    template: the name or path of the chat template, as for `data.chat_template`.
     settings: the entries of generation_config.json; `eos_token_id` may come from config.json.
     bos: the run's `data.bos`.
     turn_ends: ids of the tokens with which the model was trained to end its chat turns.
@@ -107,14 +108,14 @@ class TextGenerator:
         return self.load()
 
     def end_ids(self, tokenizer: Tokenizer) -> set[int]:
-        """Return the ids of the stop tokens: those in `settings`, or else the tokenizer's, plus `turn_ends`."""
+        """Return the ids of the stop tokens: `turn_ends`, and those in `settings` or else the tokenizer's."""
         end_ids = self.settings.get("eos_token_id")
         if end_ids is None:
             return {tokenizer.end_id, *self.turn_ends}
         return {*(end_ids if isinstance(end_ids, list) else [end_ids]), *self.turn_ends}
 
     def sampling(self, overrides: Mapping[str, float]) -> Sampling:
-        """Return the sampling parameters: each from `overrides`, else from `settings`, else the default.
+        """Return the sampling parameters, each from `overrides`, else from `settings`, else its default.
 
         Raises UserError if generation_config.json holds an invalid value.
         """
@@ -139,9 +140,10 @@ def open_generator(
     """Open the model at `path`: a checkpoint, a run folder (its newest checkpoint), or a Hugging Face folder.
 
     The weights are read when `TextGenerator.model` is first used.  A Hugging Face folder that matches no recipe is
-    loaded with transformers.  A checkpoint's tokenizer files are extracted to a temporary folder, which is removed when
-    `stack` closes.
+    loaded with transformers.
 
+    stack: a checkpoint's tokenizer files are extracted to a temporary folder, which is removed when the stack closes.
+    allow_import: the modules that the checkpoint's configuration may import.
     ema: whether to use the averaged weights of a run with `train.ema`.
 
     Raises UserError if the model cannot be read.
@@ -324,7 +326,7 @@ def _stream(
 
 
 def _check_memory(text_generator: TextGenerator, workload: GenerationWorkload, options: argparse.Namespace) -> None:
-    """Print the memory that generation needs.  Raises UserError if it exceeds the free memory of the GPU."""
+    """Print an estimate of the memory that generation needs.  Raises UserError if it exceeds the GPU's free memory."""
     model = text_generator.build()
     weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
@@ -369,9 +371,9 @@ def _require_token(generated: Token) -> int:
 def _answer_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, sampling: Sampling
 ) -> None:
-    """Complete the prompts of `--prompts` in order.  With `--out`, flush each batch of completions to disk.
+    """Complete the prompts in the file `--prompts` in order.
 
-    Skips prompts whose completion is already in `--out`.
+    With `--out`, flushes each batch of completions to disk, and skips prompts whose completion is already there.
     """
     max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
@@ -422,7 +424,7 @@ def _answer_prompts(
 
 
 def _checksum_of_model(model: nn.Module) -> str:
-    """Return a checksum of each tensor's first values: they differ between models, and between the steps of a run."""
+    """Return a checksum of each tensor's first values, which differ between models and between the steps of a run."""
     crc = 0
     for name, tensor in model.state_dict().items():
         values = tensor.detach().reshape(-1)[:_NUM_CHECKSUM_VALUES].cpu()
@@ -432,7 +434,7 @@ def _checksum_of_model(model: nn.Module) -> str:
 
 
 _NUM_CHECKSUM_VALUES = 2**12
-"""Number of values of each tensor that enter the checksum."""
+"""Number of values that the checksum includes of each tensor."""
 
 
 def _read_prompts(
@@ -461,21 +463,19 @@ def _read_prompts(
     return records, prompts
 
 
-_TEMPERATURE = "must be at least 0 and finite"
-
-
 def _check_options(options: argparse.Namespace) -> None:
+    temperature, top_p = options.temperature, options.top_p
     if options.device == "cuda" and not torch.cuda.is_available():
         raise setting_error("--device", options.device, "torch finds no usable GPU", "cpu")
     for key, value, is_legal, rule, legal in (
         ("--max-tokens", options.max_tokens, options.max_tokens >= 1, "must be at least 1", 1),
         ("--batch", options.batch, options.batch is None or options.batch >= 1, "must be at least 1", 1),
-        ("--temperature", options.temperature, 0 <= (options.temperature or 0) < math.inf, _TEMPERATURE, 0),
-        ("--top-p", options.top_p, options.top_p is None or 0 < options.top_p <= 1, "must be above 0 and at most 1", 1),
+        ("--temperature", temperature, 0 <= (temperature or 0) < math.inf, "must be at least 0 and finite", 0),
+        ("--top-p", top_p, top_p is None or 0 < top_p <= 1, "must be above 0 and at most 1", 1),
     ):
         if not is_legal:
             raise setting_error(key, value, rule, legal)
-    for key, value in (("--temperature", options.temperature), ("--top-p", options.top_p)):
+    for key, value in (("--temperature", temperature), ("--top-p", top_p)):
         if options.greedy and value:
             raise setting_error(key, value, "cannot be combined with --greedy", fix=f"leave out {key} or --greedy")
     for key, value in (("--batch", options.batch), ("--out", options.out)):

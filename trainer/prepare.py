@@ -1,10 +1,15 @@
 """Tokenize text into shards for training: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
-Reads text and source code (one document per file), .jsonl (one per line), parquet and Arrow (one per row), compressed
-or not, from local files or URLs.  Memory use is constant.  The shards get their final names only when all of them are
-complete.  If the command is killed, run it again to resume.  Several processes may share the work.  Training reads the
-shards with `data.source=tokens`; `trainer.data.shards` describes their format.  Does not import torch.
+Reads text and source code (one document per file), .jsonl (one per line), .json arrays, .csv, parquet and Arrow (one
+per record or row), and token files of other trainers, from local files or URLs.  Text, .jsonl, .json and .csv files may
+be compressed.  The input may be larger than memory.  The shards get their final names only when all of them are
+complete.  If the command is killed, run it again to resume; run it several times at once to share the work.  Training
+reads the shards with `data.source=tokens`; `trainer.data.shards` describes their format.
+
+With --show N, prints N conversations from chat files instead, with their targets marked.
 """
+
+# Does not import torch, which loads slowly, and whose threads would not survive the fork of the worker processes.
 
 from __future__ import annotations
 
@@ -59,13 +64,13 @@ from trainer.errors import (
 from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
-"""Keys of the `data` section that are options of this command, for `--show`."""
+"""Keys of the `data` section that are options of this command, used with --show."""
 
 _SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for a user error, 1 for a failure."""
+    """Run the command line and return its exit code: 0, 2 for a user error, 1 for another failure."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.show is not None and options.show < 1:
@@ -89,11 +94,9 @@ def _show(options: argparse.Namespace) -> int:
     data = DataSection(source="chat", tokenizer=options.tokenizer, **chat_settings)
     for shown in first_chats(data, options.inputs, options.show, "INPUT"):
         text = Text()
-        for piece, is_trained in shown.pieces:
+        for piece, is_target in shown.pieces:
             piece = printable(piece)
-            text.append(
-                f"{open_mark}{piece}{close_mark}" if is_trained else piece, "bold green" if is_trained else "dim"
-            )
+            text.append(f"{open_mark}{piece}{close_mark}" if is_target else piece, "bold green" if is_target else "dim")
         console.rule(printable(shown.location), align="left")
         console.print(text)
     return EXIT_FINISHED
@@ -128,10 +131,12 @@ def prepare(
     procs: int = 0,
     bos: bool | None = None,
 ) -> str:
-    """Write token shards and return a report that ends with the settings to train on them.
+    """Write token shards, and return a report that ends with the settings to train on them.
 
     The parameters are the command's options.  Whether a document is held out depends only on a hash of its text, so
-    duplicates are in the same split.  If UserError is raised, no shard has been written or replaced.
+    duplicates are in the same split.  Existing shards are replaced only when all new ones are complete.
+
+    Raises UserError if an option is invalid, the input cannot be read, or the shards cannot be written.
     """
     if procs < 0:
         raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
@@ -184,7 +189,7 @@ def _make_job(
     bos: bool | None,
 ) -> BuildJob:
     if not 0 <= holdout < 1:
-        raise setting_error("--holdout", holdout, "is a share of the documents, from 0 to below 1", 0.01)
+        raise setting_error("--holdout", holdout, "is a fraction of the documents, from 0 to below 1", 0.01)
     if shard_tokens < 1:
         raise setting_error("--shard-tokens", shard_tokens, "must be at least 1", 1)
     parse_limit(bad, "--bad")
@@ -195,7 +200,7 @@ def _make_job(
 
 
 def _min_bytes(job: BuildJob, stem: Path) -> int:
-    """Return a lower bound on the size of the shards: two bytes per byte of plain text; 0 if there is no estimate."""
+    """Return a lower bound on the bytes to write: two per byte of plain text, or 0 if there is no such estimate."""
     is_plain = all(file.kind == "text" and not file.compression for file in job.inputs)
     if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
         return 0
@@ -203,14 +208,14 @@ def _min_bytes(job: BuildJob, stem: Path) -> int:
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:
-    """Return the folder for unfinished work, whose name has a hash of the inputs and settings, to find it again."""
+    """Return the folder for unfinished work.  Its name has a hash of the inputs and settings, to find it again."""
     files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return stem.with_name(f".{stem.name}.{hashlib.sha256(content.encode()).hexdigest()[:12]}.building")
 
 
 def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) -> None:
-    """Raise UserError if the split leaves no documents to train on, or holds out none although `holdout` is above 0."""
+    """Raise UserError if all documents are held out, or none is although `holdout` is above 0."""
     num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
     if manifest.train and (manifest.held_out or not holdout):
         return
@@ -228,20 +233,16 @@ class _Split:
     paths: list[Path]
     rows: list[tuple[str, int, int, int]]
 
-    def counts(self) -> tuple[int, int, int]:
-        """Return the numbers of tokens, documents and bytes of text."""
-        return sum(row[1] for row in self.rows), sum(row[2] for row in self.rows), sum(row[3] for row in self.rows)
-
     @property
     def pattern(self) -> str:
-        """The path or glob of these shards.  Five `?` match a number, but not the `eval-NNNNN` of held-out shards."""
+        """A path or glob for these shards.  The five `?` match a number, but not `eval-NNNNN` of held-out shards."""
         if len(self.paths) == 1:
             return str(self.paths[0].absolute())
         return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
 
 
 def _round_up(fraction: float) -> float:
-    """Return a short decimal number slightly above `fraction`."""
+    """Return a short decimal number slightly above `fraction`, or `fraction` itself if there is none below 1."""
     for digits in range(1, 17):
         rounded = math.ceil(fraction * 10.0**digits + 1) / 10.0**digits
         if rounded < min(1.0, 2 * fraction):
@@ -251,7 +252,7 @@ def _round_up(fraction: float) -> float:
 
 @contextmanager
 def _creating_folder(stem: Path, out: str) -> Iterator[None]:
-    """Create the shards' folder and its missing parents; if the block raises, remove those that are empty."""
+    """Create the shards' folder and its missing parents; if the block raises, remove those that are empty again."""
     missing = [folder for folder in stem.parents if not folder.exists()]
     try:
         try:
@@ -271,9 +272,11 @@ def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | N
     lines = []
     for label, split in (("train", train), ("held out", held_out)):
         if split.paths:
-            tokens, documents, num_bytes = split.counts()
-            text_stats = f", {num_bytes:,} bytes, {tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
-            lines.append(f"{label}: {documents:,} documents, {tokens:,} tokens{text_stats}")
+            num_tokens = sum(row[1] for row in split.rows)
+            num_documents = sum(row[2] for row in split.rows)
+            num_bytes = sum(row[3] for row in split.rows)
+            text_stats = f", {num_bytes:,} bytes, {num_tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
+            lines.append(f"{label}: {num_documents:,} documents, {num_tokens:,} tokens{text_stats}")
             first_and_last = dict.fromkeys([str(split.paths[0]), str(split.paths[-1])])
             lines.append(f"  {' ... '.join(first_and_last)}, each with its .idx and .json file")
     counts = DocumentCounts.from_manifest(manifest)
@@ -293,7 +296,7 @@ def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | N
 
 
 def _argparse_type_of(key: str) -> Callable[[str], str]:
-    """Return an argparse type that checks a value of the key `data.KEY`."""
+    """Return an argparse type that accepts the values of the setting `data.KEY`."""
 
     def check(value: str) -> str:
         from trainer.config import declared_keys  # slow to import
@@ -321,10 +324,12 @@ def _make_parser() -> argparse.ArgumentParser:
         help="start each document with the tokenizer's beginning-of-text token (default: as the tokenizer does)",
     )
     parser.add_argument("--text-key", default="text", metavar="KEY", help="key or column of the text (text)")
-    parser.add_argument("--holdout", type=float, default=0.0, metavar="SHARE", help="share of documents held out (0)")
+    parser.add_argument(
+        "--holdout", type=float, default=0.0, metavar="FRACTION", help="fraction of documents to hold out (0)"
+    )
     parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (1e8)")
     parser.add_argument(
-        "--bad", default="error", metavar="HOW", help="unreadable documents: error, skip, or the share allowed"
+        "--bad", default="error", metavar="HOW", help="unreadable documents: error, skip, or the fraction allowed"
     )
     parser.add_argument("--procs", type=int, default=0, metavar="N", help="processes; 0: one per core")
     parser.add_argument("--overwrite", action="store_true", help="replace shards of the same name")

@@ -6,8 +6,8 @@
 
 Separate the values of a key with commas; a list in brackets is a single value.  The run folders are in --dir (default:
 runs/sweep).  Run the same command again to continue a sweep: it skips finished runs, and resumes the others from their
-checkpoints.  The best run has the lowest loss in its last evaluation or, unless all finished runs have evaluations, the
-lowest training loss.
+checkpoints.  The best run is the finished one with the lowest loss in its last evaluation or, unless all finished runs
+have been evaluated, with the lowest training loss.
 """
 
 from __future__ import annotations
@@ -49,11 +49,17 @@ from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, r
 
 SWEEP = "sweep.json"
 """The file in a sweep's folder that describes the sweep: its recipe, settings and runs."""
+
 REPORT = "report.html"
+"""The file in a sweep's folder that compares the runs."""
+
 _MAX_RUNS = 1000
+
 _POLL_S = 0.5
+"""Seconds between two checks on the active runs."""
+
 _MAX_NAME_LENGTH = 150
-"""Maximum number of characters in a run's name."""
+"""Maximum number of characters of a run's name, before a number is added to make it unique."""
 
 
 @dataclass
@@ -71,13 +77,14 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """The file with the run's output.  The run's processes hold a lock on it, which tells a restarted sweep whether
+        """The file with the run's output.  The run's processes hold a lock on it, by which a restarted sweep sees that
         they are still alive."""
         return self.folder / "output.log"
 
     @property
     def is_active(self) -> bool:
-        """Whether the run is training, no matter if this process or an earlier one of the same sweep started it."""
+        """Whether the run's processes are alive, no matter whether this process or an earlier one of the sweep started
+        them."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)
@@ -96,7 +103,7 @@ def _is_locked(path: Path) -> bool:
 
 @dataclass
 class Sweep:
-    """The runs of a sweep, in execution order."""
+    """The runs of a sweep, in the order in which they start."""
 
     folder: Path
     recipe: str
@@ -108,7 +115,7 @@ class Sweep:
         return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
 
     def write(self) -> None:
-        """Store the sweep's description, to detect a later sweep with other settings in the same folder."""
+        """Store the sweep's description, by which a later sweep with other settings in the same folder is detected."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SWEEP, json.dumps(self.description(), indent=1) + "\n")
 
@@ -118,7 +125,11 @@ class Sweep:
 
 
 def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
-    """Return the sweep for a command line.  Raises UserError if there is only one combination, or too many."""
+    """Return the sweep for a command line.
+
+    Raises UserError if no recipe is given, no key has several values, there are too many combinations, or a setting
+    that differs for each run is given.
+    """
     if arguments.recipe is None:
         raise missing_recipe_error(
             "usage: meshtrainer sweep recipe=NAME section.key=value,value,... ", arguments.overrides
@@ -163,7 +174,7 @@ def split_values(text: str) -> list[str]:
 
 
 def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
-    """Return a folder name for each run.  The names are unique, and short enough for a file system."""
+    """Return a folder name for each run; the names are unique, and short enough for a file system."""
     names: list[str] = []
     for setting in settings:
         name = plain = name_of(setting)[:_MAX_NAME_LENGTH].rstrip(",.-")
@@ -176,7 +187,7 @@ def names_of(settings: Sequence[Sequence[str]]) -> list[str]:
 
 
 def name_of(setting: Sequence[str]) -> str:
-    """Return the folder name of a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
+    """Return a folder name for a run: the last part of each key with its value, `lr=3e-4,seed=1`."""
     parts = []
     for override in setting:
         key, _, value = override.partition("=")
@@ -191,7 +202,8 @@ def name_of(setting: Sequence[str]) -> str:
 class Supervisor:
     """Trains the runs of a sweep on this machine, `parallel` at a time.
 
-    Passes stop signals on to the runs, which save and exit.  The sweep then exits with 75, and can be started again.
+    Passes stop signals on to the runs, which save and exit.  The sweep then exits with 75 (1 if a run has failed), and
+    can be started again.
     """
 
     def __init__(self, sweep: Sweep, parallel: int, nproc: int | None) -> None:
@@ -223,7 +235,7 @@ class Supervisor:
         return EXIT_STOPPED if self._num_stopped or self._is_stopping else EXIT_FINISHED
 
     def _start(self, trial: Trial) -> Trial:
-        """Start a run, unless it is still training because an earlier process of this sweep started it."""
+        """Start a run, unless the one that an earlier process of this sweep started is still training."""
         if trial.is_active:
             print_stdout(f"{trial.folder.name}: is already training")
             return trial
@@ -240,7 +252,7 @@ class Supervisor:
         return trial
 
     def _record_end(self, trial: Trial, pending: list[Trial]) -> None:
-        """Record how a run ended.  Queue it again if an earlier sweep process started it and it is unfinished."""
+        """Record how a run ended.  Queue an unfinished run again if an earlier process of this sweep started it."""
         state = trial.state
         if trial.process is None:
             if state != "finished":
@@ -270,7 +282,11 @@ class Supervisor:
 
 
 def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
-    """Return the batch file of a Slurm job array with one task per run.  job: a job for any one of the runs."""
+    """Return the batch file of a Slurm job array with one task per run.
+
+    job: the job for any one of the runs.
+    parallel: the maximum number of tasks at the same time; None for no limit.
+    """
     settings = [shlex.join([*trial.setting, f"run.name={trial.folder.name}"]) for trial in sweep.trials]
     setup = [
         f"FOLDERS=({shlex.join(str(trial.folder) for trial in sweep.trials)})",
@@ -288,7 +304,10 @@ def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
 
 
 def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the finished run with the lowest loss: the evaluation loss if all have one, else the training loss."""
+    """Return the finished run with the lowest loss, or None if no finished run has a loss.
+
+    Compares the evaluation losses if all finished runs have one, otherwise the training losses.
+    """
     finished = [run for run in runs if run.state == "finished" and score_of(run) is not None]
     if any(run.eval_loss is None for run in finished):
         return min(finished, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)

@@ -1,8 +1,8 @@
-"""Write a teacher's log-probabilities to files, so that distillation needs no teacher in memory.
+"""Write a teacher's top log-probabilities to files, so that distillation needs no teacher in memory.
 
     python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-Give the same data and data.seq_len as for the training run, which then uses objective.teacher=FOLDER.
+Give the same data settings, including data.seq_len, as for the training run.  It then uses objective.teacher=FOLDER.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 
 Trains the model at each width for a few steps, with and without optim.base_model, and writes a page that shows the mean
 magnitude of each layer's output activations before and after these steps.  If activations grow with width, each width
-needs a different learning rate.  Exits with 1 if they grow even with optim.base_model.
+needs a different learning rate.  Exits with 1 if they grow markedly even with optim.base_model.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, appendix D.1.
 """
@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 MAX_EXPONENT = 0.3
-"""Activations may grow with at most this power of the width.  Without muP, the exponent is at least 0.5."""
+"""Activations may grow with at most this power of the width after the steps.  Without muP, the exponent is usually 0.5
+or more."""
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -57,10 +59,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=10, help="optimizer steps (default: 10)")
     parser.add_argument("--out", default="widths.html", help="path of the page (default: widths.html)")
     options = parser.parse_intermixed_args(argv)
-    return run_command(lambda: _check(options))
+    return run_command(lambda: _check_widths(options))
 
 
-def _check(options: argparse.Namespace) -> int:
+def _check_widths(options: argparse.Namespace) -> int:
     recipes = [setting.removeprefix("recipe=") for setting in options.settings if setting.startswith("recipe=")]
     if not recipes:
         raise UserError("recipe: none is given\n  for example: recipe=llama_small")
@@ -79,7 +81,7 @@ def _check(options: argparse.Namespace) -> int:
         base = config.optim.base_model
         if base is None:
             example = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
-            raise setting_error("optim.base_model", None, "names the widths to multiply", example=example)
+            raise setting_error("optim.base_model", None, "must give the widths to multiply", example=example)
         curves = _measure(config, base, factors)
     from trainer.report.widths import write_widths_page
 
@@ -99,7 +101,7 @@ def _check(options: argparse.Namespace) -> int:
     if not curves[0].exponent(layer) <= MAX_EXPONENT:  # also true for NaN
         growth = f"width^{curves[0].exponent(layer):+.2f}"
         print_stderr(
-            f"the activations of {layer} grow as {growth} with optim.base_model: its learning rate will not transfer"
+            f"the activations of {layer} grow as {growth} with optim.base_model: the learning rate will not transfer"
         )
         return EXIT_FAILED
     return EXIT_FINISHED
@@ -116,7 +118,7 @@ def _parse_factors(text: str) -> list[int]:
 
 
 def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) -> list[WidthCurves]:
-    """Return the magnitudes of activations at each width, with and without `optim.base_model`."""
+    """Return the magnitudes of activations at each width: first with `optim.base_model`, then without."""
     from trainer.report.widths import WidthCurves
 
     name = "dim" if "dim" in base else next(iter(base))
@@ -135,7 +137,7 @@ def _measure(config: RunConfig, base: dict[str, int], factors: Sequence[int]) ->
 
 
 def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, float]]:
-    """Train one model; return the mean absolute output activation of each unit before and after the steps."""
+    """Train one model, and return its activation magnitudes before and after the steps."""
     from trainer.trainer import Trainer
 
     trainer = Trainer(config)
@@ -152,24 +154,21 @@ def _train_and_measure(config: RunConfig) -> tuple[dict[str, float], dict[str, f
 
 
 def _activation_magnitudes(trainer: Trainer, tokens: torch.Tensor) -> dict[str, float]:
-    """Return the mean absolute output activation of each unit for these tokens, by the names of its modules."""
+    """Return the mean absolute output activation of each module that is a unit or part of one, by the module's name."""
     from torch.utils.hooks import RemovableHandle
 
     from trainer.model.gradients import evaluation_mode
 
     magnitudes: dict[str, float] = {}
 
-    def record_as(name: str) -> Any:
-        def hook(module: object, arguments: object, output: Any) -> None:
-            tensor = output[0] if isinstance(output, tuple) else output
-            magnitudes[name] = float(tensor.float().abs().mean())
-
-        return hook
+    def record(name: str, module: object, arguments: object, output: Any) -> None:
+        tensor = output[0] if isinstance(output, tuple) else output
+        magnitudes[name] = float(tensor.float().abs().mean())
 
     hooks: list[RemovableHandle] = []
     for unit in trainer.units:
         for name, module in zip(unit.names, unit.modules, strict=True):
-            hooks.append(module.register_forward_hook(record_as(name)))
+            hooks.append(module.register_forward_hook(partial(record, name)))
     with evaluation_mode(trainer.model):
         trainer.model(tokens.to(trainer.world.device))
     for hook in hooks:

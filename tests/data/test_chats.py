@@ -294,6 +294,10 @@ MISTAKES = {
     "unknown column": (["data.path={chats}", "data.columns={message: a}"], ["data.columns=", "messages"]),
     "key without chats": (["data.source=stdlib", "data.train_on=last"], ["data.train_on=last", "data.source=chat"]),
     "steps and epochs": (["data.path={chats}", "train.steps=2", "train.epochs=1"], ["train.epochs=1", "train.steps=2"]),
+    "everything held out": (
+        ["data.path={chats}", "data.holdout=0.999"],
+        ["data.holdout=0.999: leaves no conversations to train on"],
+    ),
     "vocabulary too small": (["data.path={chats}", "model.vocab_size=40"], ["model.vocab_size=40", "=1"]),
 }
 

@@ -169,8 +169,8 @@ def test_each_line_belongs_to_one_unit(tmp_path: Path, monkeypatch: pytest.Monke
     texts = ["".join(rng.choices('ab\n"\\é👩', k=rng.choice([1, 5, 40, 400]))) for _ in range(40)]
     lines = write_jsonl(tmp_path / "a.jsonl", texts)
     for block, longest, size in ((64, 100, 150), (7, 30, 1000), (1 << 20, 1 << 22, 500)):
-        monkeypatch.setattr(inputs, "BLOCK", block)
-        monkeypatch.setattr(readers, "BLOCK", block)
+        monkeypatch.setattr(inputs, "BLOCK_BYTES", block)
+        monkeypatch.setattr(readers, "BLOCK_BYTES", block)
         monkeypatch.setattr(readers, "MAX_IN_MEMORY_BYTES", longest)
         monkeypatch.setattr(building, "MIN_UNIT_BYTES", size)
         found = texts_in(tmp_path / f"{block}", lines)
@@ -200,7 +200,7 @@ def test_unreadable_input_is_rejected_or_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any, longest: int
 ) -> None:
     monkeypatch.setattr(readers, "MAX_IN_MEMORY_BYTES", longest)
-    monkeypatch.setattr(readers, "BLOCK", min(longest, inputs.BLOCK))
+    monkeypatch.setattr(readers, "BLOCK_BYTES", min(longest, inputs.BLOCK_BYTES))
     path = bad_lines(tmp_path)
     with pytest.raises(UserError, match=r"a\.jsonl:4: is not JSON"):
         texts_in(tmp_path, path)

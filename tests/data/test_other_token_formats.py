@@ -77,7 +77,7 @@ def test_tokens_and_documents_are_converted_exactly(
     documents = [[*range(1, size), *ends_in] for size in (3, 9, 2, 30, 6)]
     (tmp_path / "there").mkdir()
     write(tmp_path / "there" / "train.bin", documents)
-    monkeypatch.setattr(reading, "_CHUNK", 7)
+    monkeypatch.setattr(reading, "_CHUNK_TOKENS", 7)
     for path in (tmp_path / "there" / "train.bin", tmp_path / "there", tmp_path / "there" / "*.bin"):
         data = settings(tmp_path, path, tokenizer=tokenizer)
         assert documents_of(find_shards(str(data.path), data, "data.path").train) == documents

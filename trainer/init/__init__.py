@@ -1,1 +1,1 @@
-"""The command `meshtrainer init`, and the template of the project that it creates."""
+"""The command `meshtrainer init`, and the template for the projects that it creates."""

@@ -17,13 +17,14 @@ from trainer.files import writing_to
 from trainer.recipe import all_recipes
 
 _NAME = "my_model"
-"""The model's name in the template: in the contents and the names of its files."""
+"""The model's name in the template, in file names and file contents.  The new project's name replaces it."""
 
 
 def write_project(name: str, parent: Path) -> Path:
-    """Create a project in the new folder `parent/name`, and return the folder.
+    """Create a project in the folder `parent/name`, which must be new or empty, and return the folder.
 
-    Raises UserError if the name is not usable as a module name, or if the folder exists and is not empty.
+    Raises UserError if the name cannot be a module's name or is taken by another module or model, if the folder is not
+    empty, or if the disk is full.
     """
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):

@@ -1,10 +1,10 @@
 """Chat data: reads conversations from files, and tokenizes them with a loss mask.
 
-formats    chat files -> records -> conversations, for the common formats
-template   chat templates, rendered as in transformers
-limits     limits on the CPU time and memory of rendering templates
-masking    conversations -> tokens and loss mask
-store      tokenized conversations, cached on disk
-source     samples: packed conversations, preference pairs or labeled conversations;
-           conversations for display
+formats    reads the records of chat files, and converts them from the common formats to conversations
+template   renders chat templates as transformers does
+limits     limits the CPU time and memory of rendering templates
+masking    converts conversations to tokens and loss masks
+store      caches tokenized conversations on disk
+source     data sources of packed conversations, preference pairs or labeled conversations;
+           also reads conversations for display
 """

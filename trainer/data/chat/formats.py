@@ -1,7 +1,7 @@
 """Reads chat files: converts the records of JSONL, parquet, JSON and CSV files to conversations.
 
-The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  Records
-are plain JSON.  Errors give the path of the invalid value in the record, such as `messages[2].role`.
+The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  If a
+value in a record is invalid, the error gives its path in the record, such as `messages[2].role`.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
-"""`role` (one of ROLES), `content` (text), and further keys that only the chat template reads, such as tool_calls or
-reasoning_content."""
+"""`role` (one of ROLES), `content` (text), and optional keys for the chat template, such as `tool_calls` or
+`reasoning_content`.  An optional `weight` of 0 excludes the message from the loss."""
 
 
 class BadChat(Exception):
-    """A conversation cannot be trained on; the message says why.
+    """A record or conversation that cannot be used; the message says why.
 
-    key: the setting to change, or "" if the file has to be corrected.  legal, fix: see `setting_error`.
+    key: the setting to change, or "" if the file must be corrected.
+    legal, fix: as in `setting_error`.
     """
 
     def __init__(self, text: str, key: str = "", legal: object = None, fix: str = "") -> None:
@@ -47,7 +48,7 @@ class BadChat(Exception):
 class Conversation:
     """Messages in order, and the tools that the assistant may call.
 
-    first_trainable: index of the first message that may be trained on.
+    first_trainable: index of the first message that may be a target.
     """
 
     messages: Sequence[Message]
@@ -57,7 +58,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A plain-text prompt and its completion, which need no chat template."""
+    """A plain-text prompt and its completion, to which no chat template is applied."""
 
     prompt: str
     completion: str
@@ -75,9 +76,9 @@ class Pair:
 
 
 def json_type(value: Any) -> str:
-    """Return the JSON name of a value's type, for error messages."""
-    kinds = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
-    return "null" if value is None else kinds.get(type(value), type(value).__name__)
+    """Return the JSON type of a value in words, for error messages."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -85,51 +86,54 @@ def json_type(value: Any) -> str:
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
 
-_LINE_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+_ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
+"""Suffixes of the file types with one record per line or row.  Files of the other types may hold no records at all."""
 
-_ONE_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
-"""Advice for files whose lines or records are not JSON objects."""
+_FIX_NOT_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
+"""Advice for files with a line or record that is not a JSON object."""
 
 
-def find_files(key: str, setting: str) -> list[Path]:
-    """Return the sorted chat files that a path, folder or glob names.
+def find_files(key: str, value: str) -> list[Path]:
+    """Return the chat files that `value` names: a path, folder or glob, or data on the Hugging Face Hub.
 
-    Raises UserError that names the setting `key` if there are none.
+    Fetches files on the Hub.  Local files are sorted by path.
+
+    Raises UserError that names the setting `key` if nothing matches.
     """
-    if is_hub_data(setting):
+    if is_hub_data(value):
         from trainer.data.remote.datasets import find_data
 
-        hub_data = find_data(setting, key)
+        hub_data = find_data(value, key)
         hub_data.fetch()
         return [Path(path) for path in hub_data.paths() if path.endswith(SUFFIXES)]
-    pattern = os.path.expanduser(setting)
+    pattern = os.path.expanduser(value)
     if os.path.isdir(pattern):
         pattern = os.path.join(glob.escape(pattern), "**")
     names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    if local_path(setting) is None:
-        raise setting_error(key, setting, "chats are read from local files only", fix="download it, and give the file")
+    if local_path(value) is None:
+        raise setting_error(key, value, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
     paths = [path for path in paths if holds_records(path)]
     if paths:
         return paths
     if names:
         rule = f"data.source=chat reads files that end in {', '.join(SUFFIXES)}"
-        raise setting_error(key, setting, rule, fix="convert the records to JSONL")
+        raise setting_error(key, value, rule, fix="convert the records to JSONL")
     neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
     raise setting_error(
-        key, setting, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, neighbors)
+        key, value, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, neighbors)
     )
 
 
 def holds_records(path: Path) -> bool:
     """Return whether `read_records` can read a file, judging by its name and, for .json, its first bytes."""
-    return path.name.endswith(_LINE_SUFFIXES) or is_record_file(path)
+    return path.name.endswith(_ROW_SUFFIXES) or is_record_file(path)
 
 
 def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each record with its location, such as `chats.jsonl:17`: the line or parquet row, counted from 1.
+    """Yield each record with its location, such as `chats.jsonl:17`: the number of its line, row or object, from 1.
 
-    Raises UserError that names the setting `key` if a file cannot be read or a line is not a JSON object.
+    Raises UserError that names the setting `key` if the file cannot be read or a record is not a JSON object.
     """
     if path.suffix == ".parquet":
         yield from _read_parquet(path, key)
@@ -137,12 +141,14 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
     try:
         open_text = gzip.open if path.suffix == ".gz" else open
         with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            for number, record in records_in(path.name, file) if not path.name.endswith(_LINE_SUFFIXES) else ():
-                if not isinstance(record, dict):
-                    rule = f"{path.name}:{number}: must be an object, not {json_type(record)}"
-                    raise setting_error(key, path, rule, fix=_ONE_OBJECT)
-                yield f"{path.name}:{number}", record
-            for number, line in enumerate(file if path.name.endswith(_LINE_SUFFIXES) else (), 1):
+            if not path.name.endswith(_ROW_SUFFIXES):
+                for number, record in records_in(path.name, file):
+                    if not isinstance(record, dict):
+                        rule = f"{path.name}:{number}: must be an object, not {json_type(record)}"
+                        raise setting_error(key, path, rule, fix=_FIX_NOT_OBJECT)
+                    yield f"{path.name}:{number}", record
+                return
+            for number, line in enumerate(file, 1):
                 if not line.strip():
                     continue
                 location = f"{path.name}:{number}"
@@ -150,10 +156,11 @@ def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]
                     record = json.loads(line)
                     line.encode()
                 except (ValueError, RecursionError) as error:
-                    raise setting_error(key, path, f"{location}: is not JSON ({error})", fix=_ONE_OBJECT) from error
+                    rule = f"{location}: is not JSON ({error})"
+                    raise setting_error(key, path, rule, fix=_FIX_NOT_OBJECT) from error
                 if not isinstance(record, dict):
                     rule = f"{location}: must be a JSON object, not {json_type(record)}"
-                    raise setting_error(key, path, rule, fix=_ONE_OBJECT)
+                    raise setting_error(key, path, rule, fix=_FIX_NOT_OBJECT)
                 yield location, record
     except BadRecord as error:
         raise setting_error(key, path, str(error)) from error
@@ -182,9 +189,9 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch; `num_rows_before` is the number of rows before it in the file.
+    """Return the rows of a batch, which `num_rows_before` rows precede in the file.
 
-    Raises UserError with the number of the first row that is not valid UTF-8: parquet requires UTF-8, but not every
+    Raises UserError with the number of the first row that is not valid UTF-8.  Parquet requires UTF-8, but not every
     writer enforces it.
     """
     try:
@@ -200,7 +207,7 @@ def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a value without null entries, at any depth: in parquet, all records in a column have the same keys."""
+    """Remove the null entries of objects, at any depth: parquet adds them for keys that only other rows have."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -218,7 +225,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "preference": ("prompt", "chosen", "rejected", "tools"),
     "text": ("text", "label"),
 }
-"""Keys that a record of each format may have; `label` is only read for objectives that need one."""
+"""Keys that are read from records of each format; `label` only for objectives that need one."""
 
 _REQUIRED = {
     "preference": {"chosen", "rejected"},
@@ -228,18 +235,20 @@ _REQUIRED = {
     "alpaca": {"instruction", "output"},
     "text": {"text"},
 }
-"""Required keys of each format's records; `data.format=auto` tries the formats in this order, and `text` only with
-labels."""
+"""Required keys of each format.  `data.format=auto` tries the formats in this order, and `text` only with labels."""
 
 
-def check_columns(columns: Mapping[str, str], setting: str) -> None:
-    """Raise UserError if `data.columns` maps a key that the format does not have."""
-    known_keys = list(dict.fromkeys(COLUMNS.get(setting) or [key for keys in COLUMNS.values() for key in keys]))
+def check_columns(columns: Mapping[str, str], format_name: str) -> None:
+    """Raise UserError if `data.columns` maps a key that the format does not have.
+
+    format_name: the value of `data.format`; for `auto`, the keys of all formats are allowed.
+    """
+    known_keys = list(dict.fromkeys(COLUMNS.get(format_name) or [key for keys in COLUMNS.values() for key in keys]))
     for key in columns:
         if key not in known_keys:
             nearest_key = nearest(key, known_keys)
             setting_value = json.dumps(dict(columns))
-            rule = f"{key!r} is not a key of data.format={setting}; its keys are {', '.join(known_keys)}"
+            rule = f"{key!r} is not a key of data.format={format_name}; its keys are {', '.join(known_keys)}"
             suggestion = json.dumps(
                 {str(nearest_key) if name == key else name: value for name, value in columns.items()}
             )
@@ -259,21 +268,28 @@ class Format:
     def detect(
         cls,
         record: Mapping[str, Any],
-        setting: str,
+        name: str,
         columns: Mapping[str, str] | None = None,
         has_labels: bool = False,
     ) -> Format:
-        """Return the format that `setting` names; for `auto`, the first one with all its required keys in `record`."""
+        """Return the format `name`; for `auto`, the first format whose required keys are all in `record`.
+
+        columns: as for the constructor.
+        has_labels: whether records have labels; without them, `auto` does not try `text`.
+
+        Raises BadChat if no format matches.
+        """
         columns_in_file = dict(columns or {})
-        if setting != "auto":
-            return cls(setting, columns_in_file)
+        if name != "auto":
+            return cls(name, columns_in_file)
         matching_formats = [
-            name
-            for name, required_keys in _REQUIRED.items()
-            if (has_labels or name != "text") and all(columns_in_file.get(key, key) in record for key in required_keys)
+            candidate
+            for candidate, required_keys in _REQUIRED.items()
+            if (has_labels or candidate != "text")
+            and all(columns_in_file.get(key, key) in record for key in required_keys)
         ]
         if not matching_formats:
-            formats = [name for name in _REQUIRED if has_labels or name != "text"]
+            formats = [candidate for candidate in _REQUIRED if has_labels or candidate != "text"]
             rule = f"matches none of the formats {', '.join(formats)}; its keys: {', '.join(record) or 'none'}"
             fix = f"map the file's keys to those of a format, for example data.columns={_mapping_for(record)!r}"
             raise BadChat(rule, "data.columns" if columns_in_file else "data.format", fix=fix)
@@ -282,7 +298,7 @@ class Format:
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
         values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
-        _check_no_other_system(record, values)
+        _check_system_key(record, values)
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
             if missing[0] in record:
@@ -310,9 +326,9 @@ class Format:
                 return _read_preference(values)
 
     def label(self, record: Mapping[str, Any]) -> int:
-        """Return the record's label: a nonnegative integer; true and false count as 1 and 0.  Raises BadChat.
+        """Return the record's label, an integer from 0 to below MAX_LABELS; true is 1, false is 0.  Raises BadChat.
 
-        CSV stores labels as text, and a parquet column with missing values stores them as floats.
+        Labels may also be text, as in CSV, or whole floats, as in a parquet column with missing values.
         """
         key = self._columns.get("label", "label")
         label = record.get(key)
@@ -335,7 +351,8 @@ class Format:
 
 
 MAX_LABELS = 2**15
-"""Exclusive upper bound of labels: they are stored like token ids, which have 16 bits if the vocabulary is small."""
+"""Exclusive upper bound of labels.  They are stored like token ids: doubled, and in 16 bits if the vocabulary is
+small."""
 
 
 _COMMON_COLUMN_NAMES = {
@@ -347,7 +364,7 @@ _COMMON_COLUMN_NAMES = {
 
 
 def _mapping_for(record: Mapping[str, Any]) -> str:
-    """Return an example of `data.columns`, with the record's keys if their meaning is clear."""
+    """Return an example value of `data.columns`, with keys of the record if their meaning is clear."""
     suggested = {
         column: next((name for name in names if name in record and column not in record), None)
         for column, names in _COMMON_COLUMN_NAMES.items()
@@ -357,8 +374,8 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
     return f"{{messages: {suggested['messages'] or 'dialog'}}}"
 
 
-def _check_no_other_system(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise BadChat if there is a `system` key next to `messages`, since the format does not read it."""
+def _check_system_key(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Raise BadChat if a `system` key next to `messages`, which is not read, is not repeated by the first message."""
     messages, system = values.get("messages"), record.get("system")
     if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
         return
@@ -452,7 +469,7 @@ def _join_prompt_and_response(prompt: Any, response: Any, key: str, tools: Seque
     restarts = role in ("system", "developer") or (role == "user" and prompt_turns[-1]["role"] in ("user", "tool"))
     if not restarts:  # the first message of the response can follow the prompt
         return Conversation([*prompt_turns, *response_turns], tools, first_trainable=len(prompt_turns))
-    # The response repeats the prompt: a repetition at its start takes precedence, otherwise the last one counts.
+    # The response should repeat the prompt.  A repetition at its start takes precedence, otherwise the last one counts.
     prompt_texts, response_texts = _roles_and_texts(prompt_turns), _roles_and_texts(response_turns)
     starts = (0, *range(len(response_texts) - len(prompt_texts), 0, -1))
     first = next(
@@ -480,13 +497,13 @@ _ALIASES = {
     **dict.fromkeys(("gpt", "bot", "model", "ai", "chatgpt", "bing", "bard", "assistent"), "assistant"),
     **dict.fromkeys(("function", "function_response", "observation", "ipython", "tool_response"), "tool"),
 }
-"""Other names for roles.  ShareGPT files may use them; for other formats, errors suggest the correct name."""
+"""Other names of roles.  They are allowed in ShareGPT files; for other formats, errors suggest the correct name."""
 
 
 def _messages(value: Any, location: str, role_key: str = "role", content_key: str = "content") -> list[Message]:
     """Return the messages in `value`, after checking that each has a known role, and content or tool calls.
 
-    role_key, content_key: the names of these keys in the file, for errors.
+    role_key, content_key: what the file calls the keys `role` and `content`, for errors.
 
     Raises BadChat.
     """
@@ -531,7 +548,7 @@ def _get_required(value: Any, key: str, location: str, key_in_file: str = "") ->
 
 
 def _text_of(content: Any, location: str) -> str:
-    """Return a message's text, joined if it has several parts.  Raises BadChat if a part is not text."""
+    """Return the text of a message's content, joined if it has several parts.  Raises BadChat if a part is not text."""
     if not isinstance(content, list):
         return _text(content, location)
     for number, part in enumerate(content):

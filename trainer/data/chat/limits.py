@@ -1,15 +1,15 @@
 """Limits the CPU time and memory of rendering chat templates.
 
 A template comes with a model, which may come from an untrusted source.  Jinja's sandbox restricts what a template can
-access, but not how much CPU time and memory it uses.  Two limits apply:
+access, but not how much CPU time and memory it uses.  Both are limited in two ways:
 
 - `try_in_child`: a forked child compiles and renders a template before this process does, under the kernel's limits on
   CPU time and address space.  Only the kernel can interrupt a single long call into C.
-- `rendering_limits`: a template that passes the trial may still misbehave on a particular conversation.  So each
-  rendering is limited too: the kernel limits its memory, and a watchdog thread that raises an exception in the
-  rendering thread limits its CPU time.
+- `rendering_limits`: a template that passes the trial may still misbehave on a particular conversation, so each
+  rendering in this process is limited too.  The kernel limits its memory.  A watchdog thread limits its CPU time, by
+  raising an exception in the rendering thread.
 
-The overhead for ordinary chats is negligible: one fork per template, and a few microseconds per rendering.
+The overhead for ordinary chats is negligible: one fork per tokenizer, and a few microseconds per rendering.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ TRIAL_CPU_S = 0.5
 wall-clock time would reject valid templates on a busy machine."""
 
 RENDERING_CPU_S = 2
-"""Maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and even
-rendering a hundred megabytes takes less than this."""
+"""Approximate maximum CPU time of each rendering in seconds.  An ordinary rendering takes well under a millisecond, and
+even rendering a hundred megabytes takes less than this."""
 
 MAX_EXTRA_MEMORY_BYTES = 1 << 30
-"""Maximum bytes that a rendering may allocate beyond the memory that the process already uses."""
+"""Maximum bytes of address space that a rendering may add to what the process already uses."""
 
 TOO_MUCH_TIME = "takes too long: its CPU time is limited"
 TOO_MUCH_MEMORY = f"takes more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory"
 
 
 class TemplateTimeout(BaseException):
-    """A rendering has used up its CPU time.  Not a subclass of Exception, so that Jinja does not catch it."""
+    """A rendering has exceeded its CPU time.  Not a subclass of Exception, so that Jinja does not catch it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -51,16 +51,15 @@ class TemplateTimeout(BaseException):
 
 
 def try_in_child(work: Callable[[], str]) -> str:
-    """Call `work` in a forked child and return its result, or why the child did not finish.
+    """Call `work` in a forked child, and return its result or, if the child did not finish, the reason.
 
-    If the system cannot fork, skips the trial and returns "".
+    If the process cannot fork, returns "" without calling `work`.
     """
     reader, writer = os.pipe()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", DeprecationWarning
-            )  # it warns about other threads, which the child does not need
+            # Python warns that other threads do not survive the fork; the child does not need them.
+            warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
     except OSError:
         os.close(reader)
@@ -71,7 +70,7 @@ def try_in_child(work: Callable[[], str]) -> str:
     os.close(writer)
     try:
         with open(reader, "rb") as pipe:
-            answer = pipe.read()
+            output = pipe.read()
     except BaseException:  # such as a stop request: otherwise the child would run for up to a second longer
         os.kill(child, signal.SIGKILL)
         raise
@@ -86,7 +85,7 @@ def try_in_child(work: Callable[[], str]) -> str:
         )
     if os.WEXITSTATUS(status) == _OUT_OF_MEMORY:
         return TOO_MUCH_MEMORY
-    return answer.decode() if os.WEXITSTATUS(status) == 0 else "crashes"
+    return output.decode() if os.WEXITSTATUS(status) == 0 else "crashes"
 
 
 _OUT_OF_MEMORY = 3
@@ -126,8 +125,9 @@ class rendering_limits:
     """Context manager that limits the CPU time and memory of its block.
 
     If a limit is exceeded, TemplateTimeout or MemoryError is raised in the block.  Only one thread of a process can be
-    in such a block at any time.  Blocks may be nested: each has its own time limit, but only the outermost sets the
-    memory limit.  This is a class rather than a generator, so that entering a nested block costs almost nothing.
+    in such a block at any time; others wait.  Blocks may be nested: entering a nested block restarts the CPU clock, but
+    only the outermost block sets the memory limit.  This is a class rather than a generator, so that entering a nested
+    block costs almost nothing.
     """
 
     def __enter__(self) -> None:
@@ -188,7 +188,7 @@ def _memory_limits() -> tuple[Limits, Limits] | None:
 
 
 class _MemoryLimits:
-    """Caches the address-space limits for a tenth of a second."""
+    """Caches the result of `_memory_limits` for a tenth of a second."""
 
     def __init__(self) -> None:
         self._expires_at = 0.0
@@ -204,7 +204,7 @@ class _MemoryLimits:
 class _Watchdog:
     """A watchdog thread that raises TemplateTimeout in the rendering thread after RENDERING_CPU_S seconds of CPU time.
 
-    The thread starts with the first rendering, and ends after a few seconds without renderings.
+    The thread starts with a rendering, and ends after a few seconds without renderings.
     """
 
     _POLL_S = 0.2
@@ -271,7 +271,7 @@ _MEMORY_LIMITS, _WATCHDOG = _MemoryLimits(), _Watchdog()
 
 
 def _reset_after_fork() -> None:
-    """Reset the lock and the watchdog in a forked child, in which their threads do not exist."""
+    """Reset the lock and the watchdog in a forked child, where the threads that used them do not exist."""
     global _RENDER_LOCK, _WATCHDOG
     _RENDER_LOCK, _WATCHDOG = threading.RLock(), _Watchdog()
 

@@ -2,9 +2,9 @@
 
 Unless it uses the `{% generation %}` tag, a template does not mark which part of its text the assistant wrote.  But the
 conversation can be rendered twice: up to where the assistant starts to write (`add_generation_prompt`), and up to the
-end of the assistant's turn.  If both renderings are prefixes of the full text, the model has to generate what the
-second adds to the first.  If they are not, the template renders a turn differently when other turns follow: the model
-would be trained on text that it never sees at inference time, and no mask can correct that.
+end of the assistant's turn.  If both renderings are prefixes of the full text, the assistant wrote what the second adds
+to the first.  If they are not, the template renders a turn differently when other turns follow: the model would be
+trained on text that it never sees at inference time, and no mask can correct that.
 
 Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
 prompt before the header of the assistant's turn.  The model has to generate the header, so the header is a target.
@@ -33,8 +33,8 @@ class EncodedSample:
     """Token ids and loss mask of a conversation or completion, both of shape (num_tokens,).
 
     loss_mask: True for the tokens that are targets.
-    spelled_token: a special token that the conversation spells out as text, or "".  It suggests that a chat template
-        has already been applied to the file.
+    spelled_token: a special token that the conversation spells out as text, or "".  Such a token suggests that a chat
+        template has already been applied to the file.
     """
 
     ids: NDArray[np.int64]
@@ -42,7 +42,10 @@ class EncodedSample:
     spelled_token: str = ""
 
     def truncated(self, num_tokens: int, targets_only_end: bool) -> EncodedSample:
-        """Return the first `num_tokens` tokens.  targets_only_end: train only on the last of them."""
+        """Return the first `num_tokens` tokens.
+
+        targets_only_end: whether the last of them is the only target, instead of the targets among them.
+        """
         loss_mask = self.loss_mask[:num_tokens]
         return EncodedSample(self.ids[:num_tokens], last_token_mask(len(loss_mask)) if targets_only_end else loss_mask)
 
@@ -55,29 +58,29 @@ def last_token_mask(num_tokens: int) -> NDArray[np.bool_]:
 class Encoder:
     """Encodes conversations as token ids with a loss mask.
 
-    train_on: the targets: `assistant`, all assistant turns; `last`, the last assistant turn; `completion`, the
-        assistant turns after the last user message; `all`, every token; `end`, only the last token.  Messages with
-        weight 0 are never targets.
-    setting: the value of `data.chat_template`, for error messages.
+    train_on: which tokens are targets: those of all assistant turns (`assistant`), of the last one (`last`), of those
+        after the last user message (`completion`), all tokens (`all`), or only the last token (`end`).  Except for
+        `end`, messages with weight 0 are not targets.
+    template_name: the value of `data.chat_template`, for error messages.
     """
 
     def __init__(
-        self, tokenizer: ChatTokenizer, template: ChatTemplate | None, train_on: str, setting: str = "model"
+        self, tokenizer: ChatTokenizer, template: ChatTemplate | None, train_on: str, template_name: str = "model"
     ) -> None:
-        self.tokenizer, self.setting = tokenizer, setting
+        self.tokenizer, self.template_name = tokenizer, template_name
         self._template, self._train_on = template, train_on
 
     @property
     def identity(self) -> list[Any]:
-        """JSON values that determine the encoding: equal only for encoders that give the same results."""
+        """JSON values that determine the encoding: two encoders with the same identity give the same results."""
         template = self._template
         return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
 
     def encode(self, sample: Sample, max_tokens: int | None = None) -> EncodedSample:
         """Encode a conversation or a completion.  Raises BadChat.
 
-        max_tokens: the mask may be wrong from this token on, since the rest will be truncated.  Masking a turn renders
-            everything before it again, so a conversation of 20,000 turns would otherwise take minutes.
+        max_tokens: the mask may be wrong from this token on, since the caller truncates the rest.  Masking a turn
+            renders everything before it again, so a conversation of 20,000 turns would otherwise take minutes.
         """
         if isinstance(sample, Conversation):
             text, ids, _, loss_mask = self._encode_with_spans(sample, max_tokens)
@@ -94,7 +97,7 @@ class Encoder:
 
     @property
     def targets_only_end(self) -> bool:
-        """True if the last token is the only target: there, a reward or classification head scores the conversation."""
+        """True if the last token, where a reward or classification head scores the conversation, is the only target."""
         return self._train_on == "end"
 
     @property
@@ -103,7 +106,7 @@ class Encoder:
         return self._template is not None
 
     def notes(self) -> list[str]:
-        """Return a line for each property of the chat template that users should know about."""
+        """Return notes for the user about unusual properties of the chat template."""
         template = self._template
         if template is None:
             return []
@@ -135,7 +138,7 @@ class Encoder:
         return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
-        """Return (text, is_trained) for each piece of the text.  Raises BadChat."""
+        """Return (text, is_target) for each piece of the text, for display.  Raises BadChat."""
         if isinstance(sample, Completion):
             plain = self.tokenizer.plain
             end_text = "".join(map(self.tokenizer.token_text, plain.end_ids))
@@ -153,7 +156,7 @@ class Encoder:
     ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
         """Return a conversation's text, its ids, the character span of each id, and the loss mask.
 
-        Turns that start after the first `max_tokens` ids are missing from the mask.
+        max_tokens: the mask may be wrong after this many ids; see `encode`.
         """
         template = self._template
         if template is None:
@@ -226,7 +229,7 @@ _FIX_NO_SUPPORT = "give a .jinja file that supports it"
 
 
 def _check_all_included(chat: Conversation, text: str) -> None:
-    """Raise BadChat if the template omitted a message."""
+    """Raise BadChat if the rendered text lacks the content of a message; the assistant's are not checked."""
     for number, message in enumerate(chat.messages):
         if message["role"] == "assistant":
             continue
@@ -311,7 +314,7 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
 
 
 _MARKER = "\U000f5151"
-"""Content of a marker message: a character of the private use area, so it does not occur elsewhere in the text."""
+"""Stands in for a message's content: a character of the private use area, which real texts hardly contain."""
 
 
 def _changed_turn_error(turn: int) -> BadChat:
@@ -326,7 +329,7 @@ def _changed_turn_error(turn: int) -> BadChat:
 # Tokenizing rendered chats
 #
 # `trainer.data.tokenizer` never turns text into special tokens.  A chat template, in contrast, writes special tokens as
-# text, and they must be recognized.  A special token that is spelled out in a message must still be encoded as text:
+# text, and they must be recognized.  A special token that is spelled out in a message must still be encoded as text, so
 # `quoted` hides it from the template and the tokenizer.
 
 
@@ -345,12 +348,12 @@ class ChatTokenizer:
         self._content: dict[str, Any] = {}  # empty for `bytes`, which has no special tokens
         if setting != "bytes":
             self._content = json.loads(tokenizer_file(setting).read_bytes())
-            # It would exclude white space from the tokens' spans, and the template already writes the special tokens.
+            # A post-processor may exclude white space from the tokens' spans.  It would also add special tokens, which
+            # the template already writes.
             self._content["post_processor"] = None
         special = [token["content"] for token in self._content.get("added_tokens", ()) if token.get("special")]
-        longest_first = sorted(filter(None, special), key=len, reverse=True)
-        self._special_tokens = longest_first
-        self._special_pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._special_tokens = sorted(filter(None, special), key=len, reverse=True)  # the longest one must match
+        self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
 
     @property
     def vocab_size(self) -> int:
@@ -359,11 +362,11 @@ class ChatTokenizer:
 
     @property
     def name(self) -> str:
-        """Identifies the tokenizer: equal only for tokenizers that give the same ids."""
+        """Identifies the tokenizer: two tokenizers with the same name give the same ids."""
         return f"chat-{self.plain.name}"
 
     def quoted(self, value: Any) -> Any:
-        """Return a message, or any JSON value, with QUOTE inserted into each special token that it spells out."""
+        """Return a message or any other JSON value, with QUOTE inserted into each special token that it spells out."""
         if isinstance(value, str):
             return self._special_pattern.sub(
                 lambda match: match[0][:1] + QUOTE + match[0][1:], value.replace(QUOTE, "")

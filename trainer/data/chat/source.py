@@ -1,4 +1,4 @@
-"""Data sources for chats: packed conversations, preference pairs, and labeled conversations."""
+"""Data sources of packed conversations, preference pairs, and labeled conversations."""
 
 from __future__ import annotations
 
@@ -28,9 +28,11 @@ if TYPE_CHECKING:
 
 
 def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
-    """Return the source for the configured chat files, or None if `split` is `eval` and no conversation is held out.
+    """Return the data source for the configured files, or None if `split` is `eval` and no conversation is held out.
 
-    Raises UserError if a conversation cannot be trained on, or has ids outside the model's vocabulary.
+    vocab_size: the model's vocabulary size, or None to skip its check.
+
+    Raises UserError if the tokenizer's vocabulary is larger than the model's, or if a conversation cannot be used.
     """
     check_columns(data.columns or {}, data.format)
     encoder = make_encoder(data)
@@ -43,11 +45,11 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
         )
         raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
-        chat_shards = _tokenize(data, "data.eval_path", str(data.eval_path), 0.0, encoder)
+        chat_shards = _tokenize(data, "data.eval_path", str(data.eval_path), encoder, holdout=0.0)
         shard = chat_shards.train
     else:
         holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
-        chat_shards = _tokenize(data, "data.path", str(data.path), holdout, encoder)
+        chat_shards = _tokenize(data, "data.path", str(data.path), encoder, holdout)
         shard = chat_shards.train if split == "train" else chat_shards.held_out
     if shard is None:
         return None
@@ -59,7 +61,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
 
 def make_encoder(data: DataSection) -> Encoder:
-    """Return the encoder that the settings describe.  Raises UserError if the tokenizer or template cannot be used."""
+    """Return the encoder for the data settings.  Raises UserError if the tokenizer or template cannot be used."""
     template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has_added_token(token)]
     if data.chat_template == CHATML and missing:
@@ -69,7 +71,8 @@ def make_encoder(data: DataSection) -> Encoder:
     return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
-def _tokenize(data: DataSection, key: str, path: str, holdout: float, encoder: Encoder) -> ChatShards:
+def _tokenize(data: DataSection, key: str, path: str, encoder: Encoder, holdout: float) -> ChatShards:
+    """Return the tokenized conversations of the files that `path`, the value of the setting `key`, names."""
     spec = ChatSpec(
         key=key,
         files=tuple(map(Path, find_files(key, path))),
@@ -88,10 +91,10 @@ def _tokenize(data: DataSection, key: str, path: str, holdout: float, encoder: E
 
 
 class _ConversationSource(Source):
-    """Base class of sources whose conversations are the documents of a shard.
+    """Base class of sources that read conversations from a shard, one per document.
 
-    report: statistics of the conversations in the files.
-    longest: the smallest row length, in tokens, that fits every conversation.
+    report: statistics of all conversations in the files, including those of other splits.
+    longest: the smallest row length, in tokens, that fits every conversation of the shard.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder) -> None:
@@ -100,11 +103,11 @@ class _ConversationSource(Source):
         self.report, self._encoder = report, encoder
         self._shard, self.shards, self._offsets = shard, [shard], shard.read_offsets()
         self.longest = int(self._lengths.max(initial=0))
-        self._padding = shard.info.end_id // 2
+        self._padding = shard.info.end_id // 2  # the shard stores doubled ids
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """The fingerprint, which covers every token and the loss mask."""
+        """The fingerprint; it covers every token and every loss mask."""
         return Fingerprint(len(self), 1, self._shard.info.num_tokens, self.report.content)
 
     @property
@@ -133,7 +136,7 @@ class _ConversationSource(Source):
 
     @property
     def _lengths(self) -> NDArray[np.int64]:
-        """The number of positions that each conversation takes; its last token takes one only if it is scored."""
+        """The number of positions that each conversation takes; its last token needs one only if it is scored."""
         return np.diff(self._offsets) - (not self._encoder.targets_only_end)
 
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
@@ -151,7 +154,7 @@ class _ConversationSource(Source):
         """Write conversation `number` into a row from offset `start` on, and return the offset of its end.
 
         A conversation of n tokens takes n - 1 positions: its last token is only a target.  With `data.train_on=end` it
-        takes n, and the only target, 0, is at the last of them.
+        takes n positions, and its only target is a 0 at the last position.
         """
         encoded = self._read(number)
         if self._encoder.targets_only_end:
@@ -166,9 +169,9 @@ class _ConversationSource(Source):
 
 
 class ChatSource(_ConversationSource):
-    """Rows of one or more conversations, which do not attend to each other.
+    """Rows of one or more conversations that do not attend to each other.
 
-    pack: whether to pack conversations into rows by best fit, instead of one per row.
+    pack: whether to pack conversations into rows by best fit, instead of one conversation per row.
     """
 
     def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
@@ -184,7 +187,7 @@ class ChatSource(_ConversationSource):
         return len(self._starts) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`; if packed, with `documents`: each token's conversation within its row."""
+        """Return the rows at `indices`; if packed, with `documents`: each token's conversation number in its row."""
         rows = self._empty_rows(len(indices))
         documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
@@ -215,7 +218,7 @@ class PairSource(_ConversationSource):
 
 
 class LabeledSource(_ConversationSource):
-    """Labeled conversations, one per row.
+    """Labeled conversations, one per row or, with mismatched responses, one per two rows.
 
     A batch has `labels`, one per sample; with `data.train_on=end`, the label is also the target at the last token.
     With mismatched responses, row 2i is the conversation of sample i, and row 2i + 1 combines its prompt with the
@@ -268,7 +271,7 @@ class LabeledSource(_ConversationSource):
         raise setting_error("train.objective", "kto", rule, fix="add responses to another prompt")
 
     def _read_and_find_response(self, number: int) -> tuple[EncodedSample, int]:
-        """Return a conversation, and the position of its first target, where the response starts."""
+        """Return a conversation, and the position of its first target: the start of the response."""
         encoded = self._read(number)
         return encoded, int(np.argmax(encoded.loss_mask))
 
@@ -290,24 +293,26 @@ class DisplayedChat:
     """A conversation for display.
 
     location: its file and line, followed by `chosen` or `rejected` for a response of a pair.
-    pieces: (text, is_trained) for each piece of its text.
+    pieces: (text, is_target) for each piece of its text.
     """
 
     location: str
     pieces: Sequence[tuple[str, bool]]
 
 
-def first_chats(data: DataSection, inputs: Sequence[str], number: int, key: str) -> Iterator[DisplayedChat]:
-    """Yield the first `number` conversations of some files, or both responses of the first `number` pairs.
+def first_chats(data: DataSection, inputs: Sequence[str], num_records: int, key: str) -> Iterator[DisplayedChat]:
+    """Yield the conversations of the first `num_records` records of some files; for a pair, both of its responses.
 
-    Raises UserError that names the setting `key`.
+    inputs: paths, folders or globs.
+
+    Raises UserError that names the setting `key` if files cannot be read, or a record is invalid.
     """
     check_columns(data.columns or {}, data.format)
     encoder = make_encoder(data)
-    paths = (path for setting in inputs for path in find_files(key, setting))
+    paths = (path for value in inputs for path in find_files(key, value))
     records = (located_record for path in paths for located_record in read_records(path, key))
     record_format: Format | None = None
-    for location, record in islice(records, number):
+    for location, record in islice(records, num_records):
         try:
             record_format = record_format or Format.detect(
                 record, data.format, data.columns, has_labels=data.labels != "none"

@@ -1,6 +1,6 @@
 """Tokenizes the conversations of chat files once, and stores their tokens, loss masks and statistics in the cache.
 
-Each conversation is a document of a token shard.  Every stored value is 2 * id + loss_mask, so that a single read
+Each conversation is a document in a token shard.  Every stored value is 2 * id + loss_mask, so that a single read
 returns both the token and its mask.  The two responses of a pair are consecutive documents.  With labels, each document
 starts with the additional value 2 * label.
 
@@ -33,7 +33,7 @@ from trainer.files import atomic_replace
 from trainer.stopping import StopRequested, raise_if_stop_requested
 
 _VERSION = 4
-"""Increment when a code change gives the same files different tokens, so that older cache entries are not used."""
+"""Increment this when a code change gives the same files different tokens, so that older entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
 """Total size of the files, in bytes, above which a message announces that they are being tokenized."""
@@ -43,8 +43,8 @@ _ANNOUNCE_BYTES = 1 << 25
 class ChatSpec:
     """A set of chat files, and the settings that determine how they are tokenized.
 
-    key: the setting that names the files.
-    has_labels: whether each record has a label, which is stored as well.
+    key: the setting that names the files, for messages.
+    has_labels: whether each record has a label, which is stored too.
     """
 
     key: str
@@ -60,7 +60,7 @@ class ChatSpec:
 
 @dataclass(frozen=True)
 class ChatShards:
-    """Tokenized conversations: a shard to train on, a held-out shard, and the statistics of both."""
+    """Tokenized conversations: a shard to train on, a held-out shard (None if it is empty), and their statistics."""
 
     train: Shard | None
     held_out: Shard | None
@@ -70,7 +70,7 @@ class ChatShards:
 def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
     """Return the tokenized conversations from the cache, tokenizing them first if they are missing.
 
-    Raises UserError if a conversation cannot be trained on, or no cache folder is writable.
+    Raises UserError if a conversation cannot be used, or no cache folder is writable.
     """
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
@@ -83,7 +83,7 @@ def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> 
 
 
 def _load(folder: Path) -> ChatShards:
-    """Read a cache entry that `_tokenize_all` has written.  Raises ValueError or ShardError if it is corrupt."""
+    """Read a cache entry that `_tokenize_all` has written.  Raises one of CORRUPTION_ERRORS if it is corrupt."""
     content = read_value(folder / "report.json")
     if content is None:
         raise ValueError("report.json is missing or corrupt")
@@ -163,7 +163,7 @@ def _write(
 class _ChatReader:
     """Reads and encodes conversations one by one, and collects their statistics.
 
-    Writes partial results every few seconds and when this process is asked to stop; the next run resumes from them.
+    Writes partial results every few seconds, and when this process is asked to stop.  The next run resumes from them.
     """
 
     def __init__(self, spec: ChatSpec, encoder: Encoder, report: ChatReport, partial_results: PartialResults) -> None:
@@ -198,7 +198,7 @@ class _ChatReader:
             raise StopRequested(request.name, progress if self._report.chats else "") from request
 
     def _encode(self, location: str, record: Mapping[str, Any]) -> list[EncodedSample]:
-        """Return a record's documents, or an empty list if it is dropped as too long or has no targets."""
+        """Return a record's documents; none if the record is dropped as too long, or a document has no targets."""
         try:
             samples = self._samples(record)
             documents = [self._encoder.encode(sample, self._max_tokens) for sample in samples]
@@ -238,7 +238,7 @@ class _ChatReader:
             report.spelled += [location] if report.spelling <= 5 else []
 
     def _fit_length(self, documents: list[EncodedSample]) -> list[EncodedSample]:
-        """Apply `data.too_long`: return a record's documents unchanged or truncated, or an empty list to drop them."""
+        """Apply `data.too_long`: return a record's documents, truncated if necessary, or an empty list to drop them."""
         max_tokens, longest = self._max_tokens, max(len(document.ids) for document in documents)
         if longest <= max_tokens:
             return documents
@@ -266,7 +266,7 @@ class _ChatReader:
         if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
             key, error.legal = spec.key, None
         columns = json.dumps(dict(spec.columns))
-        setting_values = {**values, "data.columns": columns, "data.chat_template": self._encoder.setting}
+        setting_values = {**values, "data.columns": columns, "data.chat_template": self._encoder.template_name}
         value = setting_values.get(key, ", ".join(map(str, spec.files)))
         return setting_error(key, value, f"{location}: {error}", error.legal, fix=error.fix)
 
@@ -276,7 +276,7 @@ _MAX_UNUSED_FRACTION = 0.01
 
 
 def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
-    """Raise UserError if there are no conversations to train on, or too many of them have no targets."""
+    """Raise UserError if there are no conversations to train on, or too many have no targets."""
     files = ", ".join(map(str, spec.files))
     if not report.chats:
         raise setting_error(spec.key, files, "it contains no conversations", fix="give a file with some")
@@ -286,6 +286,9 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
         locations = _list_locations(report.unused)
         fix = "remove these records, or choose other targets with data.train_on"
         raise setting_error(spec.key, files, f"{rule}: {locations} (data.train_on={spec.train_on})", fix=fix)
+    if is_empty and report.held_out:
+        rule = "leaves no conversations to train on"
+        raise setting_error("data.holdout", spec.holdout, rule, fix="decrease it, or give more conversations")
     if is_empty:
         rule = f"all {report.chats} {report.kind} are longer than a sequence"
         fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
@@ -293,7 +296,7 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
 
 
 class _SplitWriter:
-    """Writes the shard of one split; creates it with the first conversation."""
+    """Writes the shard of one split, which the first conversation creates."""
 
     def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
         self._path, self._tokenizer = path, tokenizer
@@ -326,7 +329,7 @@ class _SplitWriter:
 
 @dataclass(frozen=True)
 class _DoubledTokenizer:
-    """Stands in for the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
+    """Replaces the tokenizer in a shard's metadata: ids are doubled, and documents get no start or end tokens."""
 
     name: str
     vocab_size: int
@@ -348,14 +351,14 @@ _PART_S = 5.0
 """Seconds between writes of partial results."""
 
 _STALE_AFTER_S = 30 * 86400.0
-"""Age in seconds at which partial results are removed: if the files or a setting have changed, no run needs them."""
+"""Age in seconds at which partial results are removed: no run needs them once the files or settings have changed."""
 
 
 class PartialResults:
     """Partial results of tokenizing chat files, from which a later run resumes: NAME.part-00000 and so on.
 
-    A part holds the documents of consecutive records, and the statistics up to its end.  It is a zip file, so it has
-    checksums; parts after a corrupt one are ignored.
+    A part holds the documents of consecutive records, and the statistics of all records up to its end.  It is a zip
+    file, so it has checksums; a corrupt part and the parts after it are removed.
     """
 
     def __init__(self, folder: Path, name: str) -> None:
@@ -371,7 +374,7 @@ class PartialResults:
         return self._folder / f"{self._name}.part-{number:05d}"
 
     def read(self) -> Iterator[tuple[list[list[EncodedSample]], dict[str, Any]]]:
-        """Yield the conversations of each part, and the statistics up to its end."""
+        """Yield, for each part, the documents of each record, and the statistics up to the part's end."""
         while (content := self._read_part(self._path(self._num_parts))) is not None:
             tokens, counts, sizes, metadata = content
             stored_documents = np.split(tokens, np.cumsum(counts)[:-1]) if len(counts) else []
@@ -399,7 +402,7 @@ class PartialResults:
             self.flush(report)
 
     def flush(self, report: ChatReport) -> None:
-        """Write the documents added since the last call as a new part."""
+        """Write what has been added since the last call as a new part."""
         if self._num_seen == self.num_records:
             return
         metadata = json.dumps({"num_records": self._num_seen, "report": dataclasses.asdict(report)})
@@ -420,7 +423,7 @@ class PartialResults:
         self._flushed_at = time.monotonic()
 
     def remove_old(self) -> None:
-        """Remove old parts from this folder, whichever files they belong to."""
+        """Remove old parts from this folder, whichever chat files they belong to."""
         for path in self._folder.glob("chat-*.part-*"):
             with contextlib.suppress(OSError):
                 if time.time() - path.stat().st_mtime > _STALE_AFTER_S:
@@ -443,17 +446,24 @@ class PartialResults:
 
 @dataclass
 class ChatReport:
-    """Statistics of the conversations in some files.
+    """Statistics of the conversations in some files.  A preference pair counts as one conversation.
 
-    chats: conversations read, including those that were dropped or have no targets.
-    tokens, trained: number of training tokens, and of targets among them.
-    held_out, held_out_tokens: number of held-out conversations, and of their tokens.
-    dropped, truncated: number of conversations dropped or truncated because they are longer than a sequence.
+    pairs: whether the records are preference pairs.
+    chats: number of conversations read, including those that were dropped or have no targets.
+    tokens: number of training tokens.
+    trained: number of targets among the training tokens.
+    held_out: number of held-out conversations.
+    held_out_tokens: number of tokens in the held-out conversations.
+    dropped: number of conversations dropped because they are longer than a sequence.
+    dropped_tokens: number of tokens in the dropped conversations.
+    truncated: number of conversations truncated because they are longer than a sequence.
+    truncated_tokens: number of tokens cut off.
     longer: number of dropped conversations by required sequence length, rounded up to a multiple of 64.
     unused: locations of the conversations without targets, which are not used.
-    plain: number of records with plain-text prompts and completions.
-    spelling, spelled, token: number of conversations with a special token spelled out in their text, the locations of
-        the first few, and one such token.
+    plain: number of conversations that are a plain-text prompt and completion.
+    spelling: number of conversations with a special token spelled out in their text.
+    spelled: locations of the first few of these.
+    token: the first special token that was found spelled out, or "".
     labels: number of conversations with each label, excluding those that were dropped or have no targets.
     content: a digest of all tokens and masks.
     """
@@ -479,7 +489,7 @@ class ChatReport:
 
     @property
     def kind(self) -> str:
-        """The noun for the records, for messages."""
+        """What messages call the records."""
         return "pairs" if self.pairs else "conversations"
 
     @property
@@ -495,16 +505,16 @@ class ChatReport:
 
     @property
     def max_dropped_fraction(self) -> float:
-        """The fraction of conversations or of tokens that were dropped, whichever is larger."""
+        """The fraction of conversations that were dropped or the fraction of tokens, whichever is larger."""
         return max(self.dropped / max(1, self.chats), self.shares["dropped_share"])
 
     def describe_dropped(self) -> str:
-        """Say how much was dropped: `50 of 60 conversations (99.8% of the tokens)`."""
+        """Return how much was dropped, in words: `50 of 60 conversations (99.8% of the tokens)`."""
         fraction = self.shares["dropped_share"]
         return f"{self.dropped:,} of {self.chats:,} {self.kind} ({fraction:.1%} of the tokens)"
 
     def suggested_lengths(self) -> str:
-        """Suggest the `data.seq_len` that keeps all conversations, and the one that keeps 95% if it is much smaller."""
+        """Return the `data.seq_len` that keeps all conversations and, if much smaller, the one that keeps 95%."""
         lengths = sorted((int(length), count) for length, count in self.longer.items())
         if not lengths:
             return ""
@@ -553,13 +563,13 @@ _WARN_DROPPED_FRACTION = 0.01
 """Fraction of dropped conversations or tokens above which a warning is printed."""
 
 _MAX_DROPPED_FRACTION = 0.5
-"""Fraction of dropped conversations or tokens above which a run does not start, unless `data.too_long=drop` is set."""
+"""Fraction of dropped conversations or tokens above which a run with `data.too_long=auto` does not start."""
 
 
 def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
-    """Raise UserError if most of the conversations, or most of their tokens, would be dropped.
+    """Raise UserError if more than half of the conversations, or of their tokens, would be dropped.
 
-    key: the setting that names the files.
+    key: the setting that names the files, for the message.
     """
     if report.max_dropped_fraction <= _MAX_DROPPED_FRACTION:
         return
@@ -573,6 +583,9 @@ def check_dropped(report: ChatReport, key: str, seq_len: int) -> None:
 
 
 def _list_locations(locations: Sequence[str], count: int | None = None) -> str:
-    """Return the first few of `count` locations as text."""
+    """Return the first five locations as text, and how many more there are.
+
+    count: the number of all locations, if `locations` are only the first of them.
+    """
     more = (len(locations) if count is None else count) - len(locations[:5])
     return ", ".join(locations[:5]) + (f" and {more:,} more" if more > 0 else "")

@@ -1,6 +1,6 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is a Jinja program published with the model.  It runs in Jinja's sandbox and can access only plain JSON.  The
+A template is a Jinja program published with the model.  It runs in Jinja's sandbox, and its input is plain JSON.  The
 environment offers the filters, functions, `generation` tag and special tokens that transformers offers, so a template
 renders the same text here, except that `strftime_now` returns a fixed date by default.  Private names in namespaces and
 huge integers are refused.  `limits.py` limits the CPU time and memory of rendering.
@@ -32,11 +32,13 @@ from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Keys of tokenizer_config.json whose tokens templates can refer to."""
+
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates usually read one of the first two."""
 
 DEFAULT_DATE = datetime(2024, 7, 26)
-"""The date that Llama 3.1's template uses if no other is given."""
+"""The default date of `strftime_now`, which is also the default date in Llama 3.1's template."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class ChatTemplate:
 
     @cached_property
     def marks_generation(self) -> bool:
-        """True if the template marks the assistant's text with `{% generation %}`."""
+        """True if the template, or the one for tools, marks the assistant's text with `{% generation %}`."""
         return any(
             node.name == "_record_span" and node.identifier == _GenerationTag.identifier
             for text in self.sources.values()
@@ -99,7 +101,7 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render `messages`; with `add_generation_prompt`, end with the header of the assistant's next message.
 
-        Raises BadChat; if the template itself rejects the messages, it contains the template's error message.
+        Raises BadChat.  If the template itself rejects the messages, its error message is included.
         """
         try:
             with rendering_limits():
@@ -123,7 +125,7 @@ class ChatTemplate:
 
         Null values in messages are left out, and reasoning is passed under both of its usual keys.
 
-        Raises RecursionError if messages are nested too deeply, or the template recurses infinitely.
+        Raises BadChat, and RecursionError if messages are nested too deeply or the template recurses infinitely.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
         without_nones = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -174,12 +176,14 @@ def _with_reasoning_keys(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def find_template(setting: str, tokenizer: str, key: str = "data.chat_template") -> ChatTemplate | None:
-    """Load the template that `setting` names: `model` (the one in the tokenizer's folder), `chatml`, or a Jinja file.
+    """Load a chat template.
 
+    setting: its name, the value of `data.chat_template`: `model` for the one in the tokenizer's folder, `chatml`, or a
+        Jinja file.
     tokenizer: the value of `data.tokenizer`, a tokenizer.json or its folder.
 
     Returns None if `setting` is `model` and the tokenizer's folder has no template.  Raises UserError that names the
-    setting `key` if the template cannot be read, or takes too much time or memory.
+    setting `key` if the template cannot be read or compiled, or takes too much time or memory.
     """
     folder = _folder_of(tokenizer)
     config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
@@ -207,8 +211,8 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
 
 
 _MAX_TEMPLATE_SIZE = 1 << 20
-"""Maximum size of a template: in bytes for a file, in characters once it is text.  Real templates have a few
-thousand."""
+"""Maximum size of a template: in bytes for a Jinja file, and in characters once it is decoded.  Real templates have a
+few thousand characters."""
 
 
 def _check_size(size: int, unit: str, key: str, setting: str) -> None:
@@ -235,8 +239,9 @@ def _read_template(path: Path, key: str, setting: str) -> str:
 def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str, str], ...]) -> str:
     """Render short conversations in a child process, and return what is wrong with the templates, or "".
 
-    Reports templates that cannot be compiled, or take too much time or memory.  Other errors are ignored: the run's
-    conversations may not trigger them, and if they do, the error names the line of the conversation.
+    Reports templates that cannot be compiled, or take too much time or memory.  Syntax errors are left to the caller,
+    which compiles the templates again.  Other errors are ignored: the run's conversations may not trigger them, and if
+    they do, the error names the line of the conversation.
     """
 
     def attempt() -> str:
@@ -248,7 +253,7 @@ def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[s
                 except BadChat:
                     continue
         except jinja2.TemplateSyntaxError:
-            return ""  # the caller compiles the template again, and reports this error
+            return ""
         except MemoryError:
             return TOO_MUCH_MEMORY
         except RecursionError:
@@ -269,11 +274,11 @@ _TRIAL_CONVERSATIONS: list[tuple[list[Message], list[Any], bool]] = [
     ([{"role": "system", "content": "Be brief"}, *_EXCHANGE, *_EXCHANGE], [], False),
     ([*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
 ]
-"""Conversations to try templates on: messages, tools, and whether to add the generation prompt."""
+"""Conversations to try templates on; each with its tools, and whether to add the generation prompt."""
 
 
 def template_path(tokenizer: str) -> Path | None:
-    """Return the file that contains the chat template of a tokenizer, or None if it has no template.
+    """Return the file that contains a tokenizer's default chat template, or None if it has none.
 
     tokenizer: the value of `data.tokenizer`, a tokenizer.json or its folder.
     """
@@ -345,7 +350,7 @@ class _GenerationTag(Extension):
         return nodes.CallBlock(self.call_method("_record_span"), [], [], body).set_lineno(line)
 
     def begin(self, pieces: list[str]) -> None:
-        """Start recording; the rendered text is appended to `pieces`."""
+        """Start recording; the caller appends the rendered text to `pieces`."""
         self._pieces, self._spans_found = pieces, []
 
     def end(self) -> list[tuple[int, str]]:
@@ -361,7 +366,7 @@ class _GenerationTag(Extension):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """Jinja's namespace without private names, which could be used to escape the sandbox."""
+    """Jinja's namespace, but without private names, which could be used to escape the sandbox."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -370,7 +375,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit on the size of integers: computing a huge power cannot be interrupted."""
+    """Jinja's sandbox, with a limit on the size of integers, since computing a huge power cannot be interrupted."""
 
     intercepted_binops = frozenset(("*", "**"))
 

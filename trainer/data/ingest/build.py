@@ -1,8 +1,8 @@
 """Builds the shards of a job in this process and its workers, alongside other processes that do the same.
 
-The input is split into units, and each unit becomes one or more shards.  Any number of processes, on any machines that
-share the folder, can build there at the same time, join late, or be killed.  File locks decide which process builds
-which unit; the kernel releases the locks of a process that dies.
+The input is split into units, and each unit is written to shards of its own.  Any number of processes, on any machines
+that share the folder, can build there at the same time, join late, or be killed.  File locks decide which process
+builds which unit; the kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations
@@ -67,9 +67,10 @@ from trainer.stopping import StopRequested, raise_if_stop_requested
 class BuildJob:
     """Everything that the shards depend on, and the names of the settings for messages.
 
-    bad: the limit for `BadDocuments`.
+    text_key: the key or column that holds the text.
+    bad: the value of `data.bad`; see `BadDocuments`.
     holdout: the fraction of documents to hold out.
-    shard_tokens: a shard ends with the document that brings it to this many tokens; 0 for one shard per unit.
+    shard_tokens: a shard ends with the document that brings it to this many tokens; 0 for one shard per unit and split.
     """
 
     inputs: tuple[InputFile, ...]
@@ -82,7 +83,7 @@ class BuildJob:
 
     @cached_property
     def engine(self) -> Engine:
-        """The engine to use as long as its ids match those of the reference."""
+        """The engine to use while its ids match the reference's."""
         return find_engine(self.tokenizer)
 
     @cached_property
@@ -92,17 +93,17 @@ class BuildJob:
 
     @cached_property
     def splitter(self) -> DocumentSplitter:
-        """Splits long documents."""
+        """The splitter for long documents."""
         return DocumentSplitter(self.tokenizer)
 
 
 def build(job: BuildJob, path: Path, procs: int = 1) -> ShardManifest:
     """Build the shards of a job in the folder `path`, unless they exist already, and return their manifest.
 
-    Any number of processes may do this at the same time.  Uses up to `procs` processes: this one and forked workers, if
-    there are enough units.  Corrupt unit records and a corrupt manifest are rebuilt.
+    Any number of processes may do this at the same time.  Uses up to `procs` processes (this one and forked workers),
+    but no more than there are units to build.  Corrupt unit records and a corrupt manifest are rebuilt.
 
-    Raises UserError if a document cannot be read and `data.bad` does not allow it, or if there is no text; finished
+    Raises UserError if a document cannot be read and `data.bad` does not allow that, or if there is no text; finished
     units are kept.  Raises OSError if the folder is not writable.
     """
     try:
@@ -137,7 +138,7 @@ def _build(job: BuildJob, path: Path, procs: int) -> ShardManifest:
 
 
 _POLL_S, _MAX_POLL_S = 0.002, 0.05
-"""Initial and maximum interval, in seconds, at which to check on a unit that another process is building.
+"""Initial and maximum seconds between two checks on a unit that another process is building.
 
 The interval doubles each time: most processes wait only briefly for the last units, but a large build can take minutes.
 """
@@ -146,7 +147,7 @@ The interval doubles each time: most processes wait only briefly for the last un
 class _Builder:
     """Builds units in this process.
 
-    workers: processes that also build units; their errors are raised here.
+    workers: processes that also build units; their errors are raised in this process.
     """
 
     def __init__(self, job: BuildJob, units: Sequence[BuildUnit], folder: BuildFolder, workers: _Workers) -> None:
@@ -155,7 +156,7 @@ class _Builder:
         self._finished_units: set[int] = set()
 
     def build_all(self) -> None:
-        """Build every unit that is not done and not locked by another process, then wait for the locked ones."""
+        """Build every unit that is not done, first those that no other process has locked; return when all are done."""
         folder, pause = self._folder, _POLL_S
         for waits_for_others in (False, True):
             for number in range(len(self._units)):
@@ -193,7 +194,7 @@ class _Builder:
                 writer.discard()
 
     def count_bytes(self) -> int:
-        """Return the bytes of input processed: units finished by any process, and part of the unit being built here."""
+        """Return the bytes of input processed: units finished by any process, and part of the unit in progress here."""
         for number in range(len(self._units)):
             if number not in self._finished_units and self._folder.is_done(number):
                 self._finished_units.add(number)
@@ -201,7 +202,7 @@ class _Builder:
 
 
 _MANIFEST_LOCK = 2**40
-"""The byte of the lock file to lock while the manifest is written, beyond the bytes of all units."""
+"""Position of the lock-file byte to lock while the manifest is written.  It lies beyond the bytes of all units."""
 
 
 def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
@@ -214,10 +215,11 @@ def _finish(job: BuildJob, num_units: int, folder: BuildFolder) -> None:
         for record in records:
             tally.add(record.tally)
         check_limit(tally, job.bad, job.keys)
-        folder.finish(_list_shards(job, records, tally, folder.path))
+        _make_manifest(job, records, tally, folder.path).write(folder.manifest_path)
+        folder.clean_up()
 
 
-def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> ShardManifest:
+def _make_manifest(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCounts, path: Path) -> ShardManifest:
     train = [Shard(path / name) for record in records for name in record.train]
     held_out = [Shard(path / name) for record in records for name in record.held_out]
     if not train and not held_out:
@@ -247,7 +249,7 @@ def _list_shards(job: BuildJob, records: Sequence[UnitRecord], tally: DocumentCo
 
 
 MIN_UNIT_BYTES, MAX_UNIT_BYTES, TARGET_NUM_UNITS = 1 << 24, 1 << 28, 4096
-"""Minimum and maximum bytes of input per unit, and the number of units to aim for within these limits."""
+"""Minimum and maximum bytes of input to aim for per unit, and the number of units to aim for within these limits."""
 
 MAX_FILES_PER_UNIT = 4096
 """Maximum number of small files in a unit."""
@@ -302,7 +304,7 @@ def split_into_units(inputs: Sequence[InputFile]) -> list[BuildUnit]:
 def default_num_procs() -> int:
     """Return the default number of processes: this process's share of the cores.
 
-    If torch is loaded, 1: torch's threads do not survive a fork.
+    1 on macOS, and if torch is loaded, since torch's threads do not survive a fork.
     """
     if "torch" in sys.modules or sys.platform == "darwin":
         return 1
@@ -312,9 +314,9 @@ def default_num_procs() -> int:
 
 @contextmanager
 def _run_workers(job: BuildJob, path: Path, units: Sequence[BuildUnit], num_workers: int) -> Iterator[_Workers]:
-    """Run workers during a block: none if `num_workers` is negative.
+    """Run workers during a block; none if `num_workers` is not positive.
 
-    At the end of the block, waits until they have finished; if the block raises an error, kills them.
+    At the end of the block, waits until they have finished and raises their errors; if the block raises, kills them.
     """
     workers, processes = _Workers(), []
     try:
@@ -337,19 +339,24 @@ class _Workers:
     def start(self, job: BuildJob, path: Path, units: Sequence[BuildUnit]) -> multiprocessing.process.BaseProcess:
         """Fork a worker, which inherits the tokenizer but creates its own engine.
 
-        An engine updates its tables as it sees text.  If processes shared them, every page would be copied on its first
-        write and huge pages would be split, which is 10% to 40% slower.
+        An engine updates its tables as it sees text.  If it were inherited, each page of the tables would be copied on
+        its first write and huge pages would be split, which is 10% to 40% slower.
         """
         context = multiprocessing.get_context("fork")
         receiver, sender = context.Pipe(duplex=False)
-        process = context.Process(target=_work, args=(job, path, units, sender, os.getpid()), daemon=True)
+        process = context.Process(target=_run_worker, args=(job, path, units, sender, os.getpid()), daemon=True)
         process.start()
         sender.close()
         self._receivers.append(receiver)
         return process
 
     def raise_errors(self, waits_for_all: bool = False) -> None:
-        """Raise the error that a worker has reported, if any.  A killed worker reports none; its unit is unlocked."""
+        """Raise the error that a worker has reported, if any.
+
+        A killed worker reports none; the kernel unlocks its unit.
+
+        waits_for_all: whether to wait until every worker has reported or died.
+        """
         for receiver in [receiver for receiver in self._receivers if waits_for_all or receiver.poll()]:
             self._receivers.remove(receiver)
             with closing(receiver), suppress(EOFError):
@@ -358,8 +365,8 @@ class _Workers:
                     raise error
 
 
-def _work(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
-    """Build units in a worker, and send the parent the error that occurred, or None."""
+def _run_worker(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
+    """Build units in a worker, and send the error that occurred, or None, to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     die_with_parent(True, {LAUNCHER: str(parent)})
     error = None
@@ -390,7 +397,7 @@ class UnitWriter:
         self._lowest, self._bytes_until_check = 1.0, 0
 
     def write(self) -> Iterator[int]:
-        """Write all documents; yield the number of input bytes of each batch.
+        """Write all documents; yield the number of bytes of each batch.
 
         Raises TokenizationMismatch if the engine's ids are wrong, and UserError if a document cannot be read and
         `data.bad` does not allow it.
@@ -450,9 +457,9 @@ class UnitWriter:
         return sum(map(len, texts))
 
     def _check_engine(self, texts: Sequence[bytes]) -> None:
-        """Compare the engine with the reference on the first texts, and again every CHECK_INTERVAL_BYTES.
+        """Compare the engine with the reference on the unit's first texts, and again every CHECK_INTERVAL_BYTES.
 
-        Raises TokenizationMismatch.
+        Raises TokenizationMismatch if they differ.
         """
         if self._bytes_until_check <= 0:
             check_sample(self._engine, self._job.reference, texts)
@@ -476,7 +483,7 @@ class UnitWriter:
         split.end_document()
 
     def _assign_split(self, pieces: Iterator[bytes] | Sequence[bytes]) -> _Split:
-        """Return the split of a document, chosen by a hash of its text, so that equal texts are in the same split."""
+        """Return a document's split.  A hash of the text chooses it, so that equal texts are in the same split."""
         digest = hashlib.blake2b(digest_size=6)
         for piece in pieces:
             if self._job.holdout:
@@ -559,8 +566,8 @@ class _Split:
 # ---------------------------------------------------------------------------------------------------------------
 # The build folder: a lock per unit, a record of each finished unit, and finally the manifest
 #
-# lock            the lock file: one byte per unit is locked.  It is never removed, so that all processes lock the same
-#                 file, even those that join late.
+# lock            the lock file, with one byte to lock per unit.  It is never removed, so that all processes lock the
+#                 same file, even those that join late.
 # 00007.bin ...   shards of unit 7, renamed to these names once they are on disk; held-out shards end in -eval
 # 00007.done      the record of unit 7, written after its shards
 # manifest.json   lists all shards; written when every unit is done, after which the records are removed
@@ -569,24 +576,26 @@ class _Split:
 _LOCK = "lock"
 
 _REPAIR_LOCK = 2**40 + 2
-"""The byte of the lock file to lock while corrupt files are removed."""
+"""Position of the lock-file byte to lock while corrupt files are removed."""
 
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """The record of a finished unit: the names of its training and held-out shards, and counts of its documents."""
+    """The record of a finished unit: the names of its training and held-out shards, and the counts of its documents."""
 
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
     tally: DocumentCounts = field(default_factory=DocumentCounts)
     lowest: float = 1.0
-    """The smallest hash value of a document, scaled to [0, 1): a `data.holdout` above it would hold out at least one
-    document.
-    """
+    """The smallest hash of a document, scaled to [0, 1), or 1 if `data.holdout` is 0.  A `data.holdout` above it holds
+    out at least one document."""
 
 
 class BuildFolder:
-    """The folder that builders share.  Raises OSError if it is missing or not writable, or does not support locks."""
+    """The folder that builders share.
+
+    Methods that lock or write raise OSError if the folder is missing or not writable, or does not support locks.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -607,7 +616,7 @@ class BuildFolder:
 
     @property
     def is_complete(self) -> bool:
-        """True if every unit is done and the manifest is written."""
+        """True if every unit is done and the manifest has been written."""
         return self.manifest_path.exists()
 
     def name_of(self, unit: int, number: int, is_held_out: bool) -> str:
@@ -615,7 +624,7 @@ class BuildFolder:
         return f"{unit:05d}{f'.{number:03d}' if number else ''}{'-eval' if is_held_out else ''}"
 
     def try_lock(self, unit: int) -> bool:
-        """Lock a unit without waiting; return False if another process has locked it."""
+        """Try to lock a unit; return False without waiting if another process has locked it."""
         try:
             fcntl.lockf(self._lock_file(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, unit)
         except OSError as error:
@@ -634,7 +643,7 @@ class BuildFolder:
 
     @contextlib.contextmanager
     def locked(self, unit: int) -> Iterator[None]:
-        """Hold the lock of a unit inside the block."""
+        """Context manager that holds the lock of a unit."""
         self.lock(unit)
         try:
             yield
@@ -673,7 +682,7 @@ class BuildFolder:
                 remove(path)
 
     def remove_damaged(self, num_units: int) -> None:
-        """Remove the records of units with corrupt records or missing or corrupt shards, so that they are rebuilt."""
+        """Remove the record of each unit whose record or shards are corrupt or missing, so that the unit is rebuilt."""
         for unit in range(num_units):
             if not self.is_done(unit):
                 continue
@@ -689,12 +698,12 @@ class BuildFolder:
                     remove(self._record_path(unit))
 
     def invalidate(self, check: Callable[[], object]) -> None:
-        """If the folder is complete and still corrupt, make the next build rebuild everything in it.
+        """If the folder is complete but corrupt, remove its manifest, so that the next build rebuilds everything in it.
 
         Shards stay until they are replaced, since other runs may be reading the intact ones.
 
-        check: raises ShardError if the folder is corrupt.  It is called under a lock: another process may have
-            invalidated the folder already.
+        check: raises ShardError if the folder is corrupt.  It is called under a lock, since another process may have
+            rebuilt the folder in the meantime.
         """
         with self.locked(_REPAIR_LOCK):
             if not self.is_complete:
@@ -706,11 +715,6 @@ class BuildFolder:
                 remove(self.manifest_path)
                 for path in self.path.glob("*.damaged"):
                     remove(path)
-
-    def finish(self, manifest: ShardManifest) -> None:
-        """Write the manifest, then remove the files needed only for the build."""
-        manifest.write(self.manifest_path)
-        self.clean_up()
 
     def clean_up(self) -> None:
         """Remove the records, which the manifest replaces, and temporary files left by killed builders."""
@@ -731,22 +735,25 @@ class BuildFolder:
 
 
 _PUBLISH_LOCK = 2**40 + 1
-"""The byte of the folder's lock file to lock while shards are renamed."""
+"""Position of the lock-file byte to lock while shards are renamed."""
 
 
 def find_published(stem: Path) -> list[Path]:
-    """Return the files of the shards that were published under a stem."""
+    """Return the files of all shards published under a stem, the part that the shards' paths have in common."""
     name = re.compile(re.escape(stem.name) + r"(-eval)?-\d{5,}\.(bin|idx|crc|json)")
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name))
 
 
 def is_in_progress(work: Path) -> bool:
-    """Return whether a build in the folder `work` has started but not finished."""
+    """Return whether a build in the folder `work` has started, and its folder has not been removed yet."""
     return work.exists() or _finished_path(work).exists()
 
 
 def was_published(work: Path, stem: Path) -> bool:
-    """Return whether the shards built in `work` were published, even if the process was killed right afterwards."""
+    """Return whether the shards built in `work` were published, even if the process was killed right afterwards.
+
+    Removes the folder that such a process has left.
+    """
     finished = _finished_path(work)
     if finished.exists():
         shutil.rmtree(finished, ignore_errors=True)
@@ -757,7 +764,7 @@ def was_published(work: Path, stem: Path) -> bool:
 def publish(manifest: ShardManifest, work: Path, stem: Path) -> None:
     """Rename a manifest's shards to STEM-00000.bin and so on, replacing existing shards; then remove the folder `work`.
 
-    If the process was killed, another call finishes the work.  If several processes call it, the others wait.
+    If the process is killed, another call finishes the work.  If several processes call this, all but one wait.
     """
     train, held_out = paths_of(manifest, stem)
     moves = [
@@ -781,7 +788,7 @@ def publish(manifest: ShardManifest, work: Path, stem: Path) -> None:
 
 
 def read_published(stem: Path) -> ShardManifest:
-    """Return a manifest of the shards that were published under a stem.  Raises ShardError."""
+    """Return a manifest of the shards published under a stem.  Raises ShardError if they cannot be read."""
     paths = [path for path in find_published(stem) if path.suffix == ".bin"]
     held_out = [Shard(path) for path in paths if path.name.startswith(f"{stem.name}-eval-")]
     train = [Shard(path) for path in paths if not path.name.startswith(f"{stem.name}-eval-")]
@@ -797,7 +804,7 @@ def read_published(stem: Path) -> ShardManifest:
 
 
 def paths_of(manifest: ShardManifest, stem: Path) -> tuple[list[Path], list[Path]]:
-    """Return the paths at which to publish a manifest's training shards and its held-out shards."""
+    """Return the paths at which a manifest's training shards and held-out shards are published."""
     train_numbers, held_out_numbers = range(len(manifest.train)), range(len(manifest.held_out))
     return (
         [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in train_numbers],

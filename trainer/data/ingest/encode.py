@@ -1,8 +1,8 @@
 """Tokenizes documents: splits long ones, and encodes batches of texts with an engine.
 
 The reference engine is the library that the tokenizer was written for.  A faster engine is used only if it gives the
-same ids.  This is tested on texts designed to expose differences before any input is read, and then on samples of each
-unit's text.  If a single id of these samples differs, the unit is tokenized again with the reference engine.
+same ids.  Before any input is read, the two are compared on texts designed to expose differences.  Later, they are
+compared on samples of each unit's text; if a single id differs, the whole unit is tokenized again with the reference.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
-_NUM_SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Number of texts on which an engine is checked, and number of bytes to use of each."""
+_MAX_SAMPLES, _SAMPLE_BYTES = 8, 1024
+"""Maximum number of texts in one check of an engine, and the number of bytes used from the start of each."""
 
 
 class TokenizationMismatch(Exception):
@@ -35,7 +35,7 @@ class TokenizationMismatch(Exception):
 
 
 class Engine(ABC):
-    """Tokenizes texts, without adding the special tokens around documents."""
+    """Tokenizes texts, without adding start or end tokens."""
 
     name = ""
 
@@ -45,7 +45,7 @@ class Engine(ABC):
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
-    """Return the fastest engine that gives the same ids as the reference on the probe texts."""
+    """Return the fastest installed engine that gives the same ids as the reference on the probe texts."""
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
@@ -57,14 +57,14 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
 
 
 def find_reference(tokenizer: Tokenizer) -> Engine:
-    """Return the reference engine of a tokenizer."""
+    """Return the reference engine for a tokenizer."""
     return _TokenizersEngine(tokenizer) if isinstance(tokenizer, FileTokenizer) else _ByteEngine(tokenizer)
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Compare an engine with the reference on the first bytes of some of `texts`.  Raises TokenizationMismatch."""
+    """Compare an engine with the reference on the beginning of some `texts`.  Raises TokenizationMismatch."""
     if engine is not reference and texts:
-        sample = texts[:: -(-len(texts) // _NUM_SAMPLES)]
+        sample = texts[:: -(-len(texts) // _MAX_SAMPLES)]
         starts = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
         _compare(engine, reference, starts)
 
@@ -104,7 +104,7 @@ class _TokenizersEngine(Engine):
 
 @contextlib.contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Disable the threads of `tokenizers`: they do not survive a fork, and the work is split over processes anyway."""
+    """Disable the threads of `tokenizers`: they do not survive a fork, and processes share the work anyway."""
     name = "TOKENIZERS_PARALLELISM"
     old_value = os.environ.get(name)
     os.environ[name] = "false"
@@ -124,7 +124,7 @@ def _concatenate(ids: Sequence[NDArray[Any]], dtype: str) -> IdsAndCounts:
 
 
 class _FastEngine(Engine):
-    """Base class of fast engines.  They do not handle added tokens, so the reference encodes texts that contain one."""
+    """Base class of fast engines.  They do not handle added tokens, so the reference encodes texts with such tokens."""
 
     _encode_text: Callable[[bytes], NDArray[np.uint32]]
     """Returns the ids of one text."""
@@ -150,7 +150,7 @@ class _FastEngine(Engine):
         return joined, counts
 
     def _contains_added_token(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether `ids` contains an added token.  Cheap if these are at one end of the vocabulary, as usual."""
+        """Return whether `ids` contains an added token.  Cheap if those are at one end of the vocabulary, as usual."""
         if (
             not len(self._added_ids)
             or not len(ids)
@@ -199,9 +199,9 @@ _GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(
 
 
 def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
-    """Return the regular expression that a pre-tokenizer splits text with.
+    """Return the regular expression with which a pre-tokenizer splits text.
 
-    Raises TokenizationMismatch if the pre-tokenizer does anything else.
+    Raises TokenizationMismatch if the pre-tokenizer does more than that.
     """
     steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
     last = steps[-1] or {}
@@ -248,13 +248,12 @@ _PROBES = (
     "\x00\x01\x7f\x80\ufeffbom\ufffd \ue000 \U0010fffd \U000e0041 a\u00adb \u202eabc\u202c",
     *("   leading", "trailing   ", " ", "\n", "a", "", "a" * 200, "=" * 300 + "\n" + " " * 300 + "x"),
 )
-"""Texts on which tokenizers tend to differ: contractions, white space, digits, code, scripts, punctuation, invisible
-characters.
-"""
+"""Texts on which tokenizers tend to differ: contractions, white space, digits, code, various scripts, punctuation and
+invisible characters."""
 
 
 def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
-    """Return texts that expose differences: _PROBES, characters from all of Unicode, and texts with added tokens."""
+    """Return texts on which engines may differ: _PROBES, characters of many scripts, and texts with added tokens."""
     characters = [chr(code) for code in range(0x20, 0x2FFFF, 37) if not 0xD800 <= code < 0xE000]
     added_tokens = [str(token.content) for token in tokenizer.library.get_added_tokens_decoder().values()][:64]
     texts = [
@@ -269,13 +268,14 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
 # Splitting long documents into pieces whose concatenated ids are those of the complete document
 #
 # Tokens do not cross the boundaries of the pre-tokenizer.  Candidates for a boundary are the position after a newline
-# between two non-space characters, and the position before a space between two letters.  Whether a tokenizer always
-# splits there is tested on all pairs of ASCII characters and on some of each script, since the result can depend on the
-# adjacent characters.  If it does not, documents are tokenized in one piece, however much memory that takes.
+# between two non-space characters, and the position before a space between two lowercase letters.  Whether a tokenizer
+# always splits there can depend on the adjacent characters, so this is tested on pairs of characters: all of ASCII (all
+# lowercase letters for the space), and some of each other script.  If the tokenizer does not always split at either
+# kind of boundary, documents are tokenized in one piece, however much memory that takes.
 
 
 MAX_PIECE_BYTES = 1 << 20
-"""Maximum bytes of a piece, where a cut is possible: tokenizing takes about 200 bytes of memory per byte of text."""
+"""Maximum bytes of a piece, unless it has no boundary.  Tokenizing takes about 200 bytes of memory per byte of text."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -293,16 +293,16 @@ _PUNCTUATION = "".join(
 
 _WORD_CHARACTERS = "".join(f"{re.escape(chr(first))}-{re.escape(chr(last))}" for first, last in _CHARACTER_RANGES)
 
-_LINE_END = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
+_AFTER_NEWLINE = re.compile(f"[{_WORD_CHARACTERS}{_PUNCTUATION}]\n(?=[{_WORD_CHARACTERS}])")
 
-_SPACE = re.compile("[a-z](?= [a-z])")
+_BEFORE_SPACE = re.compile("[a-z](?= [a-z])")
 
 _SEARCH_BYTES = 1 << 14
-"""Number of bytes at the end of a piece to search first for a boundary."""
+"""Number of bytes at the end of a piece that are searched for a boundary first."""
 
 
 class DocumentSplitter:
-    """Splits long documents for one tokenizer."""
+    """Splits long documents at boundaries that one tokenizer's tokens never cross."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -312,7 +312,10 @@ class DocumentSplitter:
         return len(text) > MAX_PIECE_BYTES
 
     def cut(self, pieces: Iterable[bytes]) -> Iterator[bytes]:
-        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer if there is no boundary."""
+        """Yield a document in pieces of at most `MAX_PIECE_BYTES`, or longer ones where there is no boundary.
+
+        pieces: the document, divided anywhere.
+        """
         text, searched_to = b"", 0
         for piece in pieces:
             text += piece
@@ -347,7 +350,7 @@ class DocumentSplitter:
 
     @cached_property
     def _boundary_patterns(self) -> list[re.Pattern[str]]:
-        """Patterns of boundaries that this tokenizer's tokens never cross."""
+        """Patterns whose matches end at boundaries that this tokenizer's tokens never cross."""
         if not isinstance(self._tokenizer, FileTokenizer):
             return []
         library = self._tokenizer.library
@@ -359,9 +362,9 @@ class DocumentSplitter:
         patterns = []
         left, right = _example_characters(_PUNCTUATION), _example_characters("")
         if _always_splits(library, ((f"{first}\n", second) for first in left for second in right)):
-            patterns.append(_LINE_END)
+            patterns.append(_AFTER_NEWLINE)
         if _always_splits(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
-            patterns.append(_SPACE)
+            patterns.append(_BEFORE_SPACE)
         return patterns
 
 
@@ -380,11 +383,11 @@ def _example_characters(extra_characters: str) -> list[str]:
 
 
 _CONTEXTS = (("", ""), ("x", "x"), ("1", "1"), (".", "."), (" ", " "), ("X", "X"), ("the ", " end"))
-"""Texts to put before and after a pair of texts, to vary its context."""
+"""Texts to put before and after a pair of texts."""
 
 
 def _always_splits(library: Any, pairs: Iterable[tuple[str, str]]) -> bool:
-    """Return whether the pre-tokenizer always splits between the texts of each pair, in all contexts."""
+    """Return whether the pre-tokenizer splits between the two texts of every pair, in varying contexts."""
     normalize: Callable[[str], str] = library.normalizer.normalize_str if library.normalizer else str
     split = library.pre_tokenizer.pre_tokenize_str
 

@@ -22,6 +22,7 @@ from trainer.data.shards import ShardManifest
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
+"""How a file is read: `records` are JSON arrays and CSV files, `tokens` other trainers' token files."""
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
@@ -51,7 +52,7 @@ SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .json, .csv, .parquet, .arrow, .md, source code; .gz and .zst of text and of records; .bin of other "
     "trainers"
 )
-"""The supported file types, for messages."""
+"""The supported file types, in words."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
@@ -61,8 +62,10 @@ MEGATRON_MAGIC = b"MMIDIDX\0\0"
 class InputFile:
     """A file of documents.
 
-    size: in bytes.  mtime_ns: the modification time in ns.  key: the setting that names the file, for messages.
-    checksum: the checksum of the content, if known without reading the file, otherwise "".  If known, it identifies
+    size: in bytes.
+    mtime_ns: the modification time in nanoseconds.
+    key: the setting that names the file, for messages.
+    checksum: the checksum of the content, if known without reading the file, otherwise "".  A known checksum identifies
         the file in place of its path.
     """
 
@@ -78,7 +81,7 @@ class InputFile:
     def from_path(cls, path: str, key: str) -> InputFile | None:
         """Return a description of the file at `path`, or None if its kind is not supported.
 
-        Raises UserError that names the setting `key` if the file does not exist.
+        Raises UserError that names the setting `key` if the file does not exist or cannot be accessed.
         """
         kind_and_compression = kind_of(path)  # by the link's name: the target's name may have no suffix
         if kind_and_compression is None:
@@ -103,15 +106,15 @@ def kind_of(path: str) -> tuple[Kind, Compression] | None:
     return kind, compression
 
 
-def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
-    """Return the files that paths, folders and globs name, without duplicates, in the order of `settings`.
+def find_inputs(values: Iterable[str], key: str) -> list[InputFile]:
+    """Return the files that `values` (paths, folders or globs) name, without duplicates, in the same order.
 
-    A folder means all files in it, at any depth, in sorted order; a folder saved by `datasets` means its
-    `train` split.  Raises UserError that names the setting `key`.
+    A folder means all supported files in it except token files, at any depth and in sorted order.  A folder saved by
+    `datasets` means its `train` split.  Raises UserError that names the setting `key` if a value names no such file.
     """
     inputs: dict[str, InputFile] = {}
-    for setting in settings:
-        for match in _find_matches(setting, key):
+    for value in values:
+        for match in _find_matches(value, key):
             files = list(_list_inputs(match, key))
             if not files:
                 is_folder = os.path.isdir(match)
@@ -122,18 +125,18 @@ def find_inputs(settings: Iterable[str], key: str) -> list[InputFile]:
     return list(inputs.values())
 
 
-def _find_matches(setting: str, key: str) -> list[str]:
-    """Return the files and folders that a setting names.  Raises UserError if there are none."""
-    pattern = os.path.expanduser(setting)
+def _find_matches(value: str, key: str) -> list[str]:
+    """Return the files and folders that `value` names, a path or glob.  Raises UserError if there are none."""
+    pattern = os.path.expanduser(value)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if matches:
         return [os.path.abspath(match) for match in matches]
-    if "://" in setting:
+    if "://" in value:
         fix = "fetch it, and give the folder that contains it"
-        raise setting_error(key, setting, "is not on a local file system", fix=fix)
-    if setting.startswith("[") and setting.endswith("]"):
+        raise setting_error(key, value, "is not on a local file system", fix=fix)
+    if value.startswith("[") and value.endswith("]"):
         fix = "give several files as a folder or a glob, several sources as a mapping: {web: PATH, code: PATH}"
-        raise setting_error(key, setting, "is read as one path, and there is no such file", fix=fix)
+        raise setting_error(key, value, "is read as one path, and there is no such file", fix=fix)
     parent = Path(pattern).parent
     names = sorted(path.name for path in parent.glob("[!.]*"))
     candidates = [
@@ -142,9 +145,9 @@ def _find_matches(setting: str, key: str) -> list[str]:
     similar = difflib.get_close_matches(Path(pattern).name, candidates, n=1, cutoff=0.7)
     rule = "no such file or folder, and no match for it as a glob"
     if similar:
-        raise setting_error(key, setting, rule, meant=parent / similar[0])
+        raise setting_error(key, value, rule, meant=parent / similar[0])
     searched_from = "" if os.path.isabs(pattern) else f", looked up from {Path.cwd()}"
-    raise setting_error(key, setting, rule, fix=f"give an existing file, folder or glob{searched_from}")
+    raise setting_error(key, value, rule, fix=f"give an existing file, folder or glob{searched_from}")
 
 
 def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
@@ -160,7 +163,7 @@ def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
 
 
 def is_foreign_token_file(path: str) -> bool:
-    """Return whether a .bin file comes from another trainer: neither our metadata nor our index is next to it."""
+    """Return whether a .bin file comes from another trainer: this project's .json or .idx file is not next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
         return False
@@ -186,7 +189,7 @@ def _walk(folder: str) -> list[str]:
 
 
 def dataset_folder(folder: str, key: str) -> str:
-    """Return the folder with the records: `folder` itself, or its `train` split if `datasets` has saved several.
+    """Return the folder of the records: `folder`, or its subfolder of the `train` split if `datasets` has saved splits.
 
     Raises UserError if there are splits, but no `train` split.
     """
@@ -205,21 +208,21 @@ def dataset_folder(folder: str, key: str) -> str:
 # Reading files, decompressed
 
 
-BLOCK = 1 << 20
+BLOCK_BYTES = 1 << 20
 """Number of bytes read at once."""
 
 READ_ERRORS = (OSError, EOFError, zlib.error)
-"""Errors that reading a corrupt file, compressed or not, may raise."""
+"""Exceptions that opening or reading a missing or corrupt file may raise, whether or not it is compressed."""
 
 
 def open_stream(file: InputFile) -> BinaryIO:
-    """Open a file for reading its decompressed content.  Opening and reading may raise one of `READ_ERRORS`."""
+    """Open a file for reading its decompressed content.  Opening and reading may raise one of READ_ERRORS."""
     if file.compression == "gz":
         import gzip  # slow to import: only when needed
 
-        return io.BufferedReader(gzip.open(file.path), BLOCK)
+        return io.BufferedReader(gzip.open(file.path), BLOCK_BYTES)
     if file.compression == "zst":
-        return io.BufferedReader(_ZstFile(file), BLOCK)
+        return io.BufferedReader(_ZstFile(file), BLOCK_BYTES)
     return open(file.path, "rb")
 
 
@@ -228,7 +231,7 @@ def seek_to(file: BinaryIO, position: int) -> None:
     if file.seekable():
         file.seek(position)
         return
-    while position and (block := file.read(min(BLOCK, position))):
+    while position and (block := file.read(min(BLOCK_BYTES, position))):
         position -= len(block)
 
 
@@ -298,7 +301,7 @@ class _ZstFile(io.RawIOBase):
 
 
 MAX_LISTED_PLACES = 20
-"""Maximum number of bad documents whose locations are kept; all are counted."""
+"""Maximum number of bad documents whose locations are kept.  All bad documents are counted."""
 
 
 @dataclass(frozen=True)
@@ -318,8 +321,10 @@ class SettingNames:
 class DocumentCounts:
     """How many documents were read or rejected.
 
-    documents: the number of documents that were read.  empty: how many of these are empty.  bad: the number of
-    documents that could not be read.  places: messages about some of the bad ones, with their locations.
+    documents: number of documents that were read.
+    empty: number of these documents that are empty.
+    bad: number of documents that could not be read.
+    places: messages about the first few of the bad documents, with their locations.
     """
 
     documents: int = 0
@@ -342,10 +347,10 @@ class DocumentCounts:
 
 
 class BadDocuments:
-    """Handles documents that cannot be read.
+    """Rejects or counts documents that cannot be read.
 
-    limit: `error` (raise an error at the first one), `skip` (skip them all), or the maximum fraction of documents to
-        skip.
+    limit: the value of `data.bad`: `error` (raise an error at the first one), `skip` (skip them all), or the maximum
+        fraction of documents to skip, which `check_limit` enforces when all are read.
     """
 
     def __init__(self, limit: str, keys: SettingNames) -> None:
@@ -353,7 +358,7 @@ class BadDocuments:
         self.tally = DocumentCounts()
 
     def reject(self, key: str, value: object, rule: str, **advice: Any) -> None:
-        """Count a bad document, or raise UserError; see `setting_error` for the arguments."""
+        """Count a bad document or, if the limit is `error`, raise UserError.  Arguments as for `setting_error`."""
         if self._limit == "error":
             advice = {name: text for name, text in advice.items() if text not in (None, "")}
             fix = f"{self.keys.bad}=skip skips unreadable documents and counts them"
@@ -363,12 +368,12 @@ class BadDocuments:
             self.tally.places.append(str(setting_error(key, value, rule)))
 
     def reject_file(self, value: str, rule: str, **advice: Any) -> None:
-        """Count a file that cannot be read to its end as a bad document, or raise UserError.
+        """Count a file that cannot be read to its end as one bad document; unless the limit is `skip`, raise UserError.
 
-        Also raises UserError if the limit is a fraction, since the number of documents in the file is unknown.
+        A fraction cannot be enforced, since the number of documents in the file is unknown.
         """
         if self._limit not in ("error", "skip"):
-            fix = f"{self.keys.bad}=skip skips the whole file; a share counts documents"
+            fix = f"{self.keys.bad}=skip skips the whole file; a fraction counts documents"
             raise setting_error(self.keys.inputs, value, rule, fix=fix)
         self.reject(self.keys.inputs, value, rule, **advice)
 
@@ -384,7 +389,7 @@ _CHAT_KEYS = (
 
 
 def chat_advice(names: Iterable[str], keys: SettingNames) -> str:
-    """Return advice if records with these keys are chats rather than text, otherwise ""."""
+    """Return advice if records with the keys `names` are chats rather than text, otherwise ""."""
     if not any(chat <= {*names} for chat in _CHAT_KEYS):
         return ""
     if keys.inputs.startswith("data."):
@@ -405,7 +410,10 @@ def parse_limit(setting: str, key: str) -> float:
 
 
 def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None:
-    """Raise UserError if the fraction of bad documents exceeds the limit in `setting`."""
+    """Raise UserError if the fraction of bad documents exceeds the limit.
+
+    setting: the value of `data.bad`.
+    """
     allowed = parse_limit(setting, keys.bad)
     fraction = tally.bad / max(1, tally.bad + tally.documents)
     if tally.bad and fraction > allowed:

@@ -1,7 +1,8 @@
-"""Reads documents from text, JSONL, JSON and CSV files, from tables (parquet, Arrow), and other trainers' token files.
+"""Reads documents from text, JSONL, JSON and CSV files and tables (parquet, Arrow), and tokens from token files.
 
-Readers yield lists of documents, as UTF-8 bytes.  A document too long to hold in memory is yielded as a `LongDocument`,
-which reads the file again whenever its text is needed.  The readers of token files yield `TokenChunk`s.
+Readers of documents yield lists of them, as UTF-8 bytes.  A text file or JSONL line too long to hold in memory is
+yielded as a `LongDocument`, which reads the file again whenever its text is needed.  Readers of other trainers' token
+files yield `TokenChunk`s.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.ingest.inputs import (
-    BLOCK,
+    BLOCK_BYTES,
     MEGATRON_MAGIC,
     READ_ERRORS,
     BadDocuments,
@@ -40,7 +41,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a line or text file to read into memory at once."""
+"""Maximum bytes of a JSONL line or text file to hold in memory; longer ones are read in pieces."""
 
 
 class LongDocument(ABC):
@@ -50,12 +51,15 @@ class LongDocument(ABC):
     def pieces(self) -> Iterator[bytes]:
         """Yield the text in pieces of a few kB to a few MB, each valid UTF-8.
 
-        Raises BadLine or UnicodeDecodeError if the text is invalid, or one of `READ_ERRORS` if the file cannot be read.
+        Raises BadLine or UnicodeDecodeError if the text is invalid, or one of READ_ERRORS if the file cannot be read.
         """
 
     @abstractmethod
     def reject(self, error: Exception, bad: BadDocuments) -> None:
-        """Report that the document cannot be read."""
+        """Report to `bad` that the document cannot be read.
+
+        error: the exception that `pieces` raised.
+        """
 
 
 DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
@@ -88,7 +92,7 @@ def read_texts(inputs: Iterable[InputFile], bad: BadDocuments) -> Iterator[Docum
             continue
         documents.append(content)
         num_bytes += len(content)
-        if num_bytes > BLOCK:
+        if num_bytes > BLOCK_BYTES:
             yield documents
             documents, num_bytes = [], 0
     yield documents
@@ -103,7 +107,7 @@ class _LongTextFile(LongDocument):
     def pieces(self) -> Iterator[bytes]:
         with closing(open_stream(self.input)) as file:
             pending = b""
-            while block := file.read(BLOCK):
+            while block := file.read(BLOCK_BYTES):
                 pending += block
                 end = complete_utf8_length(pending)
                 pending[:end].decode()
@@ -152,7 +156,7 @@ def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple
         seek_to(file, start - 1)
         position, pending = _skip_line(file, start - 1, stop)
     while stop is None or position < stop:
-        block = file.read(BLOCK)
+        block = file.read(BLOCK_BYTES)
         pending += block
         end = (
             pending.find(b"\n", stop - 1 - position) + 1 if stop is not None and stop - position <= len(pending) else 0
@@ -172,9 +176,10 @@ def _line_blocks(file: BinaryIO, start: int, stop: int | None) -> Iterator[tuple
 def _skip_line(file: BinaryIO, position: int, stop: int | None) -> tuple[int, bytes]:
     """Skip to the next line.
 
-    Returns its position and the part of it that has already been read, which is empty if the line starts after `stop`.
+    Returns its position and the bytes that have already been read from there on.  If no line starts before `stop`, the
+    returned position is `stop` or later.
     """
-    while (stop is None or position < stop) and (block := file.read(BLOCK)):
+    while (stop is None or position < stop) and (block := file.read(BLOCK_BYTES)):
         end = block.find(b"\n") + 1
         if end:
             return position + end, block[end:]
@@ -193,7 +198,7 @@ class _Lines:
     bad: BadDocuments
 
     def documents(self) -> list[bytes]:
-        """Return the texts of the lines; lines without text are reported as bad documents."""
+        """Return the texts of the lines, except blank ones; report lines without text as bad documents."""
         content = self.content.removeprefix(b"\xef\xbb\xbf") if self.position == 0 else self.content
         documents, key = [], self.text_key
         for number, line in enumerate(content.split(b"\n")):
@@ -208,7 +213,7 @@ class _Lines:
         return documents
 
     def _read_with_json(self, line: bytes, number: int) -> bytes | None:
-        """Return the text of a line that orjson rejects but Python's parser accepts; report any other line as bad."""
+        """Return the text of a line that Python's JSON parser accepts, even if orjson does not; otherwise report it."""
         try:
             decoded = line.decode()
         except UnicodeDecodeError as error:
@@ -231,7 +236,7 @@ def line_number(input_file: InputFile, position: int) -> int:
     """Return the 1-based number of the line that starts at byte `position` of a file's content."""
     number = 1
     with closing(open_stream(input_file)) as file:
-        while position > 0 and (block := file.read(min(BLOCK, position))):
+        while position > 0 and (block := file.read(min(BLOCK_BYTES, position))):
             number += block.count(b"\n")
             position -= len(block)
     return number
@@ -310,7 +315,7 @@ def read_record_file(
                     continue
                 documents.append(content)
                 num_bytes += len(content)
-                if num_bytes > BLOCK:
+                if num_bytes > BLOCK_BYTES:
                     yield documents
                     documents, num_bytes = [], 0
     except BadRecord as error:
@@ -321,7 +326,9 @@ def read_record_file(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Reading, piece by piece, the text of a JSON line too long to hold in memory
+# Reading, piece by piece, the text of a JSONL line too long to hold in memory
+
+
 MAX_OTHER_BYTES = 1 << 26
 """Maximum bytes of a line, not counting its text."""
 
@@ -334,6 +341,7 @@ _COMPLETE_ESCAPES = re.compile(
 """Matches the longest prefix of a string's content that does not end within an escape or a surrogate pair."""
 
 _LONGEST_ESCAPE = 12
+"""Number of bytes of the longest escape, a surrogate pair."""
 
 
 class BadLine(Exception):
@@ -343,7 +351,7 @@ class BadLine(Exception):
 def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
     """Yield the text under `key` of the JSON object in the next line of `file`, in UTF-8 pieces.
 
-    Raises BadLine or UnicodeDecodeError as soon as an error is found; the caller must then discard all pieces.
+    Raises BadLine or UnicodeDecodeError when an error is found; the caller must then discard all earlier pieces.
     """
     line = _LineReader(file)
     remainder = bytearray()  # the line without its text
@@ -363,7 +371,7 @@ def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
             continue
         content = b"".join(line.read_raw_string())
         remainder += content + b'"'
-        name = _decode_escapes(content).decode() if len(content) < BLOCK else ""
+        name = _decode_escapes(content).decode() if len(content) < BLOCK_BYTES else ""
         if len(remainder) > MAX_OTHER_BYTES:
             raise BadLine(f"holds more than {MAX_OTHER_BYTES >> 20} MB besides its text")
     _check_remainder(bytes(remainder), key, has_text)
@@ -422,7 +430,7 @@ class _LineReader:
     def _read_more(self) -> bool:
         if self._is_at_end:
             return False
-        block = self._file.read(BLOCK)
+        block = self._file.read(BLOCK_BYTES)
         end = block.find(b"\n")
         self._is_at_end = end >= 0 or not block
         self._buffer += block if end < 0 else block[:end]
@@ -470,9 +478,9 @@ ROWS_PER_BATCH = 128
 
 
 def split_row_groups(input_file: InputFile, size: int) -> Iterator[tuple[int, int | None, int]]:
-    """Split a parquet file into ranges of row groups of about `size` bytes on disk; yields (start, stop, bytes).
+    """Split a parquet file into ranges of row groups, each of about `size` bytes on disk; yields (start, stop, bytes).
 
-    An invalid parquet file yields a single range, and is rejected when it is read.
+    For an invalid parquet file, yields a single range; the file is rejected when it is read.
     """
     try:
         with _open_parquet(input_file) as file:
@@ -492,7 +500,10 @@ def split_row_groups(input_file: InputFile, size: int) -> Iterator[tuple[int, in
 def read_table(
     input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[list[bytes]]:
-    """Yield the texts of a table's column; for a parquet file, those in the row groups `start` to `stop`."""
+    """Yield the texts in the column `text_key` of a table.
+
+    start, stop: the range of row groups to read of a parquet file; ignored for Arrow files.
+    """
     arrow = _import_pyarrow(input_file)
     try:
         for first, column in _table_columns(input_file, start, stop, text_key, bad):
@@ -509,7 +520,7 @@ def read_table(
 def _table_columns(
     input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[tuple[int, Any]]:
-    """Yield a table's column in batches, each with the 1-based number of its first row in the file."""
+    """Yield the column `text_key` in batches, each with the 1-based number of its first row in the file."""
     row = 1
     if input_file.kind == "parquet":
         with _open_parquet(input_file) as file:
@@ -530,7 +541,7 @@ def _table_columns(
 
 
 def _as_bytes(arrow: Any, column: Any) -> Any:
-    """Return a text column as bytes, without requiring valid UTF-8, or None if it is not text.
+    """Return a text column as bytes, which may be invalid UTF-8, or None if the column is not text.
 
     Raises ArrowInvalid if the column's offsets are invalid.
     """
@@ -595,7 +606,7 @@ def _open_parquet(input_file: InputFile) -> Any:
 
 
 def _open_arrow(arrow: Any, file: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of an Arrow file, in the file format or in the stream format.
+    """Return the schema and the record batches of an Arrow file, in the file format or the stream format.
 
     `datasets` writes the stream format.
     """
@@ -621,9 +632,9 @@ def _import_pyarrow(input_file: InputFile) -> Any:
 # ---------------------------------------------------------------------------------------------------------------
 # Token files of other trainers, used unchanged: nanoGPT's, and Megatron's with its index
 #
-# nanoGPT writes plain uint16; the tokenizer's end token separates documents.  Files with a header (llm.c,
-# modded-nanogpt) record the number of tokens.  Megatron's NAME.idx, next to NAME.bin, records the boundaries of
-# sequences and documents.  None of these formats records which tokenizer was used.
+# nanoGPT's files are plain uint16 tokens.  The files of llm.c and modded-nanogpt have a header with the number of
+# tokens.  In both, the tokenizer's end token separates documents.  Megatron's NAME.idx, next to NAME.bin, records the
+# boundaries of sequences and documents.  None of these formats records which tokenizer was used.
 
 
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -631,22 +642,25 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _HEADER_BYTES = 256 * 4
 
 _HEADER_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""The dtype of the tokens in files with a header, by the first two integers of the header."""
+"""The dtype of the tokens in files with a header, by its first two integers: the magic number and the version."""
 
-_CHUNK = 1 << 20
+_CHUNK_TOKENS = 1 << 20
 """Number of tokens read at once."""
 
 
 @dataclass(frozen=True)
 class TokenChunk:
-    """Consecutive tokens of a file.  ends: the offsets in `ids` at which documents end."""
+    """Consecutive tokens of a file.
+
+    ends: the offsets in `ids` at which documents end (exclusive).
+    """
 
     ids: NDArray[np.integer[Any]]
     ends: NDArray[np.int64]
 
 
 def check_tokens(inputs: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:
-    """For token files of other trainers, raise UserError unless `data.tokenizer` is set and `data.bos` is not."""
+    """Raise UserError if there are token files, and `data.tokenizer` is not set or `data.bos` is."""
     token_files = [input_file.path for input_file in inputs if input_file.kind == "tokens"]
     if token_files and tokenizer.name == "bytes":
         rule = f"{token_files[0]} does not say which tokenizer made its tokens"
@@ -676,7 +690,7 @@ def read_tokens(input_file: InputFile, tokenizer: Tokenizer, keys: SettingNames)
 
 
 def _read_plain_tokens(input_file: InputFile, tokenizer: Tokenizer) -> Iterator[TokenChunk]:
-    """Yield the tokens of a file without an index; each end token ends a document."""
+    """Yield the tokens of a file without an index, in which each end token ends a document."""
     dtype, start = _token_layout(input_file, tokenizer)
     for ids, is_last in _token_chunks(input_file, dtype, start):
         ends = np.flatnonzero(ids == tokenizer.end_id) + 1
@@ -691,12 +705,12 @@ def _token_layout(input_file: InputFile, tokenizer: Tokenizer) -> tuple[np.dtype
     dtype = _HEADER_DTYPES.get(tuple(header[:2].tolist())) if len(header) == 3 else None
     if dtype is None:
         plain_dtype = np.promote_types(find_dtype(tokenizer.vocab_size), "u2")
-        rule = f"its size is not a multiple of {plain_dtype.itemsize} bytes"
-        _check_complete(input_file, input_file.size % plain_dtype.itemsize == 0, rule)
+        problem = f"its size is not a multiple of {plain_dtype.itemsize} bytes"
+        _check_complete(input_file, input_file.size % plain_dtype.itemsize == 0, problem)
         return plain_dtype.newbyteorder("<"), 0
     expected = _HEADER_BYTES + int(header[2]) * np.dtype(dtype).itemsize
-    rule = f"it has {input_file.size} bytes, but its header says {expected}"
-    _check_complete(input_file, input_file.size == expected, rule)
+    problem = f"it has {input_file.size} bytes, but its header says {expected}"
+    _check_complete(input_file, input_file.size == expected, problem)
     return np.dtype(dtype), _HEADER_BYTES
 
 
@@ -731,17 +745,17 @@ def _read_megatron_index(input_file: InputFile) -> tuple[np.dtype[Any], NDArray[
 
 
 def _token_chunks(input_file: InputFile, dtype: np.dtype[Any], start: int) -> Iterator[tuple[NDArray[Any], bool]]:
-    """Yield (tokens, is_last) for each chunk of a file from byte `start` on."""
+    """Yield (ids, is_last) for each chunk of the file, from byte `start` on."""
     num_left = (input_file.size - start) // dtype.itemsize
     with open(input_file.path, "rb") as file:
         file.seek(start)
         while num_left:
-            ids = np.fromfile(file, dtype, min(_CHUNK, num_left))
+            ids = np.fromfile(file, dtype, min(_CHUNK_TOKENS, num_left))
             _check_complete(input_file, len(ids) > 0, "it is truncated")
             num_left -= len(ids)
             yield ids, num_left == 0
 
 
-def _check_complete(input_file: InputFile, is_complete: bool, rule: str) -> None:
+def _check_complete(input_file: InputFile, is_complete: bool, problem: str) -> None:
     if not is_complete:
-        raise setting_error(input_file.key, input_file.path, f"is not a complete token file: {rule}")
+        raise setting_error(input_file.key, input_file.path, f"is not a complete token file: {problem}")
