@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.helpers.ranks import merged
 from trainer import UserError, load_config, prepare, run
 from trainer.config import DataSection, check_config
 from trainer.config.changes import compare_configs
-from trainer.data.chat.formats import BadChat, Conversation
+from trainer.data.chat.formats import BadChat, Completion, Conversation
 from trainer.data.chat.masking import ChatTokenizer, Encoder
 from trainer.data.chat.source import ChatSource
 from trainer.data.chat.template import find_template
@@ -607,6 +608,22 @@ def test_show_marks_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert '⟪<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>⟫' in shown
     assert "<|im_start|>assistant\n⟪It is sunny<|im_end|>⟫\n" in shown
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chats.jsonl", "model"]
+
+
+def test_show_marks_the_last_token_if_it_is_the_only_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    records = [
+        ({"prompt": "weather ?", "completion": "It is sunny"}, Completion("weather ?", "It is sunny")),
+        ({"messages": ANSWERED}, Conversation(ANSWERED)),
+    ]
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    encoder = Encoder(ChatTokenizer(str(folder)), find_template("model", str(folder)), "end")
+    for record, sample in records:
+        path = write_lines(tmp_path / "records.jsonl", [record])
+        given = [str(path), "--tokenizer", str(folder), "--train-on", "end", "--show", "1"]
+        assert prepare.command_line(given) == 0
+        shown = capsys.readouterr().out
+        (target,) = re.findall("⟪(.*?)⟫", shown, re.DOTALL)
+        assert target == encoder.tokenizer.token_text(int(encoder.encode(sample).ids[-1]))
 
 
 def test_row_length_is_limited_by_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

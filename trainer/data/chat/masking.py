@@ -140,9 +140,11 @@ class Encoder:
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
         """Return (text, is_target) for each piece of the text, for display.  Raises BadChat."""
         if isinstance(sample, Completion):
-            plain = self.tokenizer.plain
-            end_text = "".join(map(self.tokenizer.token_text, plain.end_ids))
-            return [(sample.prompt, self._train_on == "all"), (sample.completion + end_text, True)]
+            completion = sample.completion + "".join(map(self.tokenizer.token_text, self.tokenizer.plain.end_ids))
+            if self.targets_only_end:
+                text, last = sample.prompt + completion, self.tokenizer.token_text(int(self.encode(sample).ids[-1]))
+                return [(text.removesuffix(last), False), (last, True)]
+            return [(sample.prompt, self._train_on == "all"), (completion, True)]
         text, _, spans, loss_mask = self._encode_with_spans(sample)
         changes = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist()]
         starts = [0, *spans[changes[1:], 0].tolist(), len(text)]
