@@ -1,9 +1,8 @@
 """Converts models in llama.cpp's GGUF format to Hugging Face folders in the cache, once per file.
 
 GGUF's quantized weights cannot be trained, so they are dequantized to float32; F32, F16 and BF16 tensors keep their
-dtype.
-The file's metadata becomes `config.json`, `tokenizer.json` and `chat_template.jinja`, so that all other code sees an
-ordinary model folder.  The stored configuration of a run names the .gguf file, not the converted folder.
+dtype.  The file's metadata becomes `config.json`, `tokenizer.json` and `chat_template.jinja`, so that all other code
+sees an ordinary model folder.  The stored configuration of a run names the .gguf file, not the converted folder.
 
 Needs the library `gguf` (the extra `gguf`), which is imported when a file is converted.  Does not import torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -37,7 +36,7 @@ reused."""
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path is a .gguf file, or a folder whose only weights are a .gguf file."""
+    """Return whether a path is a .gguf file, or a folder with exactly one and no safetensors files."""
     return "://" not in path and _find_file(Path(path).expanduser()) is not None
 
 
@@ -56,7 +55,7 @@ def original_file(path: str) -> str | None:
     path: the folder, or a file in it.
     """
     location = Path(path)
-    folder = location.parent if location.suffix else location
+    folder = location if location.name.startswith("gguf-") else location.parent
     if not folder.name.startswith("gguf-"):
         return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
