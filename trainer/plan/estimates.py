@@ -220,7 +220,7 @@ class Rates:
     """Rates of a machine, measured or estimated from its data sheet."""
 
     matmul: dict[int, float]
-    """FLOP/s of matmuls, by the bytes per element of their output."""
+    """FLOP/s of matmuls, by `Work.element_size`."""
     attention: dict[int, float]
     """FLOP/s of attention, likewise."""
     memory: float

@@ -41,7 +41,7 @@ class GenerationWorkload:
 
     @staticmethod
     def parse(text: str) -> GenerationWorkload:
-        """Parse "64x256+768".  Raises UserError."""
+        """Parse a workload such as "64x256+768".  Raises UserError for any other format, or if a number is 0."""
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
             rule = "must be the number of completions, x, the maximum prompt length, +, the maximum completion length"

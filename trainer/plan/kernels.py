@@ -37,7 +37,7 @@ class Work(NamedTuple):
     flops: int
     num_bytes: int
     element_size: int
-    """Bytes per element of the output, on which the speed of a matmul depends."""
+    """Bytes per element of the output, or 1 for a float8 matmul; the speed of a matmul depends on it."""
     axis: Literal["context", "expert"] = "context"
     """For a collective: the group of ranks that it runs in."""
 

@@ -49,7 +49,7 @@ class Machine:
     memory_gib: float
     """Memory of one device; on a CPU, host memory divided by the number of ranks on the host."""
     peak_flops: float | None
-    """Peak bf16 FLOP/s from the data sheet, the denominator of MFU."""
+    """Peak bf16 FLOP/s from the data sheet, the denominator of MFU; None without a data sheet."""
     allocator_share: float
     """Memory that the allocator reserves beyond live tensors, as a fraction of the live tensors."""
     reserved_gib: float

@@ -51,7 +51,7 @@ class Probe:
         """`device_type`: `cpu`, or `cuda` to trace with a GPU's fused kernels.  For `imbalance`, see `Machine`."""
         self.config, self.device_type, self._imbalance = config, device_type, imbalance
         self._model = build_network(config)
-        self._traces: dict[tuple[int, int | str, float], Trace] = {}
+        self._traces: dict[tuple[int, int | str, float], Trace] = {}  # by the arguments of `trace`
 
     def on_other_mesh(self, config: RunConfig) -> Probe:
         """Return a probe of the same model for a configuration with another `mesh` or `train` section."""

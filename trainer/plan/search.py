@@ -1,9 +1,11 @@
 """Resolves settings that are `auto`: finds the fastest values that fit in memory.
 
-The search evaluates candidates with the planner instead of trial launches; one candidate takes milliseconds.  A unit
-that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.  The
-last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It finds
-the largest k that fits by bisection, and then, in small models, tunes the units one by one.
+The search evaluates candidates with the planner instead of trial launches.  One candidate takes milliseconds, except
+that each combination of micro-batch size, checkpointing and offloading must be traced once.
+
+A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
+The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
+finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
 _TIME_TOLERANCE = 0.005
-"""Among choices that are slower than the fastest by at most this fraction, the one with the least memory is taken."""
+"""Choices that are slower than the fastest by at most this fraction count as equally fast."""
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
@@ -32,7 +34,7 @@ _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
 
 
 class NothingFits(UserError):
-    """No combination of the `auto` settings fits; `plan` is the candidate that needs the least memory."""
+    """Raised if no combination of the `auto` settings fits.  `plan` is the candidate that needs the least memory."""
 
     def __init__(self, message: str, plan: Plan) -> None:
         super().__init__(message)
@@ -99,7 +101,7 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
 
 
 class _DoesNotFit(Exception):
-    """No combination of some settings fits; `smallest` is the candidate that needs the least memory."""
+    """Raised if no combination of some settings fits.  `smallest` is the candidate that needs the least memory."""
 
     def __init__(self, smallest: Plan) -> None:
         super().__init__()

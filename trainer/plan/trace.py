@@ -18,7 +18,7 @@ from trainer.model.parameters import storage_id
 from trainer.plan.kernels import Float8Casts, Operator, Work, fuse, work_of
 
 EventKind = Literal[
-    "pre_forward",  # this and the next three: FSDP's hooks of a unit
+    "pre_forward",  # this and the next three: FSDP's hooks on a unit
     "post_forward",
     "pre_backward",
     "post_backward",

@@ -279,9 +279,9 @@ def export(
         files in its folder.
     end_id: the token id that ends a document.
     turn_ends: the token ids with which a chat model learned to end its turns; always added to `eos_token_id`.
-    model_files: the files that came with the original model.  They are copied; only end-of-text ids and outdated entries
-        of config.json are changed.  If the model was trained with a different tokenizer, that is exported instead, and
-        `end_id` is added to `eos_token_id`.
+    model_files: the files that came with the original model.  They are copied; only end-of-text ids and outdated
+        entries of config.json are changed.  If the model was trained with a different tokenizer, that is exported
+        instead, and `end_id` is added to `eos_token_id`.
 
     Memory: a few blocks of `sources.BLOCK_BYTES`, and what `source` needs to read one.  One process, no collectives.
 
