@@ -68,7 +68,7 @@ def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
 
 
 def advice_on_workload(plan: Plan, workload: GenerationWorkload | None) -> list[str]:
-    """If `plan` does not fit because of generation, return a line with the largest workload that would fit."""
+    """If `plan` does not fit because of generation, return a line with a smaller workload that would fit."""
     budget = plan.machine.budget_bytes
     while (
         workload is not None

@@ -127,6 +127,10 @@ def _trace(
     skips_blocks: bool,
     imbalance: float = 1.0,
 ) -> Trace:
+    """Return the trace of a micro-batch of `model`, which the call makes unusable.
+
+    skips_blocks: whether to run only some of a long series of identical blocks (see `Repetition`).
+    """
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     saved_operators = operators_to_save(model, blocks, config, checkpointing, micro_batch_size)

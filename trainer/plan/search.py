@@ -57,7 +57,7 @@ class PlannedChoice:
 
 
 def chosen_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings that `auto` can choose, by key, with their values in `config`.
+    """Return the settings that may be `auto`, by key, with their values in `config`.
 
     `mesh.expert` is left out if the model has no experts.
     """

@@ -49,7 +49,7 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
         print_stdout("\n" + textwrap.fill(line, width))
     if plan.collectives:
         headers = ("collective", "axis", "ranks", "count", "size", "s")
-        _print_table("communication per rank in one step", headers, _communication_rows(plan), text_columns=(0, 1))
+        _print_table("communication per rank in one step", headers, _communication_cells(plan), text_columns=(0, 1))
     source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
     costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
@@ -137,7 +137,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _communication_rows(plan: Plan) -> list[list[str]]:
+def _communication_cells(plan: Plan) -> list[list[str]]:
     return [
         [
             row["operation"],

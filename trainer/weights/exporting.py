@@ -128,7 +128,7 @@ def is_tokenizer_file(name: str) -> bool:
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
     """Return the small files of a Hugging Face folder by name.  Raises UserError if one of them is unreadable."""
-    return _read(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
+    return _read_files(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
@@ -193,13 +193,13 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
         rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
         raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
     if path.name == TOKENIZER:
-        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
+        return _read_files(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
     named_file = glob.escape(path.name)
-    (data,) = _read(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
+    (data,) = _read_files(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
     return {TOKENIZER: data}
 
 
-def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
+def _read_files(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
     """Return the files of a folder that match any of `patterns`, by name.
 
     named_file: the pattern of the file that the user named, which may be a link to a file outside the folder.
@@ -304,7 +304,7 @@ def export(
         ]
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
-    shards = _split(tensors, max_shard_bytes)
+    shards = _split_into_shards(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, model_files or ModelFiles())
     if heads:
         texts[CONFIG_JSON] = _classifier_config(texts[CONFIG_JSON], heads[0][0])
@@ -345,10 +345,10 @@ def write_folder(
         partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
         try:
             for name, text in texts.items():
-                with _synced(partial[name]) as file:
+                with _open_synced(partial[name]) as file:
                     file.write(text)
             for name, shard in shards.items():
-                with _synced(partial[name]) as file:
+                with _open_synced(partial[name]) as file:
                     _write_safetensors(file, shard, source, mark)
         except BaseException:
             for unfinished in partial.values():
@@ -412,7 +412,7 @@ def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) ->
     return [name for name in buffers if names.to_huggingface(name) is None]
 
 
-def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
+def _split_into_shards(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
     """Distribute the tensors, in the model's order, over files; return the tensors of each file by the file's name."""
     shards: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
@@ -564,16 +564,16 @@ def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source:
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
         if tensor.is_transposed and len(tensor.shape) > 2:
-            file.write(_bytes(_read_block(source, tensor, start, stop).mT))
+            file.write(_as_bytes(_read_block(source, tensor, start, stop).mT))
         elif tensor.is_transposed:
             # A block of source rows covers some columns of every stored row.
             columns = _read_block(source, tensor, start, stop).t().contiguous()
             for row in range(len(columns)):
                 file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
-                file.write(_bytes(columns[row]))
+                file.write(_as_bytes(columns[row]))
             del columns  # before the next block is read, to save memory
         else:
-            file.write(_bytes(_read_block(source, tensor, start, stop)))
+            file.write(_as_bytes(_read_block(source, tensor, start, stop)))
     file.seek(position + tensor.num_bytes)
 
 
@@ -599,7 +599,7 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Te
     return cast
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
     # Not `reshape`: a contiguous tensor with one element may have any stride, and then cannot be viewed as bytes.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
@@ -664,7 +664,7 @@ def _is_export_file(name: str) -> bool:
 
 
 @contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
+def _open_synced(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing, and flush it to disk when the block ends."""
     with open(path, "wb") as file:
         yield file
