@@ -54,7 +54,7 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""Names and glob patterns of tokenizer files, as used by transformers."""
+"""Names and glob patterns of the tokenizer files that transformers uses."""
 
 
 class ModelFiles(StatePart):
@@ -63,8 +63,8 @@ class ModelFiles(StatePart):
     Part of a run's state, the same on all ranks.  Training does not need these files, but exports include them, even if
     the folder that training started from no longer exists.
 
-    files: contents of the files in the Hugging Face folder that training started from, by name; empty if it started
-        from other weights.
+    files: contents of the files that came with the initial weights, else of those in `model.path`, by name; empty if
+        neither has any.
     tokenizer: contents of the files of the run's own tokenizer (`data.tokenizer`), with its chat template
         (`data.chat_template`) if that is set; empty for `bytes` without a template.
     """
@@ -622,7 +622,7 @@ def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: in
         "clean_up_tokenization_spaces": False,
         **({"eos_token": end_token} if end_token is not None else {}),
     }
-    return {"tokenizer_config.json": json_bytes(settings), **files}
+    return {_TOKENIZER_CONFIG: json_bytes(settings), **files}
 
 
 def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:

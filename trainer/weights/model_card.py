@@ -23,6 +23,7 @@ _SETTINGS = (
     *("optim.name", "optim.lr", "optim.weight_decay", "schedule.name", "schedule.warmup_steps"),
     *("train.global_batch_size", "data.seq_len", "lora.rank", "lora.alpha", "train.weights_dtype", "run.seed"),
 )
+"""Keys of the settings that a card lists."""
 
 
 def model_card(
