@@ -36,7 +36,7 @@ def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = Non
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """The inputs of an objective for one micro-batch: S samples of `Objective.rows_per_sample` sequences, R sequences.
+    """The inputs of an objective for one micro-batch: R sequences that form S samples of `Objective.rows_per_sample`.
 
     logps: log-probability of each sequence's targets, summed over the sequence, (R,), in float64.
     lengths: number of targets in each sequence, (R,); 1 for a sequence without targets.

@@ -266,8 +266,8 @@ def fuse(operators: Sequence[Operator], live_after: Collection[int]) -> tuple[Co
 def _groups(operators: Sequence[Operator]) -> list[int]:
     """Return the kernel that each operator belongs to, identified by the index of one of the kernel's operators.
 
-    Operators of the same stage that share a storage are fused.  Reading the result of
-    an operator that cannot be fused, such as a matmul, starts a new stage.
+    Operators of the same stage that share a storage are fused.  Reading the result of an operator that cannot be fused,
+    such as a matmul, starts a new stage.
     """
     stage_of: dict[int, tuple[int, bool]] = {}
     parents = list(range(len(operators)))
