@@ -4,7 +4,7 @@
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-The command is read-only.  It exits with 1 if a checkpoint is damaged, and with 2 for a mistake in the input.
+The command is read-only.  It exits with 1 if a listed checkpoint is damaged, and with 2 for a mistake in the input.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""Maximum number of times to list a folder again because a run has saved new checkpoints meanwhile."""
+"""Maximum number of times to list a folder, which is repeated if a run has saved checkpoints in the meantime."""
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of each tensor to read at a time when two checkpoints are compared."""
@@ -83,9 +83,11 @@ _SAVED_WHILE_SKIPPING = (
 
 
 def list_checkpoints(storage: Storage, verify: bool = False) -> list[CheckpointEntry]:
-    """Return every checkpoint in a folder, oldest first, then the quarantined ones.
+    """Return the checkpoints in a folder in the order of their steps, then the quarantined ones.
 
     A run may be saving and pruning checkpoints at the same time.  Pruned ones are omitted, not reported as damaged.
+
+    verify: whether to check every checksum, or only sizes.
     """
     entry_by_step: dict[int, CheckpointEntry] = {}
     for _ in range(_MAX_LISTINGS):
@@ -137,11 +139,12 @@ class TensorChange:
 
     key: str
     before: str
+    """Dtype and shape, or `absent`."""
     after: str
     norm_before: float | None = None
     norm_after: float | None = None
     relative: float | None = None
-    """Norm of the difference, relative to `norm_before`."""
+    """Norm of the difference, divided by `norm_before`; None if that is zero, or if the shapes or dtypes differ."""
 
 
 def compare_tensors(first: StoredWeights, second: StoredWeights) -> Iterator[TensorChange]:
@@ -181,6 +184,7 @@ def _shape_of(stored: StoredTensor | None) -> str:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# The command line
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

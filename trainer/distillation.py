@@ -1,8 +1,9 @@
 """Distillation: the Trainer for objectives that match a teacher's next-token distribution.
 
-The teacher is a second, sharded model, or a folder of its log-probabilities that `trainer.teach` has written.
+The teacher is either a frozen model, sharded like the student, or a folder in which `trainer.teach` has stored the
+teacher's top-k log-probabilities.
 
-Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary size.
+Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary size, k stored tokens.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ TEACHER = "teacher"
 """Key of the state entry that identifies the teacher's weights."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Bytes of one model's fp32 logits per chunk.  Several tensors of this size are in memory at the same time."""
+"""Bytes of one model's fp32 logits in a chunk.  Several tensors of this size are in memory at the same time."""
 
 
 class DistillationTrainer(Trainer):
-    """Trains a student to imitate a teacher: a second, frozen model, sharded like the student, or its stored outputs.
+    """Trains a student to match the next-token distribution of a teacher: a frozen model, or its stored outputs.
 
-    The logits of student and teacher are computed in chunks, and never materialized in full.
+    Logits are computed in chunks and never materialized in full, unless a model itself returns its logits.
     """
 
     takes_objectives = True
+    """Whether the Trainer computes the inputs of objectives other than next-token prediction."""
 
     def __init__(self, config: RunConfig) -> None:
         self.teacher: nn.Module | None = None
@@ -53,7 +55,10 @@ class DistillationTrainer(Trainer):
                 self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        """Return the sharded model; for the run's own model, build the teacher, if there is one, first."""
+        """Return the sharded model of `config` (default: this run's).
+
+        The run's own model is built after its teacher, unless the teacher's outputs are stored in files.  Collective.
+        """
         if config is None:
             config_of_teacher = self.world.agreed(lambda: teacher_config(self.config))
             if config_of_teacher is not None:
@@ -61,7 +66,7 @@ class DistillationTrainer(Trainer):
         return super().build_model(config)
 
     def build_loader(self) -> Iterable[Batch]:
-        """Return the training data, with the teacher's log-probabilities if these are stored in files."""
+        """Return the training data, with the teacher's log-probabilities if they are stored in files."""
         if self.teacher is not None:
             return super().build_loader()
         data = open_source(self.config.data, self.config.vocab_size, "train")
@@ -71,8 +76,8 @@ class DistillationTrainer(Trainer):
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss summed over the batch's targets.
 
-        Collectives: those of the teacher's forward pass, unless its log-probabilities are stored in files; then those
-        of the student's forward pass.
+        Collectives: first those of the teacher's forward pass, unless its log-probabilities are stored in files, then
+        those of the student's.
         """
         teacher: Outputs | TopTokens
         if self.teacher is None:
@@ -97,7 +102,7 @@ class DistillationTrainer(Trainer):
 
 @torch.no_grad()
 def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
-    """Return the final hidden states of a batch, and the weight that projects them to logits.
+    """Return a model's final hidden states for a batch, and the weight that projects them to logits.
 
     Collectives: those of a forward pass.
     """
@@ -116,7 +121,10 @@ def outputs_of(model: nn.Module, batch: Batch) -> Outputs:
 
 @dataclass(frozen=True)
 class Outputs:
-    """Hidden states (N, D) and the weight (V, D) that projects them to logits; if None, `hidden` is the logits."""
+    """Hidden states (N, D), and the weight (V, D) that projects them to logits.
+
+    If the weight is None, `hidden` holds the logits (N, V) themselves.
+    """
 
     hidden: torch.Tensor
     weight: torch.Tensor | None
@@ -127,7 +135,10 @@ class Outputs:
         return (hidden_nD if self.weight is None else hidden_nD @ self.weight.T).float()
 
     def log_prob_pair(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of the student and of the teacher at rows [start, stop), (n, V) each."""
+        """Return the log-probabilities of student and teacher at rows [start, stop), (n, V) each.
+
+        student_nV: the student's log-probabilities at these rows.
+        """
         return student_nV, self.logits(start, stop).log_softmax(1)
 
 
@@ -135,21 +146,25 @@ class Outputs:
 class TopTokens:
     """A teacher's most likely next tokens and their log-probabilities, (N, k) each.
 
-    Student and teacher are compared on k + 1 outcomes: each of these tokens, and all other tokens together.  The result
-    is a lower bound on the divergence over the full vocabulary, with equality for k = V.
+    Student and teacher are compared on k + 1 outcomes: each of these tokens, and all other tokens together.  For the
+    Kullback-Leibler and Jensen-Shannon divergences, the result is a lower bound on the divergence over the full
+    vocabulary, with equality for k = V.
     """
 
     ids: torch.Tensor
     logps: torch.Tensor
 
     def log_prob_pair(self, student_nV: torch.Tensor, start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the log-probabilities of student and teacher at rows [start, stop), (n, k + 1) each."""
+        """Return the log-probabilities of student and teacher at rows [start, stop), (n, k + 1) each.
+
+        student_nV: the student's log-probabilities at these rows.
+        """
         student_nk = student_nV.gather(1, self.ids[start:stop])
         return _with_other_tokens(student_nk), _with_other_tokens(self.logps[start:stop])
 
 
 def _with_other_tokens(logps_nk: torch.Tensor) -> torch.Tensor:
-    """Append the log-probability of all other tokens together; return (n, k + 1)."""
+    """Append the log-probability of all other tokens together, and return the result, (n, k + 1)."""
     other_n1 = (1 - logps_nk.exp().sum(1, keepdim=True)).clamp(min=_MIN_OTHER_PROB).log()
     return torch.cat([logps_nk, other_n1], 1)
 
@@ -163,7 +178,7 @@ def _rows_per_chunk(vocab_size: int) -> int:
 
 
 class _DistillationLoss(torch.autograd.Function):
-    """Returns the loss summed over targets, and the summed divergence from the teacher; only the loss has a gradient.
+    """Returns the loss and the divergence from the teacher, each summed over targets; only the loss has a gradient.
 
     Gradients are computed in the forward pass, while a chunk's logits exist, as in `linear_cross_entropy`.
     """
@@ -218,9 +233,10 @@ class _DistillationLoss(torch.autograd.Function):
 
 @torch.no_grad()
 def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
-    """Write the teacher's most likely next tokens at each position of a run's data; return the number of samples.
+    """Write the teacher's `num_top` most likely next tokens at each position of a run's data to `folder`.
 
-    Uses one process.  Raises UserError if the configuration names no teacher model, or if the data is endless.
+    Returns the number of samples.  Uses one process.  Raises UserError if the configuration names no teacher model, if
+    the data is endless, if `num_top` exceeds the vocabulary size, or if the folder has already been written.
     """
     config_of_teacher = teacher_config(config)
     if config_of_teacher is None:

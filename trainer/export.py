@@ -1,12 +1,12 @@
 """Export the weights of a checkpoint to formats that other software reads.
 
-    python -m trainer.export <run or checkpoint> <folder>             Hugging Face format, with config.json
-    python -m trainer.export <run or checkpoint> <folder> --merged    the same, with adapters merged in
+    python -m trainer.export <run or checkpoint> <folder>             Hugging Face format, or peft's for adapters
+    python -m trainer.export <run or checkpoint> <folder> --merged    Hugging Face format, with adapters merged in
     python -m trainer.export <run or checkpoint> --push org/name      to the Hugging Face Hub, with a model card
     python -m trainer.export <run or checkpoint> weights.pt           a plain state dict, written with torch.save
     python -m trainer.export <run or checkpoint> weights.safetensors  a plain state dict, in safetensors format
 
-Uses one process.  A folder is written tensor by tensor, so the model may be larger than memory.
+Uses one process.  A folder is written block by block, so the model may be larger than memory.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def export_checkpoint(
     """Write the weights of a checkpoint, or of the newest checkpoint of a run, to `target`; return the files written.
 
     A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory.  Any other target is a
-    folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapter in peft's
-    format, unless `merges` is True.
+    folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapters in
+    peft's format, unless they are merged.
 
     dtype: dtype of the exported weights; None for the stored dtypes.
     max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.
@@ -75,7 +75,7 @@ def export_checkpoint(
     allow_import: modules that may be imported if the checkpoint names them (see `load_weights`).
     merges: whether to merge the adapters into the model.  If its base weights were quantized (`lora.base_dtype`), True
         merges into the dequantized weights, with which the adapters were trained, and "original" into the weights
-        before quantization.
+        before quantization.  None is like False, but also allowed for a run without adapters.
     base: the new path of the base weights, if they have moved.
     ema: whether to export the averaged weights of a run with `train.ema`.
 
@@ -234,7 +234,17 @@ def _export(options: argparse.Namespace) -> int:
         raise UserError(f"--push={options.push}: uploads a folder, not {options.target}\n  to fix: give a folder")
     with tempfile.TemporaryDirectory() as temporary:
         target = options.target or str(Path(temporary) / "export")
-        files = _export_to(target, options)
+        files = export_checkpoint(
+            options.checkpoint,
+            target,
+            dtype=DTYPES[options.dtype] if options.dtype else None,
+            max_shard_gb=options.max_shard_gb,
+            overwrite=options.overwrite,
+            allow_import=options.allow_import,
+            merges=options.merges,
+            base=options.base,
+            ema=options.ema,
+        )
         if options.push is not None:
             card = card_of(options.checkpoint, options.push.rpartition("/")[2], Path(target), options.allow_import)
             print_stdout(upload(Path(target), {CARD_FILE: card.encode()}, options.push, "--push", options.private))
@@ -244,27 +254,13 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def card_of(checkpoint: str | os.PathLike[str], title: str, exported: Path, allow_import: Collection[str] = ()) -> str:
-    """Return the model card (the text of README.md) for a run or checkpoint.  exported: the folder of its export."""
+    """Return the model card (the text of README.md) for a run or checkpoint that was exported to `exported`."""
     stored = open_checkpoint(checkpoint)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)
     candidates = (Path(checkpoint) / METRICS, config.run_dir / METRICS)  # `checkpoint` may be a moved run folder
     metrics = next((file for file in candidates if file.is_file()), None)
     records = [] if metrics is None else list(read_kinds(metrics, "train", "eval"))
     return model_card(config, title, stored.manifest.step, records, __version__, exported)
-
-
-def _export_to(target: str, options: argparse.Namespace) -> list[Path]:
-    return export_checkpoint(
-        options.checkpoint,
-        target,
-        dtype=DTYPES[options.dtype] if options.dtype else None,
-        max_shard_gb=options.max_shard_gb,
-        overwrite=options.overwrite,
-        allow_import=options.allow_import,
-        merges=options.merges,
-        base=options.base,
-        ema=options.ema,
-    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
 """Converts models in llama.cpp's GGUF format to Hugging Face folders in the cache, once per file.
 
-Quantized weights cannot be trained, so they are dequantized to float32; F32, F16 and BF16 tensors keep their dtype.
-The file's metadata becomes `config.json`, `tokenizer.json` and `chat_template.jinja`, so that all other code sees an
-ordinary model folder.  The stored configuration of a run names the .gguf file, not the converted folder.
+GGUF's quantized weights cannot be trained, so they are dequantized to float32; F32, F16 and BF16 tensors keep their
+dtype.  The file's metadata becomes `config.json`, `tokenizer.json` and `chat_template.jinja`, so that all other code
+sees an ordinary model folder.  The stored configuration of a run names the .gguf file, not the converted folder.
 
 Needs the library `gguf` (the extra `gguf`), which is imported when a file is converted.  Does not import torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -28,6 +28,7 @@ from trainer.stopping import raise_if_stop_requested
 
 _SUFFIX = ".gguf"
 _SOURCE_FILE = "made_from.json"
+"""Name of the file in a converted folder that records the path of the .gguf file."""
 _WEIGHTS_FILE = "model.safetensors"
 _VERSION = 2
 """Version of the conversion.  Increment it when the conversion changes, so that folders of older versions are not
@@ -35,7 +36,7 @@ reused."""
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path is a .gguf file, or a folder whose only weights are a .gguf file."""
+    """Return whether a path is a .gguf file, or a folder with exactly one and no safetensors files."""
     return "://" not in path and _find_file(Path(path).expanduser()) is not None
 
 
@@ -49,9 +50,12 @@ def _find_file(path: Path) -> Path | None:
 
 
 def original_file(path: str) -> str | None:
-    """Return the .gguf file from which a cached folder, or the folder of a cached file, was converted; or None."""
+    """Return the path of the .gguf file from which a folder in the cache was converted, or None for other folders.
+
+    path: the folder, or a file in it.
+    """
     location = Path(path)
-    folder = location.parent if location.suffix else location
+    folder = location if location.name.startswith("gguf-") else location.parent
     if not folder.name.startswith("gguf-"):
         return None
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
@@ -60,7 +64,7 @@ def original_file(path: str) -> str | None:
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Return whether a folder was converted from a .gguf file, but its weights were not converted."""
+    """Return whether a folder was converted from a .gguf file without converting the weights."""
     return original_file(str(folder)) is not None and not (folder / _WEIGHTS_FILE).exists()
 
 
@@ -73,7 +77,7 @@ def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = Tru
     with_weights: whether to convert the weights too; the other files are small.
 
     Raises UserError, naming `setting`, if the file is damaged, if its model or tokenizer is not supported, if the
-    library is missing, or if there is not enough space.
+    library is missing, or if there is not enough space, or if no cache folder is writable.
     """
     file = _find_file(Path(path).expanduser())
     assert file is not None, path
@@ -186,7 +190,10 @@ _SPECIAL_TOKENS = {
 
 
 class _Gguf:
-    """Reads a .gguf file, and returns its content in Hugging Face's formats.  Raises UserError, naming `setting`."""
+    """Reads a .gguf file, and returns its content in Hugging Face's formats.
+
+    Methods raise UserError, naming `setting`, if the content is damaged or not supported.
+    """
 
     def __init__(self, file: Path, shown: str, setting: str) -> None:
         """`shown`: the value of the setting to show in messages."""
@@ -407,7 +414,7 @@ class _Gguf:
         return content, settings
 
     def _token_list(self, key: str) -> list[Any]:
-        """Return a list of the tokenizer with one entry per token; empty if the file does not have the list."""
+        """Return a metadata list of the tokenizer, with one entry per token; empty if the file lacks it."""
         values = self.get(f"tokenizer.ggml.{key}") or []
         num_tokens = len(self.get("tokenizer.ggml.tokens") or [])
         if len(values) not in (0, num_tokens) or num_tokens == 0:
@@ -468,7 +475,7 @@ class _Gguf:
         }
 
     def _special_tokens_around_text(self, tokens: Sequence[str], has_bos: bool) -> dict[str, Any] | None:
-        """Return the post-processor that adds special tokens around a text, or None if it adds none.
+        """Return the post-processor that adds special tokens before or after a text, or None if none are added.
 
         has_bos: whether to add the beginning-of-text token if the file does not specify this.
         """
@@ -479,12 +486,12 @@ class _Gguf:
             return None
         used = [token for token in (first, last) if token is not None]
 
-        def surrounded(text: str, kind: int) -> list[dict[str, Any]]:
+        def surrounded(sequence: str, type_id: int) -> list[dict[str, Any]]:
             before, after = (
-                [{"SpecialToken": {"id": token, "type_id": kind}}] if token is not None else []
+                [{"SpecialToken": {"id": token, "type_id": type_id}}] if token is not None else []
                 for token in (first, last)
             )
-            return [*before, {"Sequence": {"id": text, "type_id": kind}}, *after]
+            return [*before, {"Sequence": {"id": sequence, "type_id": type_id}}, *after]
 
         return {
             "type": "TemplateProcessing",

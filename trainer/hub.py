@@ -1,4 +1,4 @@
-"""Resolves the names of Hugging Face Hub repositories to commits, and downloads files into the Hub's own cache.
+"""Resolves the names of Hugging Face Hub repositories to commits, and downloads their files into the Hub's local cache.
 
 `model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit when a
 run first starts, and the run keeps that commit: its stored configuration has `hf://org/name@<commit>`.  Files are
@@ -41,16 +41,19 @@ from trainer.stopping import raise_if_stop_requested
 SCHEME = "hf://"
 
 PINS = "MESHTRAINER_HUB_PINS"
-"""Environment variable that passes the resolved commits to the ranks started by `nproc=N`."""
+"""Environment variable that passes the resolved commits to the ranks that `nproc=N` starts."""
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _NAME = re.compile(
     r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[^/?]+))?(?:/(?P<path>[^?]*))?(?:\?(?P<options>.*))?"
 )
 _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
+"""Values of HF_HUB_OFFLINE, in upper case, that count as true."""
 _MAX_TRIES = 5
+"""Maximum number of attempts to download a file; an attempt that receives data starts the count again."""
 _NUM_CONNECTIONS = 4
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
+"""Errors of the local disk, after which downloads are not retried."""
 _PROGRESS_S = 10.0
 """Seconds between progress messages during a download."""
 
@@ -63,8 +66,9 @@ Kind = Literal["model", "dataset"]
 
 @dataclass(frozen=True)
 class HubName:
-    """The name of a repository on the Hub, or of files in it.
+    """The name of a repository on the Hub, or of files in one.
 
+    repo: `org/name`.
     revision: a branch, tag or commit; None for the default branch.
     path: a file, folder or glob in the repository; empty for all files.
     options: what follows `?` in the name.
@@ -86,10 +90,12 @@ class HubName:
 
     @property
     def shown(self) -> str:
+        """The name as messages show it."""
         return self.text or str(self)
 
     @property
     def is_pinned(self) -> bool:
+        """Whether the revision is a commit."""
         return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
 
 
@@ -97,8 +103,8 @@ def parse_name(text: str) -> HubName | None:
     """Parse the value of a setting as the name of a Hub repository; return None if it is not such a name.
 
     `hf://org/name` and `hf://datasets/org/name`, optionally with `@REVISION`, `/PATH` and `?OPTIONS`, are always names.
-    `org/name`, optionally with a revision or the path of a .gguf file, is a name unless a file of that path or a folder
-    `org` exists on this machine, because it is then probably a local path.
+    `org/name`, optionally with a revision or the path of a .gguf file, is a name unless it is probably a local path:
+    that path or a folder `org` exists on this machine, or the text ends like a file name, for example in .safetensors.
     """
     if text.startswith(SCHEME):
         rest = text.removeprefix(SCHEME)
@@ -120,7 +126,7 @@ def parse_name(text: str) -> HubName | None:
 
 
 def repo_id_of(text: str) -> str:
-    """Return the repo id `org/name` of an hf:// name without a path; return any other text unchanged."""
+    """Return the repository's id, `org/name`, for an hf:// name without a path; return any other text unchanged."""
     name = parse_name(text) if text.startswith(SCHEME) else None
     return text if name is None or name.path else name.repo
 
@@ -186,7 +192,7 @@ def pins_for_children() -> str:
 
 
 def pins_in(tree: Any) -> dict[tuple[str, str], str]:
-    """Return the commits of the pinned names in a stored configuration, by kind and repository."""
+    """Return the commits of all pinned names in a stored configuration, by kind and repository."""
     pins: dict[tuple[str, str], str] = {}
     if isinstance(tree, Mapping):
         for value in tree.values():
@@ -242,7 +248,7 @@ class Repository:
     def fetch(self, files: Iterable[HubFile]) -> None:
         """Download the missing files.  One process per machine downloads while the others wait.
 
-        Raises UserError if the server denies access or cannot be reached, or if the disk lacks space.
+        Raises UserError if the server denies access or cannot be reached, or if the files cannot be stored.
         """
         files = list(files)
         if not self.missing(files):
@@ -285,7 +291,7 @@ class Repository:
         return _repository_folder(self.name) / "blobs" / f"{hub_file.checksum}.part"
 
     def _fetch_file(self, library: Any, hub_file: HubFile, progress: _Progress) -> None:
-        """Download one file or resume its partial download, verify it, and link it into the snapshot."""
+        """Download one file, or the rest of a partial download; verify it, and link it into the snapshot."""
         partial = self._partial(hub_file)
         blob = partial.with_suffix("")
         tries_left, size = _MAX_TRIES - 1, _size(partial)
@@ -307,7 +313,7 @@ class Repository:
         _link(blob, self.folder / hub_file.path)
 
     def _receive(self, library: Any, hub_file: HubFile, partial: Path, progress: _Progress) -> None:
-        """Download what a partial file lacks.  Raises OSError if the result is incomplete or its checksum is wrong."""
+        """Download the rest of a partial file.  Raises OSError if the result is incomplete or its checksum is wrong."""
         url = library.hf_hub_url(
             self.name.repo,
             hub_file.path,
@@ -342,7 +348,7 @@ class Repository:
 
 
 def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
-    """Resolve `name` to a commit of its repository.
+    """Resolve `name` to a commit, and return its repository at that commit.
 
     A commit is used as given.  Any other revision is looked up in `pins`, which a resumed run has stored; then among
     the commits that the parent process has resolved; then on the server.  If the server cannot be reached, the cached
@@ -386,7 +392,7 @@ def _pin(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> 
 
 
 def _query_server(library: Any, name: HubName, commit: str | None) -> tuple[str, list[HubFile]]:
-    """Return the commit of a name and its files, from the server.  Raises the library's errors."""
+    """Query the server for the commit of a name, and its files; return both.  Raises the library's errors."""
     api = library.HfApi(endpoint=endpoint(library))
     for tries_left in range(2, -1, -1):
         try:
@@ -425,7 +431,7 @@ def _read_file_list(name: HubName, commit: str) -> list[HubFile] | None:
 
 
 def _list_cached_files(name: HubName, commit: str) -> list[HubFile] | None:
-    """Return the files of a commit that another program has stored in the cache, or None if there are none."""
+    """Return the files of a commit that are in the cache, whoever stored them, or None if there are none."""
     folder = _snapshot(name, commit)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [HubFile(str(path.relative_to(folder)), path.stat().st_size, "") for path in files] or None
@@ -489,9 +495,10 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
 def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str], with_weights: bool) -> Path:
-    """Download the missing files of a model; return its folder in the cache, or the .gguf file that `name` names.
+    """Download the missing files of a model; return its folder in the cache, or the file that `name` names.
 
-    with_weights: whether to download the weights too, or only the small files.
+    with_weights: whether to download the weights too, or only the small files.  A file that `name` names, such as a
+        .gguf file, is always downloaded.
 
     Raises UserError, naming `setting`.
     """
@@ -523,7 +530,7 @@ def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str]
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Return whether a folder in the cache lacks weights that the model's repository has."""
+    """Return whether a folder in the cache lacks weights that the cached list of its repository's files contains."""
     text = pinned_name(str(folder))
     name = parse_name(text) if text else None
     if name is None or name.path:
@@ -551,7 +558,7 @@ def upload(folder: Path, extra_files: Mapping[str, bytes], repo: str, setting: s
     """Upload the files in a folder and `extra_files` (contents by name) as one commit to the model `repo`.
 
     Creates the repository if it does not exist.  Returns the URL of the commit.  Raises UserError, naming `setting`, if
-    the server denies it.
+    `repo` is not the name of a model, or if the server refuses or cannot be reached.
     """
     name = parse_name(f"{SCHEME}{repo}")
     if name is None or name.kind != "model" or name.path or name.revision:
@@ -602,9 +609,9 @@ def _is_offline(library: Any) -> bool:
 
 
 def as_user_error(error: Exception, name: HubName, setting: str, is_upload: bool = False) -> UserError:
-    """Return the UserError for an error of the library: the server's reason, and what to do.
+    """Return the UserError for an error that the library raised: the server's reason, and what to do.
 
-    is_upload: whether the error occurred in an upload.
+    is_upload: whether the error occurred during an upload.
     """
     library: Any = importlib.import_module("huggingface_hub")
     errors, server, kind = library.errors, endpoint(library), name.kind

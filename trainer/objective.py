@@ -3,9 +3,9 @@
 An objective is a frozen dataclass whose fields are the keys of the configuration section `objective`.  It knows nothing
 of the mesh, the rank or the micro-batch size.  The Trainer class named by `Objective.trainer` computes the objective's
 inputs (`ObjectiveInputs`), sums the losses that the objective returns, and divides the sum by the number of samples in
-the global batch.
+the global batch (of targets, for a `TokenObjective`).
 
-Neither this module nor the built-in objectives import torch, so that `--help` lists them quickly.
+Importing this module or the built-in objectives does not import torch, so that `--help` lists them quickly.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = Non
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """The inputs of an objective for one micro-batch: S samples of `Objective.rows_per_sample` sequences, R in total.
+    """The inputs of an objective for one micro-batch: R sequences that form S samples of `Objective.rows_per_sample`.
 
     logps: log-probability of each sequence's targets, summed over the sequence, (R,), in float64.
-    lengths: number of targets in each sequence, (R,), at least 1.
+    lengths: number of targets in each sequence, (R,); 1 for a sequence without targets.
     reference: like `logps`, from the reference model; only if `needs` includes "reference".
     labels: label of each sample, (S,), int64; only if `needs` includes "labels".
     scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` includes "scores", in which
@@ -65,16 +65,17 @@ Rows = ObjectiveInputs
 
 @dataclass(frozen=True)
 class Objective:
-    """Base class of objectives: frozen dataclasses whose fields are their settings (`objective.NAME`).
+    """Base class of objectives: frozen dataclasses whose fields are their settings (`objective.FIELD`).
 
     rows_per_sample: sequences per sample.  With two, rows 2i and 2i + 1 are the two sequences of sample i.
     needs: inputs to compute besides `logps` and `lengths`: fields of `ObjectiveInputs`, or "teacher".
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
     num_classes: number of classes; labels are 0 to `num_classes` - 1.  0: `outputs` if that is set, else unlimited.
-    better: whether higher or lower values are better, for each logged field; `eval.metric` may name any of them.
+    better: whether higher or lower values are better, by logged field; `eval.metric` may name any of these fields.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
-    trainer: the Trainer class that computes the objective's inputs, as "package.module:class".
+    trainer: the Trainer class that computes the objective's inputs, as "package.module:class"; None for next-token
+        prediction (`Tokens`), which needs no such class.
     """
 
     rows_per_sample: ClassVar[int] = 1
@@ -90,9 +91,9 @@ class Objective:
         raise NotImplementedError
 
     def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
-        """Return one value per sample, (S,), whose mean over the global batch the loss receives as `mean_statistic`.
+        """Return one value per sample, (S,).  The loss receives their mean over the global batch as `mean_statistic`.
 
-        Overriding this method costs one more forward pass, without gradients.
+        Overriding this method costs one more forward pass per micro-batch, without gradients.
         """
         raise NotImplementedError
 
@@ -126,12 +127,12 @@ class TokenObjective(Objective):
 
 
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split one value per row, (2 S,), into those of the first and of the second rows of all pairs, (S,) each."""
+    """Split one value per row, (2 S,), into those of the first row and of the second row of each pair, (S,) each."""
     return values[0::2], values[1::2]
 
 
 def log_sigmoid(values: torch.Tensor) -> torch.Tensor:
-    """Return log(1 / (1 + exp(-values))), accurate for values of any size."""
+    """Return log(1 / (1 + exp(-values))), accurate for values of any magnitude."""
     from torch.nn.functional import logsigmoid  # imported here because this module must not import torch
 
     return logsigmoid(values)

@@ -1,6 +1,7 @@
-"""The Trainer for objectives over complete sequences: computes their inputs, and sums the losses that they return.
+"""The Trainer for objectives with one loss per sample: computes their inputs, and sums the losses that they return.
 
-An objective sees only one micro-batch (`trainer.objective.ObjectiveInputs`): no mesh, no scaling, no collectives.
+An objective is called with one micro-batch at a time (`trainer.objective.ObjectiveInputs`), and knows nothing of the
+mesh, loss scaling or collectives.  The only global value that it receives is `mean_statistic`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from trainer.weights.loading import load_base
 
 
 class ObjectiveTrainer(Trainer):
-    """Trains a model with an objective that has one loss per sample: preferences, rewards or classes.
+    """Trains a model with an objective that returns one loss per sample, such as DPO, a reward loss or classification.
 
     The loss is the mean over the samples of the global batch.  The reference model, if any, has the initial weights.
     With adapters, it is the same model with the adapters disabled; otherwise it is a second, frozen model, sharded like
@@ -35,22 +36,27 @@ class ObjectiveTrainer(Trainer):
     """
 
     takes_objectives = True
+    """Whether the Trainer computes the inputs of objectives other than next-token prediction."""
 
     def __init__(self, config: RunConfig) -> None:
         self.reference: nn.Module | None = None
         self._mean_statistic: torch.Tensor | None = None
+        """The mean of the objective's statistic, during a step or an evaluation; otherwise None."""
         super().__init__(config)
         if self.reference is not None:
             with self.world.closing_on_user_error():
                 self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        """Return the sharded model; for the run's own model, build the reference first if it is a separate model."""
+        """Return the sharded model of `config` (default: this run's).
+
+        The run's own model is built after its reference model, if that is a separate model.  Collective.
+        """
         if config is None and self.config.has_reference_model:
             self.reference = super().build_model(self.config).requires_grad_(False).eval()
         model = super().build_model(config)
         balance = find_balance(model)
-        if balance is not None:  # load-balancing losses are sums over tokens, which do not add to a loss per sample
+        if balance is not None:  # load-balancing losses are sums over tokens, so a loss per sample cannot include them
             balance.loss = balance.sequence_loss = balance.z_loss = 0.0
         return model
 
@@ -62,6 +68,7 @@ class ObjectiveTrainer(Trainer):
         """Return this rank's loss summed over the batch's samples.
 
         Collectives: those of the model's forward pass, then those of the reference model's, if the objective needs one.
+        If the objective has a statistic, the first call in an evaluation also averages it (see `evaluate`).
         """
         objective, mask_S = self.config.objective, self._sample_mask(batch)
         if objective.has_statistic and self._mean_statistic is None:  # the first batch of an evaluation
@@ -77,10 +84,10 @@ class ObjectiveTrainer(Trainer):
 
     @contextmanager
     def global_sums(self, micro_batches: Sequence[Batch]) -> Iterator[None]:
-        """Compute the mean of the objective's statistic over the global batch, which `loss` uses inside the block.
+        """Compute the objective's mean statistic over the global batch, for calls of `loss` inside the block.
 
-        Collectives, if the objective has a statistic: those of one more forward pass per micro-batch, and a small
-        all-reduce.
+        Collectives, if the objective has a statistic: those of one more call of `loss` per micro-batch, without
+        gradients, and a small all-reduce.
         """
         if self.config.objective.has_statistic:
             self._mean_statistic = self._compute_mean_statistic(micro_batches)
@@ -93,7 +100,7 @@ class ObjectiveTrainer(Trainer):
     def evaluate(self) -> Record | None:
         """Return and log the mean loss over the held-out samples; see `Trainer.evaluate`.
 
-        The objective's statistic is averaged over all held-out samples, which takes one more pass over them.
+        The objective's statistic, if it has one, is first averaged over all held-out samples, in an additional pass.
         """
         try:
             return super().evaluate()
@@ -102,6 +109,7 @@ class ObjectiveTrainer(Trainer):
 
     @torch.no_grad()
     def _compute_mean_statistic(self, batches: Iterable[Batch]) -> torch.Tensor:
+        """Return the objective's statistic, averaged over the samples of all ranks' batches.  Collective."""
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
         for batch in prefetch_to_device(batches, self.world.device):
             mask_S = self._sample_mask(batch)
@@ -111,7 +119,7 @@ class ObjectiveTrainer(Trainer):
         return total / count.clamp(min=1)
 
     def _objective_inputs(self, batch: Batch, log: Callable[..., None] = log_nothing) -> ObjectiveInputs:
-        """Return the objective's inputs for a batch."""
+        """Return the objective's inputs for a batch.  Raises UserError if the model does not return a loss per row."""
         needs = self.config.objective.needs
         with loss_mode(self.config):
             outputs = super().loss(batch)  # each row's loss, (R,), or its scores at the last target, (R, outputs)
@@ -127,7 +135,7 @@ class ObjectiveTrainer(Trainer):
         )
 
     def _reference_logps(self, batch: Batch) -> torch.Tensor:
-        """Return the log-probability of each row's targets under the reference: (R,)."""
+        """Return the log-probability of each row's targets under the reference model, (R,)."""
         with torch.no_grad(), by_row():
             if self.reference is None:
                 with _eval_mode(self.model), without_adapters(self.model):
@@ -145,7 +153,7 @@ class ObjectiveTrainer(Trainer):
             raise setting_error("train.objective", objective, rule, fix=fix)
 
     def _sample_mask(self, batch: Batch) -> torch.Tensor:
-        """Return a mask of the samples with targets: (S,)."""
+        """Return a mask of the samples whose first row has targets, (S,); padding has none."""
         mask_R = (batch["targets"] != IGNORE).any(dim=1)
         return mask_R[:: self.config.objective.rows_per_sample]
 

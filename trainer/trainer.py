@@ -52,7 +52,7 @@ class Trainer:
     Every rank constructs a Trainer with the same configuration.  `fit` runs the entire training; `steps` is a generator
     that yields one record per step, for your own training loop.
 
-    Raises UserError on all ranks if the configuration is invalid for this number of ranks.
+    Raises UserError on all ranks if the configuration is invalid, for example for this number of ranks.
     """
 
     load_weights = staticmethod(load_weights)
@@ -143,13 +143,14 @@ class Trainer:
     def build_loader(self) -> Iterable[Batch]:
         """Return the training data: an infinite iterable of this rank's micro-batches.
 
-        One step takes `self.num_micro_batches` of them.  A loader with `state_dict` and `load_state_dict` is resumed.
+        One step takes `self.num_micro_batches` of them.  A loader with `state_dict` and `load_state_dict` is saved in
+        checkpoints, and restored from them.
         """
         source = open_source(self.config.data, self.config.vocab_size, "train")
         return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
 
     def build_eval_loader(self) -> Iterable[Batch] | None:
-        """Return the held-out data: a finite iterable of equal length on every rank; None to skip evaluation."""
+        """Return the held-out data: a finite iterable with the same length on every rank; None to skip evaluation."""
         if not self.config.eval.every:
             return None
         source = open_source(self.config.data, self.config.vocab_size, "eval")
@@ -171,7 +172,7 @@ class Trainer:
     def loss(self, batch: Batch) -> torch.Tensor:
         """Return this rank's loss, summed over the batch's targets; the Trainer scales it.
 
-        The model's `forward` receives those entries of the batch that are named like its parameters.
+        The model's `forward` receives the batch's tokens, and the other entries that are named like its parameters.
         """
         return self._batch_loss(batch)
 
@@ -187,7 +188,7 @@ class Trainer:
         return global_balance(self.model, micro_batches, self._batch_loss, self.world)
 
     def log(self, name: str, value: Amount, over: Amount | None = None) -> None:
-        """Add `value` to a field of the next metrics line: summed over its steps, their micro-batches and all ranks.
+        """Add `value` to a field of the next metrics line, which sums it over steps, micro-batches and ranks.
 
         With `over`, the field is the ratio of the two sums: `log("accuracy", num_right, over=num)`.  During an
         evaluation, the field goes to the evaluation's line.  Values on a GPU cause no host sync.
@@ -279,7 +280,7 @@ class Trainer:
                 yield record
 
     def on_step(self, record: Record) -> None:
-        """A hook that `fit` calls after each step; does nothing by default."""
+        """Do nothing by default; `fit` calls this hook after each step."""
 
     def evaluate(self) -> Record | None:
         """Return and log the loss over the held-out data, divided by the sum of `count`; None if there is no such data.
@@ -405,8 +406,8 @@ class Trainer:
     def exempt_from_selfcheck(self) -> Iterable[str]:
         """Return the items that `run.selfcheck` skips; by default none.
 
-        Entries are patterns of parameter names ("adapter.*"), configuration keys and source files that may differ
-        between ranks, and "data" for the samples.
+        Each item is a pattern of names of parameters ("adapter.*"), configuration keys or source files that may differ
+        between ranks, or "data" for the samples.
         """
         return ()
 

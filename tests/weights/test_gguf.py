@@ -132,17 +132,18 @@ def test_logits_are_those_of_the_stored_values(kind: str, tmp_path: Path, capsys
     assert "dequantiz" not in capsys.readouterr().err, "a file is converted once"
 
 
-def test_a_configuration_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["m.gguf", "m-0.6B-Q8_0.gguf"])
+def test_a_configuration_names_the_file(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write(tmp_path / "m.gguf")
-    config = load_config("llama_small", ["model.name=auto", "model.path=m.gguf"])
+    write(tmp_path / name)
+    config = load_config("llama_small", ["model.name=auto", f"model.path={name}"])
     assert (config.model.name, config.model.dim, config.model.vocab_size) == ("llama", 64, len(TOKENS))
     text = config.to_yaml()
-    assert f"init_from: {tmp_path / 'm.gguf'}\n" in text
-    assert f"tokenizer: {tmp_path / 'm.gguf'}\n" in text
+    assert f"init_from: {tmp_path / name}\n" in text
+    assert f"tokenizer: {tmp_path / name}\n" in text
     (tmp_path / "mine.yaml").write_text(text)
     assert load_config("mine.yaml").to_yaml() == text
-    from_it = load_config("llama_small", [f"train.init_from={tmp_path / 'm.gguf'}"])
+    from_it = load_config("llama_small", [f"train.init_from={tmp_path / name}"])
     assert from_it.model.dim == 64
 
 

@@ -3,7 +3,7 @@
     python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
-  ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else one node)
+  ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else at most one node)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
                      or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops
@@ -18,9 +18,11 @@
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
                      srun, also measure the links between ranks
+  --allow-import M   let a run in recipe= import its own module M; may be repeated
 
-All keys of trainer.run can be overridden.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit, or no
-choice of the `auto` settings does.  The plan that needs the least memory is printed even then.
+All configuration keys of trainer.run can be set.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit,
+or if no choice of the `auto` settings fits.  With exit code 3, a plan is still printed: for `auto` settings, the one
+that needs the least memory.
 """
 
 from __future__ import annotations
@@ -144,8 +146,10 @@ def _show(plan: Plan, choice: PlannedChoice | None, options: _Options) -> None:
 
 
 def _num_ranks(config: RunConfig, machine: Machine) -> int:
-    """Return the number of ranks that the mesh sets or, if it leaves that open, the most ranks of one node among which
-    the global batch divides evenly."""
+    """Return the number of ranks that the mesh sets.
+
+    If the mesh leaves it open, this is the largest number of ranks on one node that divides the global batch evenly.
+    """
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
     if not isinstance(shard, int) or replicate == 0 or shard == 0:
@@ -162,8 +166,10 @@ def _num_ranks(config: RunConfig, machine: Machine) -> int:
 def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
     """Split the arguments into the planner's options and the overrides of configuration keys."""
     options, overrides = _Options(), []
-    numbers = {"memory_gib": float, "ranks": int, "nproc": int, "ranks_per_node": int, "network_gbps": float}
-    numbers["imbalance"] = float
+    numbers = {
+        **{"ranks": int, "nproc": int, "ranks_per_node": int},
+        **{"memory_gib": float, "network_gbps": float, "imbalance": float},
+    }
     remaining = iter(arguments)
     for argument in remaining:
         key, equals, text = argument.partition("=")
@@ -172,13 +178,13 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
         elif argument == "--calibrate":
             options.calibrates = True
         elif key == "--picture":
-            options.picture = _picture(text if equals else next(remaining, ""))
+            options.picture = _parse_picture(text if equals else next(remaining, ""))
         elif key in ("recipe", "device"):
             setattr(options, key, text)
         elif key == "generate":
             options.workload = GenerationWorkload.parse(text)
         elif key in numbers:
-            setattr(options, "ranks" if key == "nproc" else key, _number(key, text, numbers[key]))
+            setattr(options, "ranks" if key == "nproc" else key, _parse_number(key, text, numbers[key]))
         elif argument.startswith("-"):
             raise unknown_option_error(argument, ["--json", "--picture", "--calibrate", "--help"], declared_keys())
         elif not equals:
@@ -190,7 +196,7 @@ def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:
     return options, overrides
 
 
-def _picture(text: str) -> Path:
+def _parse_picture(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".png", ".svg"):
         raise setting_error("--picture", text, "must be a file that ends in .png or .svg", f"{path.stem or 'plan'}.png")
@@ -199,7 +205,7 @@ def _picture(text: str) -> Path:
     return path
 
 
-def _number(key: str, text: str, kind: type[int] | type[float]) -> float:
+def _parse_number(key: str, text: str, kind: type[int] | type[float]) -> float:
     try:
         value = kind(text)
     except ValueError:

@@ -25,15 +25,15 @@ from trainer.optim.muon import JORDAN, orthogonalization_flops, orthogonalize
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
-"""Approximate seconds spent on each measurement."""
+"""Approximate time spent on each measurement."""
 
 
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     """Measure this machine's rates, write them to the calibration cache and return them.
 
-    Measures FLOP/s of matrix products (at the width of `config`'s model), attention and Muon's iterations, bytes/s of
-    memory, the optimizer, host copies and links, and the seconds to issue an operator.  Collective in a distributed
-    run.  Raises UserError if `device` is not the one in this machine.
+    Measures the FLOP/s of matmuls (at the width of `config`'s model), attention and Muon's iterations; the bytes/s of
+    memory, the optimizer, host copies and links; and the seconds per kernel and per operator that the host issues.
+    Collective in a distributed run.  Raises UserError if `device` is not the one in this machine.
     """
     world = World(config) if find_environment().is_distributed else None
     local_device = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -66,7 +66,10 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
-    """Return the time of one call in seconds, including its work on the device: the median of five repetitions."""
+    """Return the time of one call in seconds, including its work on the device.
+
+    This is the median of five repetitions, each of which is the mean of up to 50 calls.
+    """
 
     def mean_s(num_calls: int) -> float:
         _synchronize(device)
@@ -87,13 +90,13 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _width(config: RunConfig, device: torch.device) -> int:
-    """Return the model's width; at most 1024 on a CPU."""
+    """Return the model's width, or 1024 if its configuration has none; at most 1024 on a CPU."""
     width = int(getattr(config.model, "dim", None) or getattr(config.model, "width", None) or 1024)
     return width if device.type == "cuda" else min(width, 1024)
 
 
 def _matmul_rate(config: RunConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Return the FLOP/s of a matrix product at the model's width (fewer rows and columns on a CPU, to save time)."""
+    """Return the FLOP/s of a matmul at the model's width (fewer rows and columns on a CPU, to save time)."""
     width = _width(config, device)
     rows = min(config.data.seq_len, 8192 if device.type == "cuda" else 512)
     a = torch.randn(rows, width, device=device, dtype=dtype)

@@ -1,14 +1,14 @@
-"""Estimates the memory, collectives and time of one step; a separate `Watcher` of the simulated step computes each.
+"""Estimates the memory, collectives and time of one step.  Each has its own `Watcher` of the simulated step.
 
 Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
-Collectives: those that FSDP2 issues, by operation, mesh axis and size.  Sizes are those of the full tensor: the output
-of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
+Collectives: how often a step issues each one, by operation, mesh axis, number of ranks and size.  Sizes are those of
+the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
 
-Time: kernels on one stream, collectives on three others, with FSDP2's waits between them.  The host is assumed to run
-ahead of the device; the minimum time that it needs is reported separately.  For the streams, see FSDPCommContext in
-torch.distributed.fsdp and the notes there; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal all-reduce
-algorithms for clusters of workstations".
+Time: kernels run on one stream and collectives on three others, with FSDP2's waits between them.  The host is assumed
+to run ahead of the device, but a step never takes less than the host needs to issue its operators.  For the streams,
+see FSDPCommContext in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; for collectives, Patarasuk and Yuan
+2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class MemorySnapshot:
     """The memory in use at one point of a step: the bytes of each kind."""
 
     place: str
-    """Where in the step, in words, such as `backward of layers.3`."""
+    """The point of the step in words, such as `backward of layers.3`."""
     by_kind: dict[Kind, int]
 
     @property
@@ -39,17 +39,20 @@ class MemorySnapshot:
 
 @dataclass(frozen=True)
 class Memory:
-    """One rank's tensor memory over a step, in bytes, from the second step on, when the optimizer state exists."""
+    """One rank's tensor memory over a step, in bytes.
+
+    Includes the optimizer state, which exists from the second step on.
+    """
 
     peak: MemorySnapshot
     curve: tuple[MemorySnapshot, ...]
-    """One snapshot per event of the step, in order, for plotting; empty unless requested."""
+    """One snapshot per `Segment` of the simulated step, in order, for plotting; empty unless requested."""
     offloaded: int = 0
     """Bytes of host memory that hold the rank's offloaded activations (`train.offload_activations`)."""
 
 
 _OPTIMIZER_UPDATE = (-1, False)
-"""Stands for the optimizer's update in place of a pair (unit, is_backward)."""
+"""Sentinel for the optimizer's update, in place of a pair (unit, is_backward)."""
 
 
 class _MemoryWatcher(Watcher):
@@ -87,7 +90,7 @@ class _MemoryWatcher(Watcher):
         if self._total + temporaries > self._peak_total:
             self._note_peak(temporaries)
         if self._with_curve:
-            snapshot = MemorySnapshot(self._name(self._where), self._live_with("temporaries", temporaries))
+            snapshot = MemorySnapshot(self._name(self._where), self._live_with(temporaries))
             self.curve.append(snapshot)
         self._live["activations"] += segment.net
         self._total += segment.net
@@ -98,12 +101,12 @@ class _MemoryWatcher(Watcher):
         if self._total + num_bytes > self._peak_total:
             self._note_peak(num_bytes)
 
-    def _live_with(self, kind: Kind, num_bytes: int) -> dict[Kind, int]:
-        return {**self._live, kind: self._live[kind] + num_bytes}
+    def _live_with(self, temporaries: int) -> dict[Kind, int]:
+        return {**self._live, "temporaries": self._live["temporaries"] + temporaries}
 
     def _note_peak(self, temporaries: int) -> None:
         self._peak_total = self._total + temporaries
-        self._peak = self._where, self._live_with("temporaries", temporaries)
+        self._peak = self._where, self._live_with(temporaries)
 
     def _name(self, where: tuple[int, bool] | None) -> str:
         if where is None:
@@ -120,7 +123,7 @@ class _MemoryWatcher(Watcher):
 
 
 def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, with_curve: bool = False) -> Memory:
-    """Return the memory of a rank over one step on `layout`, with the full curve if `with_curve`."""
+    """Return the memory of one rank over a step on `layout`; `with_curve` also records `Memory.curve`."""
     watcher = _MemoryWatcher(trace, at_rest(trace, layout), with_curve)
     Step(trace, layout, num_micro_batches, watcher).run()
     watcher.update(layout.muon.peak_bytes if layout.muon is not None else 0)
@@ -128,7 +131,7 @@ def memory_of(trace: Trace, layout: Layout, num_micro_batches: int, with_curve: 
 
 
 def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
-    """Return the bytes of each kind that stay in a rank's device memory between steps."""
+    """Return the bytes that stay in a rank's device memory between steps, by kind."""
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
         return kinds
@@ -136,9 +139,9 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
-    average_size = EMA_ELEMENT_SIZE * layout.has_average
+    ema_size = EMA_ELEMENT_SIZE * layout.has_average
     kinds["optimizer"] = sum(
-        int(numel * (p.num_moments * p.moment_size + average_size * p.is_trained)) for p, numel in shards
+        int(numel * (p.num_moments * p.moment_size + ema_size * p.is_trained)) for p, numel in shards
     )
     return kinds
 
@@ -148,7 +151,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
 
 
 class Collective(NamedTuple):
-    """One kind of collective: the operation, the mesh axis, the number of participating ranks, and the bytes."""
+    """One kind of collective: the operation, the mesh axis, the number of participating ranks, and the size."""
 
     operation: Operation
     axis: Axis
@@ -190,9 +193,9 @@ _NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
     """Return the number of times that a step issues each kind of collective.
 
-    Besides FSDP's collectives, these are the training step's three small all-reduces (the votes, through host memory;
-    the squared gradient norm over the shard axis; the loss over all ranks), the all-reduce of how often each expert was
-    chosen, and Muon's collectives, with the sizes that rank 0 receives.
+    These are the collectives of FSDP and of context and expert parallelism; the training step's three small all-reduces
+    (the votes, through host memory; the squared gradient norm over the shard axis; the loss over all ranks); the
+    all-reduce of how often each expert was chosen; and those of Muon, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
@@ -214,10 +217,12 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
 
 @dataclass(frozen=True)
 class Rates:
-    """Rates of a machine, measured or estimated from its data sheet: FLOP/s by element size, bytes/s and seconds."""
+    """Rates of a machine, measured or estimated from its data sheet."""
 
     matmul: dict[int, float]
+    """FLOP/s of matmuls, by `Work.element_size`."""
     attention: dict[int, float]
+    """FLOP/s of attention, likewise."""
     memory: float
     """Bytes read and written per second by memory-bound kernels."""
     optimizer: float
@@ -238,7 +243,7 @@ class Rates:
     taken_by_collectives: float = 0.0
     """Fraction of the device that is unavailable to kernels while a collective runs."""
     orthogonalize: dict[int, float] = field(default_factory=dict)
-    """FLOP/s of Muon's Newton-Schulz iterations, by element size; where missing, `matmul` is used."""
+    """FLOP/s of Muon's Newton-Schulz iterations, likewise; where missing, `matmul` is used."""
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
@@ -280,13 +285,13 @@ class StepTime:
     communication_s: float
     """All collectives, whether or not they overlap with kernels."""
     exposed_s: float
-    """The part of `communication_s` for which kernels had to wait."""
+    """The part of `communication_s` during which kernels had to wait."""
     host_s: float
     """Host time to issue all operators: a lower bound on the step time."""
     offload_s: float = 0.0
     """Copies of activations to host memory and back, whether or not they overlap with kernels."""
     exposed_offload_s: float = 0.0
-    """The part of `offload_s` for which kernels had to wait."""
+    """The part of `offload_s` during which kernels had to wait."""
 
 
 class _Clock(Watcher):
@@ -294,7 +299,7 @@ class _Clock(Watcher):
 
     def __init__(self, layout: Layout, rates: Rates) -> None:
         self._layout, self._rates = layout, rates
-        self._kernels: dict[tuple[tuple[Work, int], ...], tuple[float, float, int]] = {}
+        self._segment_times: dict[tuple[tuple[Work, int], ...], tuple[float, float, int]] = {}
         self._now = self._gathers_end = self._gathers_may_start = self._scatters_end = self._all_reduces_end = 0.0
         self._gathered_at: dict[int, float] = {}
         self._last_copy_end: float | None = None
@@ -310,9 +315,9 @@ class _Clock(Watcher):
         self._repeats, self._started = repeats, self._now
 
     def compute(self, segment: Segment, unit: int, is_backward: bool, accumulates: bool) -> None:
-        if segment.work not in self._kernels:
-            self._kernels[segment.work] = self._times_of(segment)
-        seconds, collectives_s, num_kernels = self._kernels[segment.work]
+        if segment.work not in self._segment_times:
+            self._segment_times[segment.work] = self._times_of(segment)
+        seconds, collectives_s, num_kernels = self._segment_times[segment.work]
         self._now += seconds + collectives_s
         self.compute_s += self._repeats * seconds
         self.exposed_s += self._repeats * collectives_s  # kernels wait for the collectives between them

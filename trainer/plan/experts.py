@@ -1,4 +1,4 @@
-"""Estimates whether expert parallelism (`mesh.expert`) would pay off, and what balancing experts costs."""
+"""Estimates whether expert parallelism (`mesh.expert`) would pay off, and what balancing the experts' load costs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
     FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the 8 network
     cards of a node share this traffic.  Expert parallelism exchanges A rows of D numbers per token six times in 2
-    bytes, each rank through its own card.  So between nodes it sends less below F E / 4 A tokens per micro-batch.
+    bytes, each rank through its own card.  So between nodes, expert parallelism sends less than FSDP if a micro-batch
+    has fewer than F E / (4 A) tokens.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -69,7 +70,7 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
 
 
 def tokens_at_break_even(plan: Plan) -> float | None:
-    """Return F E / 4 A (see `advice_on_experts`), or None if the configuration lacks the values to compute it."""
+    """Return F E / (4 A) (see `advice_on_experts`), or None if the configuration lacks the values to compute it."""
     num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
     layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
     if not num_chosen or not dim or not any(layers):

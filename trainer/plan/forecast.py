@@ -26,9 +26,9 @@ from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_au
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
-"""Prediction errors up to this fraction of the planned value are not reported."""
+"""Deviations from the plan up to this fraction of the planned value are not reported."""
 _HOST_TOLERANCE_GIB = 0.25
-"""On a CPU, how far the measured peak of the whole process may lie outside the planned range without a report."""
+"""On a CPU, how far the peak memory of the process may lie outside the planned range without being reported."""
 _HEAP_FRACTION = 0.5
 _MAX_HEAP_FRACTIONS = (1.5, 0.6)
 _MAX_HEAP_GIB = 0.3
@@ -59,7 +59,7 @@ def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Let the planner choose the `auto` settings for the device's memory; sets `resolution.choice` on rank 0.
 
     Runs late, since a plan needs almost every other setting; only the passes that depend on its choice follow.
-    Collective if any setting is `auto`.
+    Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
     mesh, world = resolution.shape, resolution.world
     assert mesh is not None
@@ -200,7 +200,7 @@ class Forecast:
             self._steps_s.append(seconds)
 
     def result(self) -> dict[str, float | None]:
-        """Return the planned and measured values for the end record."""
+        """Return planned and measured values, for the end record."""
         return {
             "planned_peak_gib": self.peak_gib,
             "peak_memory_gib": peak_memory_gib(self._world.device),
@@ -209,7 +209,7 @@ class Forecast:
         }
 
     def mismatches(self) -> list[str]:
-        """Return a line for each value that missed the plan by more than a tenth or, for CPU memory, left its range."""
+        """Return a line for each measured value that deviates from the plan by more than its tolerance."""
         result = self.result()
         lines = []
         peak = result["peak_memory_gib"]

@@ -25,23 +25,26 @@ from trainer.plan.trace import MemoryMeter, UnitInfo
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 SAMPLING_BYTES = 30
-"""Bytes per sequence and vocabulary entry while a token is sampled: log-probabilities, and noise in float64."""
+"""Bytes per sequence and vocabulary entry while a token is sampled, for log-probabilities and float64 noise."""
 
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """How many completions a rank generates at once, and the maximum lengths of prompts and completions in tokens."""
+    """What each rank generates at once."""
 
     number: int
+    """Number of completions."""
     prompt: int
+    """Maximum length of a prompt in tokens."""
     completion: int
+    """Maximum length of a completion in tokens."""
 
     @staticmethod
     def parse(text: str) -> GenerationWorkload:
-        """Parse "64x256+768".  Raises UserError."""
+        """Parse a workload such as "64x256+768".  Raises UserError for any other format, or if a number is 0."""
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
-            rule = "must be the number of texts, x, the maximum prompt length, +, the maximum answer length"
+            rule = "must be the number of completions, x, the maximum prompt length, +, the maximum completion length"
             raise setting_error("generate", text, rule, example="64x256+768")
         return GenerationWorkload(*map(int, match.groups()))
 
@@ -49,7 +52,7 @@ class GenerationWorkload:
 def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
     """Return the plan of a run that also generates completions inside its steps.
 
-    Raises UserError if the model has no KV cache, or if its code cannot run on fake tensors.
+    Raises UserError if the model does not support a KV cache, or if its code cannot run on fake tensors.
     """
     config = plan.config
     try:
@@ -65,7 +68,7 @@ def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
 
 
 def advice_on_workload(plan: Plan, workload: GenerationWorkload | None) -> list[str]:
-    """If `plan` does not fit because of generation, return a line with the largest workload that would fit."""
+    """If `plan` does not fit because of generation, return a line with a smaller workload that would fit."""
     budget = plan.machine.budget_bytes
     while (
         workload is not None

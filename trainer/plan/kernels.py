@@ -1,4 +1,4 @@
-"""What the tracer assumes about kernels: the work of each operator, a GPU's kernels, compiler fusion and float8 casts.
+"""What the tracer assumes about kernels: the work of operators, the kernels of a GPU, compiler fusion and float8 casts.
 
 A GPU's fused kernels save fewer activations for the backward pass than a CPU's kernels.  `use_gpu_kernels` imitates
 them while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends neither on
@@ -32,12 +32,12 @@ class Work(NamedTuple):
     """The work of one kernel or collective: floating-point operations, and bytes read and written."""
 
     kind: str
-    """`matmul`, `grouped` (matrix products of experts), `attention`, `memory` (memory-bound), or the name of a
-    collective issued within a pass."""
+    """`matmul`, `grouped` (the experts' matmuls), `attention`, `memory` (memory-bound), or the name of a collective
+    that the forward or backward pass itself issues."""
     flops: int
     num_bytes: int
     element_size: int
-    """Bytes per element of the output; the speed of a matrix product depends on it."""
+    """Bytes per element of the output, or 1 for a float8 matmul; the speed of a matmul depends on it."""
     axis: Literal["context", "expert"] = "context"
     """For a collective: the group of ranks that it runs in."""
 
@@ -57,7 +57,7 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
 }
 """Operators that are collectives among the ranks of a context-parallel or expert-parallel group."""
 
-_GROUPED_PRODUCTS = {
+_GROUPED_MATMULS = {
     torch.ops.meshtrainer.grouped_mm,
     torch.ops.meshtrainer.grouped_outer,
     TORCH_GROUPED_MM.overloadpacket,
@@ -75,7 +75,7 @@ _ATTENTION = {getattr(aten, f"{name}{suffix}") for name in attention.KERNELS for
 
 
 def _grouped_flop(first: Sequence[int], second: Sequence[int], *others: Any, **options: Any) -> int:
-    """Return the FLOPs of a grouped matrix product; each row or column belongs to exactly one group."""
+    """Return the FLOPs of a grouped matmul, given its operands' shapes; each row or column belongs to one group."""
     num_groups = first[0] if len(first) == len(second) == 3 else 1
     return 2 * num_groups * first[-2] * first[-1] * second[-1]
 
@@ -100,14 +100,15 @@ def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: An
         return Work("attention", _attention_flops(packet, args, kwargs), num_bytes, outputs[0].element_size())
     if packet in flop_registry:
         flops = int(flop_registry[packet](*args, **kwargs, out_val=result))
-        return Work("grouped" if packet in _GROUPED_PRODUCTS else "matmul", flops, num_bytes, outputs[0].element_size())
+        return Work("grouped" if packet in _GROUPED_MATMULS else "matmul", flops, num_bytes, outputs[0].element_size())
     return Work("memory", 0, num_bytes, outputs[0].element_size())
 
 
 def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the FLOPs of an attention kernel; a causal mask removes half of the score matrix.
 
-    With fewer queries than keys, the queries are the last tokens, and the mask removes only half of a square.
+    With fewer queries than keys, the queries are the last tokens, and the mask removes only half of the square of
+    scores between these tokens.
     """
     is_backward = "backward" in packet.__name__
     tensors = [a for a in args if isinstance(a, torch.Tensor)]
@@ -123,7 +124,7 @@ def _attention_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """Stands for the GPU's fused kernel: saves the same for backward, its inputs and one fp32 value per row."""
+    """Imitates the GPU's fused kernel: saves its inputs and one fp32 value per row for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, num_dims: int) -> torch.Tensor:
@@ -138,7 +139,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _GpuKernels(TorchFunctionMode):
-    """Replaces attention and RMSNorm with the kernels that a GPU would run."""
+    """Replaces attention and RMSNorm by operators that save what a GPU's fused kernels would save."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -183,8 +184,8 @@ def _rms_norm(
 def use_gpu_kernels(model: nn.Module) -> None:
     """Make every forward pass in `model` use flash attention, fused RMSNorm and the loss chunks of a GPU.
 
-    This includes recomputed forward passes, which is why each module is wrapped: a single mode around the whole step
-    would be inactive during `backward`, and so during recomputation.
+    This includes recomputation.  A mode around the whole step would be inactive during `backward`, and so while it
+    recomputes; therefore each module's `forward` is wrapped.
     """
     is_active = False
 
@@ -209,9 +210,9 @@ def use_gpu_kernels(model: nn.Module) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Fusion by torch.compile: which kernels a block runs, and which tensors are never materialized.
 #
-# Memory-bound operators are fused if one reads the output of another or both read the same tensor, unless a matrix
-# product or an attention kernel must run in between.  A fused kernel reads each input once and writes only outputs
-# that later kernels read or that are saved; everything else stays in registers.
+# Memory-bound operators are fused if one reads the output of another or both read the same tensor, unless a matmul or
+# an attention kernel must run in between.  A fused kernel reads each input once and writes only outputs that later
+# kernels read or that are saved; everything else stays in registers.
 #
 # Source: Ansel et al. 2024, "PyTorch 2: Faster Machine Learning Through Dynamic Python Bytecode Transformation and
 # Graph Compilation", section 4.
@@ -265,7 +266,8 @@ def fuse(operators: Sequence[Operator], live_after: Collection[int]) -> tuple[Co
 def _groups(operators: Sequence[Operator]) -> list[int]:
     """Return the kernel that each operator belongs to, identified by the index of one of the kernel's operators.
 
-    Operators of the same stage that share a storage are fused; a stage ends where the result of a product is needed.
+    Operators of the same stage that share a storage are fused.  Reading the result of an operator that cannot be fused,
+    such as a matmul, starts a new stage.
     """
     stage_of: dict[int, tuple[int, bool]] = {}
     parents = list(range(len(operators)))
@@ -279,7 +281,7 @@ def _groups(operators: Sequence[Operator]) -> list[int]:
     seen: dict[tuple[int, int], int] = {}
     for number, operator in enumerate(operators):
         inputs = [stage_of[storage] for storage in operator.reads if storage in stage_of]
-        # An operator that reads a product's result belongs to a later stage than the product's inputs.
+        # An operator that reads the result of a matmul belongs to a later stage than the inputs of the matmul.
         stage = max((earlier + (operator.is_fused and not is_fused) for earlier, is_fused in inputs), default=0)
         for storage in operator.writes:
             stage_of[storage] = stage, operator.is_fused
@@ -291,22 +293,23 @@ def _groups(operators: Sequence[Operator]) -> list[int]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Float8 matrix products: the casts before each product, and the product itself.
+# Float8 matmuls: the casts before each matmul, and the matmul itself.
 #
-# Reproduces what torchao's float8 layers do, without importing torchao.  Each product casts both of its operands.  With
+# Reproduces what torchao's float8 layers do, without importing torchao.  Both operands of each matmul are cast.  With
 # tensorwise scaling, the largest element of the tensor must be found first; with rowwise scaling, one kernel finds the
 # scales and casts.
 
 
-_FLOAT8_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
+_FLOAT8_MATMULS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default}
 _FLOAT8_MULTIPLE = 16
 """A layer is converted to float8 only if both of its dimensions are multiples of this."""
 
 
 class Float8Casts:
-    """Adds the float8 casts to the matrix products inside blocks.
+    """Replaces the matmuls inside blocks by float8 casts and float8 matmuls.
 
-    setting: the value of `train.float8`; no-op for `none`.  are_fused: whether torch.compile fuses the casts.
+    setting: the value of `train.float8`; with `none`, nothing is replaced.
+    are_fused: whether torch.compile fuses the casts.
     """
 
     def __init__(self, setting: str, are_fused: bool) -> None:
@@ -322,13 +325,14 @@ class Float8Casts:
     def cast(self, func: Any, args: Sequence[Any], operator: Operator, serials: Sequence[int]) -> Iterator[Operator]:
         """Yield the operators that run in place of `operator`, a call of `func` inside a block.
 
-        Yields `operator` unchanged if it is not a matrix product that is converted to float8.  `serials` are the serial
-        numbers of the storages of the tensors in `args`, in order.
+        Yields `operator` unchanged unless it is a matmul that is converted to float8.
+
+        serials: the serial numbers of the storages of the tensors in `args`, in order.
         """
         operands = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
         if (
             self._setting == "none"
-            or func not in _FLOAT8_PRODUCTS
+            or func not in _FLOAT8_MATMULS
             or any(n % _FLOAT8_MULTIPLE for operand in operands for n in operand.shape)
         ):
             yield operator

@@ -1,4 +1,7 @@
-"""The machine that a plan is for, taken from a data sheet, a user's description or measurements by `--calibrate`."""
+"""The machine that a plan is for.
+
+It comes from a data sheet, from the user's description, or from measurements by `--calibrate`.
+"""
 
 from __future__ import annotations
 
@@ -19,9 +22,9 @@ from trainer.plan.estimates import Rates
 
 GIB = 2**30
 
-# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the resulting rates.  Matrix
-# products: fitted to a figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to
-# Llama 3 8B on 8 H100 at 500 W.  Attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the resulting rates.  For matmuls,
+# fitted to a figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to Llama 3 8B on
+# 8 H100 at 500 W.  For attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
 _MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
 _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
@@ -30,7 +33,7 @@ _TAKEN_BY_COLLECTIVES = 0.15
 """Fraction of a GPU's multiprocessors that a collective occupies while it runs: NCCL takes 16 to 24 of 108 to 132."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
 _ALLOCATOR_FRACTION = 0.16
-"""Memory that the caching allocator reserves beyond live tensors, as a fraction of the latter.
+"""Memory that the caching allocator reserves beyond live tensors, as a fraction of the live tensors.
 
 In torchtitan's published figures for Llama 3 8B, the ratio of reserved to active memory is 1.16 to 1.21."""
 _RESERVED_GIB = 1.0
@@ -46,12 +49,13 @@ class Machine:
     memory_gib: float
     """Memory of one device; on a CPU, host memory divided by the number of ranks on the host."""
     peak_flops: float | None
-    """Peak bf16 FLOP/s from the data sheet, the denominator of MFU."""
+    """Peak bf16 FLOP/s from the data sheet, the denominator of MFU; None without a data sheet."""
     allocator_share: float
-    """Memory that the allocator reserves beyond live tensors, as a fraction of the latter."""
+    """Memory that the allocator reserves beyond live tensors, as a fraction of the live tensors."""
     reserved_gib: float
     """Memory that is unavailable to tensors."""
     is_measured: bool
+    """Whether the rates come from `--calibrate`."""
     source: str
     """Where the rates come from, in words."""
     imbalance: float = 1.0
@@ -81,10 +85,13 @@ def find_machine(
 ) -> Machine:
     """Return the machine for `device`.
 
-    `device` is `cpu`, the name of a data sheet, a mapping that describes a variant of one (see `read_description`), or
-    `auto`: the GPU of this machine, or `default` if it has none.  Measurements by `--calibrate` for the device replace
-    the estimates from the data sheet.  `network_gbps` is the bandwidth of one rank to other nodes, in Gbit/s.  Raises
-    UserError for an unknown device.
+    device: `cpu`, the name of a data sheet or of a calibrated device, a mapping that describes a variant of a data
+        sheet (see `read_description`), or `auto`: the GPU of this machine, or `default` if it has none.
+    network_gbps: the bandwidth of one rank to other nodes, in Gbit/s.
+    memory_key: the setting to name in the error if `memory_gib` is too small.
+
+    Measurements by `--calibrate` replace the estimates from the data sheet, except for a described variant.  Raises
+    UserError for an unknown device, an invalid description or calibration file, or too little memory.
     """
     is_local_gpu = device == "auto" and torch.cuda.is_available()
     if device == "auto":
@@ -124,7 +131,7 @@ def _with_memory(machine: Machine, memory_gib: float | None, key: str) -> Machin
 
 
 _UNKNOWN = DEVICES[0]
-"""Used for a GPU without a data sheet, so that settings can be compared; step times are not reported then."""
+"""The data sheet to use for a GPU that has none, so that settings can be compared; runs then show no planned time."""
 
 
 def _from_sheet(device: Device, ranks_per_node: int, network_gbps: float, compute_fraction: float = 1.0) -> Machine:
@@ -233,7 +240,7 @@ def _with_measurements(machine: Machine, values: dict[str, Any]) -> Machine:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Devices that the user describes: a known data sheet with some values replaced
+# Devices that the user describes: a known data sheet with some values replaced, such as
 # device={like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}
 
 
@@ -248,7 +255,7 @@ arXiv:2604.11391."""
 
 @dataclass(frozen=True)
 class CustomDevice:
-    """A data sheet, and the fraction of its compute that is available under the power limit."""
+    """A data sheet, and the fraction of its compute rates that is available under the power limit."""
 
     sheet: Device
     compute_fraction: float = 1.0

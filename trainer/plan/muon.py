@@ -1,7 +1,7 @@
 """Estimates what Muon's update costs: memory for its messages and Newton-Schulz iterations, collectives, and time.
 
-A matrix's owner is the rank that orthogonalizes it; its holders are the ranks that store parts of it.  The same code as
-in training decides which rank owns which matrix (`trainer.optim.muon.Ownership`).
+A matrix's owner is the rank that orthogonalizes it; its holders are the ranks that store parts of it.  Owners are
+assigned by the same code as in training (`trainer.optim.muon.Ownership`).
 """
 
 from __future__ import annotations

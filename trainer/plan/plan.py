@@ -1,4 +1,6 @@
-"""Plans a run: estimates its memory, communication and time on a given machine.  For example:
+"""Plans a run: estimates its memory, communication and time on a given machine.
+
+For example:
 
 machine = find_machine("h100")
 plan = make_plan(load_config("llama3_70b"), MeshShape(8, 64), machine)
@@ -44,8 +46,10 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 class Generation:
     """The memory that generation inside a step needs besides the training state, in bytes per rank.
 
-    texts: describes what is generated, in words.  weights: the gathered weights.  cache: the KV cache of all sequences
-    at their full length.  temporaries: the most that a forward pass, or sampling after it, allocates besides these.
+    texts: a description of what is generated.
+    weights: the gathered weights.
+    cache: the KV cache of all sequences at their full length.
+    temporaries: the peak of what a forward pass, or sampling after it, allocates in addition.
     """
 
     texts: str
@@ -66,7 +70,7 @@ class Plan:
     probe: Probe
     """Produced the trace; reused to trace the same model with other settings."""
     generation: Generation | None = None
-    """Set only for programs that generate their training data inside a step.  No configuration key says so."""
+    """Set by `with_generation`; no configuration key says that a program generates inside its steps."""
 
     @property
     def num_micro_batches(self) -> int:
@@ -74,7 +78,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory over a step, including generation if there is any."""
+        """Memory over a step; if generation needs more than the rest of the step, the peak is that of generation."""
         memory = memory_of(self.trace, self.layout, self.num_micro_batches)
         snapshot = self.generation_peak
         return memory if snapshot is None or snapshot.total <= memory.peak.total else replace(memory, peak=snapshot)
@@ -103,7 +107,7 @@ class Plan:
 
     @property
     def peak_gib(self) -> float:
-        """Live tensors at the peak, as reported by torch.cuda.max_memory_allocated."""
+        """Live tensors at the peak: what torch.cuda.max_memory_allocated would report."""
         return self.memory.peak.total / GIB
 
     @property
@@ -164,9 +168,9 @@ class Plan:
         config = self.config
         has_stored_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not has_stored_base]
-        average_size = EMA_ELEMENT_SIZE * (config.train.ema > 0)
+        ema_size = EMA_ELEMENT_SIZE * (config.train.ema > 0)
         return sum(
-            int(p.numel * (p.element_size + p.num_moments * p.moment_size + average_size * p.is_trained))
+            int(p.numel * (p.element_size + p.num_moments * p.moment_size + ema_size * p.is_trained))
             for p in parameters
         )
 
@@ -237,5 +241,5 @@ def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
 
 
 def without_data(config: RunConfig) -> RunConfig:
-    """Return `config` with generated data, since a plan reads no data."""
+    """Return `config` with synthetic data, so that a plan reads no data."""
     return replace(config, data=config.data.as_synthetic())

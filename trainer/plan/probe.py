@@ -48,13 +48,13 @@ class Probe:
     """Builds a configuration's model once, on the meta device, and traces micro-batches of it."""
 
     def __init__(self, config: RunConfig, device_type: str, imbalance: float = 1.0) -> None:
-        """device_type: `cpu`, or `cuda` to trace with the fused kernels of a GPU.  imbalance: see `Machine`."""
+        """`device_type`: `cpu`, or `cuda` to trace with a GPU's fused kernels.  For `imbalance`, see `Machine`."""
         self.config, self.device_type, self._imbalance = config, device_type, imbalance
         self._model = build_network(config)
-        self._traces: dict[tuple[int, int | str, float], Trace] = {}
+        self._traces: dict[tuple[int, int | str, float], Trace] = {}  # by the arguments of `trace`
 
     def on_other_mesh(self, config: RunConfig) -> Probe:
-        """Return a probe that reuses this model, for a configuration with another `mesh` or `train` section."""
+        """Return a probe of the same model for a configuration with another `mesh` or `train` section."""
         other = copy.copy(self)
         other.config, other._traces = config, {}
         return other
@@ -66,7 +66,7 @@ class Probe:
 
     @cached_property
     def _attended_length(self) -> float:
-        """Length of the document that a token is in, averaged over tokens; the sequence length if unknown."""
+        """Length of the document that a token belongs to, averaged over tokens; the sequence length if unknown."""
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
@@ -81,8 +81,10 @@ class Probe:
     def trace(self, micro_batch_size: int, checkpointing: int | str, offload: float = 0.0) -> Trace:
         """Return the trace of a micro-batch, with units according to `fsdp.wrap`.
 
-        `offload` is the fraction of blocks whose activations go to host memory.  Raises UserError if the model's own
-        code cannot run on tensors without values.
+        checkpointing: as `train.activation_checkpoint`.
+        offload: the fraction of blocks whose activations go to host memory.
+
+        Raises UserError if the model's own code cannot run on fake tensors.
         """
         key = (micro_batch_size, checkpointing, offload)
         if key not in self._traces:
@@ -125,13 +127,19 @@ def _trace(
     skips_blocks: bool,
     imbalance: float = 1.0,
 ) -> Trace:
+    """Return the trace of a micro-batch of `model`, which the call makes unusable.
+
+    skips_blocks: whether to run only some of a long series of identical blocks (see `Repetition`).
+    """
     units = find_units(model, config.recipe, config.fsdp.wrap)
     blocks = find_blocks(model, config.recipe)
     saved_operators = operators_to_save(model, blocks, config, checkpointing, micro_batch_size)
     experts = find_experts(model, config.recipe).values()
     expert_parameters = {id(parameter) for module in experts for parameter in module.parameters()}
-    moments = optimizer_state_sizes(model, config.optim)
-    unit_infos = _units_of(model, units, moments, _muon_blocks(model, config), expert_parameters)
+    moments, rows_of = optimizer_state_sizes(model, config.optim), block_rows(model, config.recipe.blocks)
+    muon = [id(each.parameter) for each in assign(model, config.optim) if each.optimizer == "muon"]
+    muon_blocks = {parameter: rows_of.get(parameter, ()) for parameter in muon}
+    unit_infos = _units_of(model, units, moments, muon_blocks, expert_parameters)
     estimate = Estimate()
     if config.expert > 1:
         estimate = simulate_expert_group([*experts], config.expert, config.mesh.expert_method, imbalance)
@@ -280,14 +288,6 @@ class _PlannedOffload(ActivationOffload):
         self._recorder.record_copy("activation_reload_wait", {})
 
 
-def _muon_blocks(model: nn.Module, config: RunConfig) -> dict[int, tuple[int, ...]]:
-    """Return `ParameterInfo.muon_blocks` of every parameter that Muon trains, by the parameter's id."""
-    blocks = block_rows(model, config.recipe.blocks)
-    assigned = assign(model, config.optim)
-    muon = [id(assignment.parameter) for assignment in assigned if assignment.optimizer == "muon"]
-    return {parameter: blocks.get(parameter, ()) for parameter in muon}
-
-
 def _units_of(
     model: nn.Module,
     units: Sequence[ShardUnit],
@@ -295,7 +295,11 @@ def _units_of(
     muon_blocks: Mapping[int, tuple[int, ...]],
     expert_parameters: Collection[int],
 ) -> tuple[UnitInfo, ...]:
-    """Return the units in forward order, then the root, each with its parameters except those of units inside it."""
+    """Return the units in forward order, then the root, each with its parameters except those of units inside it.
+
+    moments, muon_blocks: as in `ParameterInfo`, by the parameter's id.
+    expert_parameters: the ids of the parameters of experts.
+    """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     weights = num_weights(model)
     assigned: set[int] = set()
@@ -342,8 +346,9 @@ def _as_frozen(units: tuple[UnitInfo, ...], names: set[str]) -> tuple[UnitInfo, 
 
 
 def make_fake(model: nn.Module, compute_dtype: torch.dtype, skipped_modules: set[int]) -> int:
-    """Replace meta tensors with fake ones, parameters in the compute dtype; return the size of the buffers.
+    """Replace meta tensors with fake ones; return the size of the buffers in bytes.
 
+    compute_dtype: the dtype of the new parameters, except quantized ones, which keep theirs.
     skipped_modules: the ids of modules whose tensors stay as they are.
     """
     ties = tied_names(model)
@@ -412,10 +417,10 @@ class Repetition:
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.skipped_modules = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # watched blocks, by the number in their events
+        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # by the number in a block's events
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
-        self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # its run, its block, and its name in the block
+        self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # run, block, name in it
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
             for position, block in enumerate(run.blocks):
@@ -453,7 +458,7 @@ class Repetition:
         return note
 
     def _skipping_forward(self, run: _BlockRun) -> Callable[..., Any]:
-        """Return the forward function of skipped blocks: it returns its input, and zeros for any other outputs."""
+        """Return the `forward` of skipped blocks, which returns its first input, and zeros for any further outputs."""
 
         def skip(*args: Any, **kwargs: Any) -> Any:
             if not args:
@@ -593,9 +598,9 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
 
 
 def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
-    """Return the first block from which the kinds of blocks repeat to the end, and their period; None if they do not.
+    """Return the index of the block from which the kinds of blocks repeat to the end, and the period; or None.
 
-    The first few blocks may differ from all others, such as blocks without experts.
+    The first few blocks may differ from the others, for example because they have no experts.
     """
     for first in range(min(_MAX_LEADING_BLOCKS, len(kinds) - 4) + 1):
         for period in range(1, min(_MAX_PERIOD, (len(kinds) - first) // 4) + 1):
@@ -605,9 +610,9 @@ def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
 
 
 def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
-    """Return a value that is equal for two identical blocks, which have the same modules, shapes and plain settings.
+    """Return a value that is equal for two blocks with the same modules, tensor shapes and dtypes, and plain settings.
 
-    Settings in `counted` are ignored.  A block with a tied parameter is identical to no other.
+    Settings in `counted` are ignored.  Blocks with tied parameters are equal only if they share these parameters.
     """
     parts: list[Any] = []
     for name, module in block.named_modules():

@@ -1,9 +1,11 @@
 """Resolves settings that are `auto`: finds the fastest values that fit in memory.
 
-The search evaluates candidates with the planner's model instead of trial launches; one candidate takes milliseconds.
+The search evaluates candidates with the planner instead of trial launches.  One candidate takes milliseconds, except
+that each combination of micro-batch size, checkpointing and offloading must be traced once.
+
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
-The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded; it finds
-the largest k that fits by bisection, and then tunes the units one by one.
+The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
+finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
 """
 
 from __future__ import annotations
@@ -22,19 +24,17 @@ from trainer.plan.plan import Plan, make_plan
 from trainer.plan.probe import Probe
 
 _TIME_TOLERANCE = 0.005
-"""Among choices that are slower than the fastest by at most this fraction, the one with the least memory is taken."""
+"""Choices that are slower than the fastest by at most this fraction count as equally fast."""
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
 """Units are tuned one by one only in models with at most this many units; with more, a single one hardly matters."""
-
-
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
 """Fractions of blocks to try for `train.offload_activations=auto`, besides `none`."""
 
 
 class NothingFits(UserError):
-    """No combination of the `auto` settings fits; `plan` is the candidate that needs the least memory."""
+    """Raised if no combination of the `auto` settings fits.  `plan` is the candidate that needs the least memory."""
 
     def __init__(self, message: str, plan: Plan) -> None:
         super().__init__(message)
@@ -57,7 +57,7 @@ class PlannedChoice:
 
 
 def chosen_settings(config: RunConfig) -> dict[str, object]:
-    """Return the settings that `auto` can choose, by key, with their values in `config`.
+    """Return the settings that may be `auto`, by key, with their values in `config`.
 
     `mesh.expert` is left out if the model has no experts.
     """
@@ -101,7 +101,7 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
 
 
 class _DoesNotFit(Exception):
-    """No combination of some settings fits; `smallest` is the candidate that needs the least memory."""
+    """Raised if no combination of some settings fits.  `smallest` is the candidate that needs the least memory."""
 
     def __init__(self, smallest: Plan) -> None:
         super().__init__()
@@ -109,6 +109,7 @@ class _DoesNotFit(Exception):
 
 
 def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
+    """Return the best choice over all sizes of context-parallel groups, if that setting is `auto`."""
     if config.mesh.context != AUTO:
         return _with_experts(config, mesh, machine, probe)
     per_node = machine.rates.ranks_per_node
@@ -119,6 +120,7 @@ def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine, probe: P
 
 
 def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
+    """Return the best choice over all sizes of expert-parallel groups, if that setting is `auto`."""
     if config.mesh.expert != AUTO:
         return _Search(config, mesh, machine, probe.on_other_mesh(config)).best()
     return _smallest_near_fastest((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine, probe)
@@ -162,25 +164,25 @@ class _Search:
         sizes = [size for size in range(1, rank_batch_size + 1) if rank_batch_size % size == 0]
         if train.micro_batch_size != AUTO:
             sizes = [int(train.micro_batch_size)]
-        kinds = [train.activation_checkpoint]
+        policies = [train.activation_checkpoint]
         if train.activation_checkpoint == AUTO:  # least memory first
-            kinds = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
+            policies = sorted(checkpointing_choices(self.config), key=("full", "selective", 2, 4, "none").index)
         fractions: list[float | str] = [train.offload_activations]
         if train.offload_activations == AUTO:  # least memory first; on a CPU there is no other memory to offload to
             fractions = [*(_OFFLOADED_FRACTIONS if self.machine.device_type == "cuda" else ()), "none"]
-        for micro in sizes:
-            for kind in kinds:  # if one kind does not fit, no later kind does; the same holds for fractions
-                fit_before = len(fitting)
+        for size in sizes:
+            for policy in policies:  # if one policy does not fit, no later one does; the same holds for fractions
+                num_fitting_before = len(fitting)
                 for fraction in fractions:
                     settings = replace(
-                        train, micro_batch_size=micro, activation_checkpoint=kind, offload_activations=fraction
+                        train, micro_batch_size=size, activation_checkpoint=policy, offload_activations=fraction
                     )
                     plans = list(self._with_resharding(settings))
                     smallest = min([*plans, *([smallest] if smallest else [])], key=lambda plan: plan.memory.peak.total)
                     if not any(plan.fits for plan in plans):
                         break
                     fitting += [plan for plan in plans if plan.fits]
-                if len(fitting) == fit_before:
+                if len(fitting) == num_fitting_before:
                     break
         if not fitting:
             assert smallest is not None
@@ -258,7 +260,7 @@ class _Search:
         return plans[1:]
 
     def _simplify(self, plan: Plan) -> Plan:
-        """Return the plan with a resharding list of equal entries replaced by a single value."""
+        """Return the plan with a single value for resharding in place of a list of equal entries."""
         entries = _as_list(plan)
         if len(set(entries)) > 1:
             return plan
@@ -278,9 +280,10 @@ def _nothing_fits(config: RunConfig, smallest: Plan) -> str:
 
 
 def remedies(plan: Plan, limit: int = 2) -> list[str]:
-    """Return descriptions of the cheapest changes that would make `plan` fit.
+    """Return descriptions of the `limit` cheapest changes that would make `plan` fit.
 
-    Changes that need fewer ranks come first; among these, changes that round weights or moments come last.
+    Changes that need fewer ranks come first.  Among changes with the same number of ranks, those that round weights or
+    moments come last; otherwise the device time per token decides.
     """
     fitting = []
     for change, config, mesh in _changes(plan):

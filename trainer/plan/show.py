@@ -1,4 +1,4 @@
-"""Presents a plan as tables, as JSON, and as a picture of memory over one step."""
+"""Presents a plan as tables, as JSON, or as a picture of memory over one step."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
         print_stdout("\n" + textwrap.fill(line, width))
     if plan.collectives:
         headers = ("collective", "axis", "ranks", "count", "size", "s")
-        _print_table("communication per rank in one step", headers, _communication_rows(plan), text_columns=(0, 1))
+        _print_table("communication per rank in one step", headers, _communication_cells(plan), text_columns=(0, 1))
     source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
     costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
@@ -67,7 +67,7 @@ def _print_table(
 
 
 def _omitted_costs(plan: Plan) -> list[str]:
-    """Return a line for each cost that the plan does not include."""
+    """Return a line for each cost or saving that the plan does not include."""
     config = plan.config
     lines = []
     if config.fsdp.cpu_offload:
@@ -80,7 +80,7 @@ def _omitted_costs(plan: Plan) -> list[str]:
 
 
 def memory_text(plan: Plan) -> str:
-    """Return a rank's peak memory by kind as plain text, without saying whether it fits."""
+    """Return the planned peak memory of a rank by kind, as plain text, without saying whether it fits."""
     lines = table_lines(("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     return "\n".join([f"{_peak_text(plan)}, as planned", *lines])
 
@@ -137,7 +137,7 @@ def _memory_rows(plan: Plan) -> list[tuple[str, str]]:
     ]
 
 
-def _communication_rows(plan: Plan) -> list[list[str]]:
+def _communication_cells(plan: Plan) -> list[list[str]]:
     return [
         [
             row["operation"],
@@ -274,7 +274,7 @@ def to_json(plan: Plan, choice: PlannedChoice | None = None) -> dict[str, Any]:
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts the trace's events, in order."""
+    """Plot memory by kind over one step to a .png or .svg file.  The x axis counts the segments of the step."""
     from matplotlib.figure import Figure  # imported here because it takes a second
 
     curve = memory_of(plan.trace, plan.layout, plan.num_micro_batches, with_curve=True).curve

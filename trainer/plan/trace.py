@@ -1,4 +1,4 @@
-"""Records a `Trace` of one micro-batch: the events of FSDP's hooks, with the memory and the kernels between them."""
+"""Records a `Trace` of one micro-batch: the events of FSDP's hooks, and the memory and kernels between events."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.model.parameters import storage_id
 from trainer.plan.kernels import Float8Casts, Operator, Work, fuse, work_of
 
 EventKind = Literal[
-    "pre_forward",  # this and the next three: FSDP's hooks of a unit
+    "pre_forward",  # this and the next three: FSDP's hooks on a unit
     "post_forward",
     "pre_backward",
     "post_backward",
@@ -34,31 +34,33 @@ EventKind = Literal[
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter; tied parameters appear once.  `element_size` is in bytes, in the stored dtype."""
+    """A parameter; tied parameters appear once."""
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool
     """Whether it requires a gradient and receives one."""
     element_size: int
+    """Bytes per element in the stored dtype."""
     num_moments: int
     """Number of tensors of the parameter's shape in its optimizer state."""
     moment_size: float
     """Bytes per element of each of these tensors, including the scales of 8-bit ones."""
     muon_blocks: tuple[int, ...] | None = None
-    """Number of rows in each submatrix that Muon orthogonalizes separately; empty if it orthogonalizes the parameter's
-    matrices as they are, None if Muon does not train the parameter."""
+    """Number of rows in each submatrix that Muon orthogonalizes separately.
+
+    Empty if Muon orthogonalizes the parameter's matrices whole; None if Muon does not train the parameter."""
     is_expert: bool = False
     """Whether it holds expert weights, which expert parallelism may divide among ranks (`Recipe.experts`)."""
     num_quantized_weights: int = 0
-    """Number of weights that the parameter stores if it is quantized, as bytes that are gathered unchanged; else 0."""
+    """Number of weights in a quantized parameter, which is stored and gathered as packed bytes; 0 for any other."""
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
     def gathered_element_size(self, param_size: int) -> int:
-        """Return the bytes per element once gathered.  param_size: bytes per element of the compute dtype."""
+        """Return the bytes per element once gathered, given the bytes per element of the compute dtype."""
         return self.element_size if self.num_quantized_weights else param_size
 
 
@@ -83,11 +85,11 @@ class Segment:
     peak: int = 0
     """Peak of activations, temporaries and gradients together."""
     peak_accumulating: int = 0
-    """The same peak if each parameter already has a gradient, to which the new one is added in place."""
+    """The same peak if each parameter already has a gradient, to which autograd adds the new one in place."""
     net: int = 0
     """Bytes at the end, excluding the parameters' gradients."""
     gradients: int = 0
-    """Bytes at the end in gradients of unsharded parameters, which FSDP frees after reducing them."""
+    """Bytes of the new gradients of unsharded parameters, which FSDP frees after reducing them."""
     work: tuple[tuple[Work, int], ...] = ()
     """Kernels, and the number of times each one runs."""
 
@@ -115,11 +117,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class Event:
-    """An event of a unit or block, given by its index, and the segment from the previous event to this one."""
+    """An event of a unit or block, and the segment from the previous event to this one."""
 
     segment: Segment
     kind: EventKind
     unit: int
+    """Index of the unit or, for the kinds that start with `block`, of the block."""
     num_bytes: int = 0
     """Bytes that `activation_offload` or `activation_reload` copies."""
 
@@ -160,15 +163,15 @@ class Trace:
 
 
 class MemoryMeter(TorchDispatchMode):
-    """Tracks the storages that operators allocate until they are freed, and the kernels that run.
+    """Tracks the kernels that run, and the storages that operators allocate, until these are freed.
 
-    Each storage has a serial number; a storage that existed before is identified by the negative of its address.
+    Each storage that it tracks has a serial number; any other is identified by a negative number (see `serial`).
     """
 
     def __init__(
         self, model: nn.Module, inputs: Iterable[torch.Tensor], is_compiled: bool = False, float8: str = "none"
     ) -> None:
-        """`is_compiled`: whether blocks are compiled.  `float8`: the value of `train.float8` for their layers."""
+        """`is_compiled`: whether blocks are compiled; `float8`: the value of `train.float8`."""
         super().__init__()
         self.in_block = self.is_backward = False
         """Whether the current operators are inside a block, and whether they belong to the backward pass."""
@@ -233,7 +236,7 @@ class MemoryMeter(TorchDispatchMode):
         self._log.append((self._serials.pop(key), -size))
 
     def serial(self, storage: torch.UntypedStorage) -> int:
-        """Return the serial number of a storage."""
+        """Return the serial number of a storage; if it is not tracked, the negative of its `storage_id`."""
         key = storage_id(storage)
         return self._serials.get(key, -key)
 
@@ -242,7 +245,7 @@ class MemoryMeter(TorchDispatchMode):
         self._original[self.serial(storage)] = original
 
     def _touched(self, tree: Any) -> dict[int, int]:
-        """Return how many bytes of each storage the tensors in `tree` cover, by serial number."""
+        """Return how many bytes of each storage the tensors in `tree` cover, by the storage's serial number."""
         num_bytes: dict[int, int] = {}
         for tensor in pytree.tree_leaves(tree):
             if isinstance(tensor, torch.Tensor):
@@ -291,7 +294,7 @@ class MemoryMeter(TorchDispatchMode):
     def _unread(self) -> list[set[int]]:
         """Return, for each segment, the storages that blocks allocate there and that no later segment reads.
 
-        Compiled code does not save them for the backward pass, whatever the checkpointing policy.
+        Compiled code does not save them for the backward pass, regardless of the checkpointing policy.
         """
         last_read: dict[int, int] = {}
         for number, raw in enumerate(self._raw_segments):
@@ -354,7 +357,7 @@ class Recorder:
         self._recorded.append((kind, unit, {}))
 
     def record_copy(self, kind: EventKind, sizes: Mapping[int, int]) -> None:
-        """Record a copy to or from the host in the current unit.  sizes: bytes of each storage, by serial number."""
+        """Record a copy to or from the host in the current unit, given the bytes of each storage by serial number."""
         self.meter.cut()
         unit = next((unit for earlier, unit, _ in reversed(self._recorded) if not earlier.startswith("block")), 0)
         self._recorded.append((kind, unit, sizes))
@@ -372,7 +375,7 @@ class Recorder:
     def watch_inside(self, block: nn.Module) -> None:
         """Tell the meter when operators run inside a block.
 
-        From the first backward pass of a block on, all operators count as inside one.
+        Once the backward pass of any block has begun, all operators count as inside a block.
         """
 
         def enter(*_: Any) -> None:

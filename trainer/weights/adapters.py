@@ -1,7 +1,7 @@
 """LoRA adapters: identifies their base weights, merges adapters into them, and exports adapters in peft's format.
 
-The checkpoint of a LoRA run holds only the adapters, and identifies the base weights by their path and a checksum.  The
-base weights are read from that path, and the checksum verifies that they have not changed.
+The checkpoint of a LoRA run holds only the adapters, unless the base weights are random.  It identifies the base
+weights by their path and a checksum: they are read from that path, and the checksum shows whether they have changed.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ class BaseWeights(StatePart):
 
     Part of the run's state, the same on all ranks.
 
-        path: where the weights were loaded from; empty for random weights, which checkpoints then contain.
-        checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
-        names: the names of the weights in the model's state; checkpoints do not contain them.
-        setting: the setting that names the weights.
-        packed_experts: number of stacked expert weights that are quantized (`lora.base_dtype`).
+    path: where the weights were loaded from; empty for random weights, which checkpoints then contain.
+    checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
+    names: the names of the weights in the model's state that checkpoints leave out.
+    setting: the setting that names the weights.
+    packed_experts: number of stacked expert weights that are quantized (`lora.base_dtype`).
     """
 
     def __init__(
@@ -74,13 +74,13 @@ class BaseWeights(StatePart):
         return {"path": self.path, "checksum": self.checksum, **packed}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Do nothing: the weights are read from their path, and `changes_from` has verified them."""
+        """Do nothing: the weights have been read from their path, and `changes_from` has compared them."""
 
     def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Compare with the state that a run has stored; return lists of errors and of remarks.
 
-        Other weights are an error; another path is not.  A remark says that experts are quantized that were not when
-        the run began, so that the base computes slightly different values.
+        Different weights are an error; a different path is not.  If experts are quantized that were not when the run
+        began, a remark says so, since the base then computes slightly different values.
         """
         if stored["checksum"] == self.checksum:
             is_same = stored.get("packed_experts", 0) == self.packed_experts
@@ -94,7 +94,7 @@ _EXPERTS_PACKED = (
 
 
 def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:
-    """Return the error message for weights that are not the ones that `expected`, a stored state, describes."""
+    """Return the error message for weights that differ from the ones in `expected`, the stored state of a run."""
     kind = "base model" if setting == "train.init_from" else "model"
     return (
         f"{setting}={path or 'null'}: is not the {kind} that the run was trained with; that was "
@@ -104,9 +104,9 @@ def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], se
 
 
 def checksum_lines(source: WeightSource, names: Iterable[str], rank: int = 0, num_ranks: int = 1) -> dict[str, str]:
-    """Return a line for each tensor of `names` that this rank checks: its name, shape, dtype and CRC-32.
+    """Return a line with the name, shape, dtype and CRC-32 of each tensor of `names` that this rank reads, by name.
 
-    A rank checks every `num_ranks`-th tensor in order of decreasing size.  Reads one block of rows at a time.
+    A rank reads every `num_ranks`-th tensor in order of decreasing size, one block of rows at a time.
     """
     shapes, dtypes = source.shapes, source.dtypes
     largest_first = sorted(names, key=lambda name: (-torch.Size(shapes[name]).numel(), name))
@@ -127,7 +127,7 @@ def combine_checksums(lines: Iterable[Mapping[str, str]]) -> str:
 
 
 class RenamedSource:
-    """A `WeightSource` with renamed tensors.  `rename` returns a tensor's new name, or None to leave it out."""
+    """A `WeightSource` with renamed tensors.  `rename` maps a tensor's name to the new one, or to None to omit it."""
 
     def __init__(self, source: WeightSource, rename: Callable[[str], str | None]) -> None:
         self.description, self._source = source.description, source
@@ -177,14 +177,14 @@ class JoinedSource:
 class MergedSource:
     """A `WeightSource` of base weights with adapters merged into them.
 
-    Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  The product of a layer is
-    computed as a whole, as in other implementations, to be bit-identical to theirs; only one product is in memory at a
-    time.  For stacked experts, only the requested experts are computed.  A new head is returned unchanged.
+    Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  B @ A is computed for a
+    whole layer, as in other implementations, to be bit-identical to theirs; it is in memory for one layer at a time.
+    For stacked experts, only the requested experts are computed.  A new head is returned unchanged.
 
     scaling: alpha / rank.
     transposed: the layers whose W has shape (in, out).
-    packings: the weights that were quantized in training, by name.  W is then the dequantized weight, and the result
-        has dtype `dtype`, if given.
+    packings: the formats of the weights that were quantized in training, by name.  For these, W is the dequantized
+        weight, and the result has dtype `dtype`, if given.
     experts: the parameters of experts that have adapters, by name.
     """
 
@@ -199,19 +199,19 @@ class MergedSource:
         experts: Mapping[str, ExpertMatrix] | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
-        self._new_head = {name for name in adapters.shapes if is_score_name(name)}
+        self._head_names = {name for name in adapters.shapes if is_score_name(name)}
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._packings = packings or {}
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
         self._experts = experts or {}
-        self.shapes = {**base.shapes, **{name: adapters.shapes[name] for name in self._new_head}}
+        self.shapes = {**base.shapes, **{name: adapters.shapes[name] for name in self._head_names}}
         self.dtypes = {name: (name in self._packings and dtype) or stored for name, stored in base.dtypes.items()}
-        self.dtypes |= {name: adapters.dtypes[name] for name in self._new_head}
+        self.dtypes |= {name: adapters.dtypes[name] for name in self._head_names}
         self._product: tuple[str, torch.Tensor] = ("", torch.empty(0))
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) of a tensor, or all of it."""
-        if name in self._new_head:
+        if name in self._head_names:
             return self.adapters.read(name, start, stop)
         weight = self._base_weights.read(name, start, stop)
         if name in self._packings:
@@ -254,14 +254,15 @@ def export_adapter(
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
-    """Write the adapters of `source` to `folder` in peft's format, and return the files.
+    """Write the adapters of `source` to `folder` in peft's format, and return the paths of the files.
 
     model: the model without adapters, on any device.
-    base: the path or Hub name of the base weights, which the export records for peft.
+    base: the path or Hub name of the base weights, which peft reads from the export.
     dtype: the dtype of the exported adapters; None keeps theirs.
     model_files: the files that came with the model, whose tokenizer files are copied.
 
-    Raises UserError as `exporting.export` does.
+    Raises UserError if the folder cannot be written (as `exporting.export` does), if a layer has no Hugging Face name,
+    or if only some of the layers are stored transposed.
     """
     names, adapters = HuggingFaceNames(recipe, model_config), adapted_layers(source.shapes)
     expert_prefixes = peft_prefixes(model, adapters, names.to_huggingface)
@@ -315,10 +316,11 @@ def _huggingface_weight(names: HuggingFaceNames, recipe: Recipe, layer: str) -> 
 
 
 def target_modules(layers: Collection[str], weights: Collection[str]) -> list[str]:
-    """Return peft's `target_modules`: the last part of each layer's name if these are unambiguous, else the full names.
+    """Return peft's `target_modules`: the last part of each layer's name if all are unambiguous, else the full names.
 
-    `weights` are the names of all tensors of the model.  A last part is ambiguous if a module that is not in `layers`
-    has it too.
+    A last part is ambiguous if a module that is not in `layers` has it too.
+
+    weights: the names of all tensors of the model.
     """
     modules = {name.rpartition(".")[0] for name in weights}
     last_parts = {layer.rpartition(".")[2] for layer in layers}

@@ -1,10 +1,10 @@
-"""Exports LoRA adapters of stacked experts: merged into the experts, or in peft's format.
+"""Exports the LoRA adapters of stacked experts, either merged into the experts or in peft's format.
 
 In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`), and its
-factors are two matrices.  A is (E x R, in): the R rows of each expert are consecutive.  B is (out, R x E): the columns
-of all experts for one rank index are consecutive.  If several parameters of a module have adapters, each adapter wraps
-the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1 and later,
-`ParamWrapper`.
+factors are two matrices.  A is (E x R, in): the R rows of each expert are consecutive.  B is (out, R x E): for each
+index into the rank R, the columns of all experts are consecutive.  If several parameters of a module have adapters,
+each adapter wraps the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1
+and later, `ParamWrapper`.
 
 Shape suffixes: E experts, K and N input and output size of a matrix, R rank of the adapter.
 """
@@ -24,10 +24,10 @@ from trainer.weights.sources import WeightSource
 
 @dataclass(frozen=True)
 class ExpertMatrix:
-    """Says which outputs of an adapter belong to one parameter of the experts: an adapter may span several parameters.
+    """The part of an adapter that belongs to one parameter of the experts; an adapter may span several parameters.
 
     adapter: the adapter's name, `<experts>.adapters.<matrix>`.
-    outputs: the range [start, stop) of its outputs that belong to the parameter.
+    outputs: the range [start, stop) of the adapter's outputs that belong to the parameter.
     is_transposed: whether the parameter has shape (E, in, out) rather than (E, out, in).
     """
 
@@ -63,7 +63,8 @@ def peft_prefixes(
 ) -> dict[str, str]:
     """Return the prefix of the tensor names in peft's format for each adapter that belongs to stacked experts.
 
-    adapters: names of adapters; those of other layers are ignored.  model: the model without adapters.
+    model: the model without adapters.
+    adapters: the names of the adapters; those of other layers are ignored.
     """
     targets, prefixes = _targets(model, to_huggingface), {}
     for name in (name for name in targets if name in adapters):
@@ -76,7 +77,7 @@ def peft_prefixes(
 def target_parameters(
     model: nn.Module, adapters: Collection[str], to_huggingface: Callable[[str], str | None]
 ) -> list[str]:
-    """Return peft's `target_parameters`: the last two parts of the names if these are unambiguous, else full names."""
+    """Return peft's `target_parameters`: the last two parts of each name if these are unambiguous, else full names."""
     targets = _targets(model, to_huggingface)
     full = {target for name, target in targets.items() if name in adapters}
     short = {".".join(target.split(".")[-2:]) for target in full}
@@ -99,7 +100,7 @@ class PeftFactors:
     """A `WeightSource` that returns the factors of expert adapters as matrices, as in peft's format."""
 
     def __init__(self, source: WeightSource, experts: Collection[str]) -> None:
-        """experts: the names of the adapters that belong to experts."""
+        """`experts`: the names of the adapters that belong to experts."""
         self.description, self.dtypes, self._source = source.description, source.dtypes, source
         self._letters = {
             name: part[1] for name in source.shapes if (part := parse_adapter(name)) and part[0] in experts

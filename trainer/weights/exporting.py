@@ -1,4 +1,4 @@
-"""Exports a model as a folder that transformers can load: safetensors, config.json, and the files of the original."""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, tokenizer and related files."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ TOKENIZER_FILES = (
     "sentencepiece.bpe.model",
     "tekken.json",
 )
-"""Names and glob patterns of tokenizer files, as used by transformers."""
+"""Names and glob patterns of the tokenizer files that transformers uses."""
 
 
 class ModelFiles(StatePart):
     """The small files that came with a model: tokenizer, chat template, generation settings, config.json.
 
-    Part of a run's state, the same on all ranks.  Training does not need these files, but an export must contain them
-    unchanged, even if the folder that training started from no longer exists.
+    Part of a run's state, the same on all ranks.  Training does not need these files, but exports include them, even if
+    the folder that training started from no longer exists.
 
-    files: contents of the files in the Hugging Face folder that training started from, by name; empty if it started
-        from other weights.
+    files: contents of the files that came with the initial weights, else of those in `model.path`, by name; empty if
+        neither has any.
     tokenizer: contents of the files of the run's own tokenizer (`data.tokenizer`), with its chat template
         (`data.chat_template`) if that is set; empty for `bytes` without a template.
     """
@@ -94,7 +94,7 @@ def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
 
 @contextmanager
 def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write files, given as contents by name, into a temporary folder, which exists until the block ends."""
+    """Write files, given as contents by name, to a temporary folder; yield the folder, which exists in the block."""
     with tempfile.TemporaryDirectory() as name:
         for relative, data in files.items():
             file = Path(name) / relative
@@ -107,8 +107,9 @@ def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
 def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
     """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
 
-    The tokenizer's stored files are written to a temporary folder, which exists until the block ends.  setting: the
-    run's `data.tokenizer`, which is used if no files are stored.
+    The tokenizer's stored files are written to a temporary folder, which exists until the block ends.
+
+    setting: the run's `data.tokenizer`, which is used if no files are stored.
     """
     files = model_files.tokenizer or {
         name: data for name, data in model_files.files.items() if TOKENIZER in model_files.files
@@ -127,14 +128,16 @@ def is_tokenizer_file(name: str) -> bool:
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
     """Return the small files of a Hugging Face folder by name.  Raises UserError if one of them is unreadable."""
-    return _read(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
+    return _read_files(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
-    """Return the files of a tokenizer by name: a tokenizer.json with the related files next to it; none for `bytes`.
+    """Return the files of a tokenizer by name: a tokenizer.json, and the related files next to it; none for `bytes`.
 
-    setting: the value of `data.tokenizer`.  template: the value of `data.chat_template`; a file, or `chatml`, replaces
-    the tokenizer's own templates.  Raises UserError if a file cannot be read.
+    setting: the value of `data.tokenizer`.
+    template: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own templates.
+
+    Raises UserError if a file cannot be read.
     """
     files = _read_tokenizer(setting)
     if template == "model":
@@ -149,7 +152,7 @@ def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
 
 
 def template_of(files: Mapping[str, bytes]) -> bytes | None:
-    """Return the chat template in a tokenizer's files: a separate file, else an entry in its settings, or None."""
+    """Return the chat template among a tokenizer's files: a separate file, else an entry in its settings; or None."""
     if TEMPLATE in files:
         return files[TEMPLATE]
     inline = _settings_of(files).get("chat_template")
@@ -190,13 +193,13 @@ def _read_tokenizer(setting: str) -> dict[str, bytes]:
         rule = "must be bytes, or the path of a Hugging Face tokenizer.json"
         raise setting_error("data.tokenizer", setting, rule, fix="give an existing file")
     if path.name == TOKENIZER:
-        return _read(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
+        return _read_files(path.parent, TOKENIZER_FILES, "data.tokenizer", named_file=TOKENIZER)
     named_file = glob.escape(path.name)
-    (data,) = _read(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
+    (data,) = _read_files(path.parent, (named_file,), "data.tokenizer", named_file=named_file).values()
     return {TOKENIZER: data}
 
 
-def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
+def _read_files(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str = "") -> dict[str, bytes]:
     """Return the files of a folder that match any of `patterns`, by name.
 
     named_file: the pattern of the file that the user named, which may be a link to a file outside the folder.
@@ -213,10 +216,10 @@ def _read(folder: Path, patterns: tuple[str, ...], setting: str, named_file: str
 # The export
 
 PARTIAL = ".partial"
-"""Suffix of the name of an unfinished file, which also starts with a dot."""
+"""Suffix of an unfinished file's name, which also starts with a dot."""
 
 MARK = {"exported_by": "meshtrainer"}
-"""Entry of config.json, or of the headers of weight files, that marks an export, so that a later one may replace it."""
+"""Entry in config.json, or in the headers of weight files, that marks an export, so that a later one may replace it."""
 
 ADAPTER_WEIGHTS, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The names of an adapter's files in peft."""
@@ -235,7 +238,7 @@ class ExportedTensor:
     dtype: torch.dtype
 
     @property
-    def transposed(self) -> bool:
+    def is_transposed(self) -> bool:
         return isinstance(self.exported_name, Transposed)
 
     @property
@@ -243,10 +246,10 @@ class ExportedTensor:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def entries(self) -> dict[str, tuple[int, ...]]:
-        """Return the names and shapes of the tensors in the file, in their order: one per row of a `Stacked` tensor."""
+        """Return the names and shapes of the tensors in the file, in order; one for each row of a `Stacked` tensor."""
         if isinstance(self.exported_name, Stacked):
             return {self.exported_name.replace("*", str(row)): self.shape[1:] for row in range(self.shape[0])}
-        if self.transposed:
+        if self.is_transposed:
             return {self.exported_name: (*self.shape[:-2], self.shape[-1], self.shape[-2])}
         return {self.exported_name: self.shape}
 
@@ -266,27 +269,28 @@ def export(
     overwrite: bool = False,
     setting: str = "folder",
 ) -> list[Path]:
-    """Write the weights of `source` to `folder` in Hugging Face's format, and return the files.
+    """Write the weights of `source` to `folder` in Hugging Face's format, and return the paths of the files.
 
     Floating-point parameters are stored as `dtype`, by default unchanged.  A model larger than `max_shard_bytes` is
-    split into an index and several files, none larger than that unless a single tensor is.  Tied weights are stored
-    once.
+    split into several files with an index; no file is larger than that unless a single tensor is.  Tied weights are
+    stored once.
 
     tokenizer: "bytes", which has no files, or the path of a tokenizer.json, which is copied together with the related
         files in its folder.
     end_id: the token id that ends a document.
     turn_ends: the token ids with which a chat model learned to end its turns; always added to `eos_token_id`.
-    model_files: the files that came with the original model, which are copied unchanged, as are entries of config.json
-        that do not depend on the model.  If the model was trained with a different tokenizer, that is exported instead,
-        and `end_id` is added to `eos_token_id`.
+    model_files: the files that came with the original model.  They are copied; only end-of-text ids and outdated
+        entries of config.json are changed.  If the model was trained with a different tokenizer, that is exported
+        instead, and `end_id` is added to `eos_token_id`.
 
-    Memory: a few blocks of `sources.BLOCK_BYTES`, independent of the model's size.  One process, no collectives.
+    Memory: a few blocks of `sources.BLOCK_BYTES`, and what `source` needs to read one.  One process, no collectives.
 
     All files are first written under temporary names.  The weights, or their index, are renamed last, so that a folder
     left by a crash is not mistaken for a model.
 
     Raises UserError, naming `setting`, if the folder contains anything except an earlier export that may be replaced
-    (`overwrite`), if the recipe has no Hugging Face names, or if the weights do not fit the model.
+    (`overwrite`), or if the disk lacks space; also if the recipe has no Hugging Face names for the weights, or if the
+    weights do not fit the model.
     """
     path = Path(folder).expanduser()
     names = HuggingFaceNames(recipe, model_config)
@@ -300,7 +304,7 @@ def export(
         ]
     else:
         tensors = _list_tensors(source, recipe, model_config, names, dtype)
-    shards = _split(tensors, max_shard_bytes)
+    shards = _split_into_shards(tensors, max_shard_bytes)
     texts = _text_files(recipe, model_config, tensors, end_id, turn_ends, tokenizer, model_files or ModelFiles())
     if heads:
         texts[CONFIG_JSON] = _classifier_config(texts[CONFIG_JSON], heads[0][0])
@@ -321,7 +325,9 @@ def write_folder(
     overwrite: bool,
     setting: str,
 ) -> list[Path]:
-    """Write text and tensor files into the folder `path`, under temporary names until all are complete; return them.
+    """Write text and tensor files into the folder `path`, and return their paths.
+
+    All files have temporary names until the last one is complete.
 
     texts: the contents of the text files, by name.
     shards: the tensors of each safetensors file, by the file's name.
@@ -339,10 +345,10 @@ def write_folder(
         partial = {name: path / f".{name.replace('/', '-')}{PARTIAL}" for name in names}
         try:
             for name, text in texts.items():
-                with _synced(partial[name]) as file:
+                with _open_synced(partial[name]) as file:
                     file.write(text)
             for name, shard in shards.items():
-                with _synced(partial[name]) as file:
+                with _open_synced(partial[name]) as file:
                     _write_safetensors(file, shard, source, mark)
         except BaseException:
             for unfinished in partial.values():
@@ -396,7 +402,7 @@ def _list_tensors(
 def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) -> list[str]:
     """Return the persistent buffers of `model` that its Hugging Face counterpart lacks.
 
-    An example is the bias with which a router selects experts, for a model type without it.  Empty if `hf.names` is not
+    An example is the bias with which a router selects experts, if the model type has none.  Empty if `hf.names` is not
     used.
     """
     if recipe.hf is None or recipe.hf.stored is not None:
@@ -406,8 +412,8 @@ def buffers_without_name(model: nn.Module, recipe: Recipe, model_config: Any) ->
     return [name for name in buffers if names.to_huggingface(name) is None]
 
 
-def _split(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
-    """Distribute the tensors, in the model's order, over files; return the tensors of each file by its name."""
+def _split_into_shards(tensors: Sequence[ExportedTensor], max_bytes: int) -> dict[str, list[ExportedTensor]]:
+    """Distribute the tensors, in the model's order, over files; return the tensors of each file by the file's name."""
     shards: list[list[ExportedTensor]] = [[]]
     for tensor in tensors:
         if shards[-1] and sum(other.num_bytes for other in shards[-1]) + tensor.num_bytes > max_bytes:
@@ -476,7 +482,7 @@ def _config_json(
 
 
 def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: Sequence[ExportedTensor]) -> bytes:
-    """Return the original config.json, in which only outdated entries are changed."""
+    """Return the original config.json with only its outdated entries changed."""
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
     try:
@@ -497,7 +503,7 @@ def _classifier_config(content: bytes, num_labels: int) -> bytes:
     """Return the config.json of a sequence classifier with `num_labels` scores.
 
     transformers uses the score at the last token that is not padding.  If the padding token is also an end-of-text
-    token, at which the score was trained, it is removed from config.json; sequences then cannot be scored in batches.
+    token, at which the score was trained, `pad_token_id` is removed; sequences then cannot be scored in batches.
     """
     entries = json.loads(content)
     kind = re.sub("(ForCausalLM|LMHeadModel)$", "", entries["architectures"][0])
@@ -517,7 +523,7 @@ def _main_dtype(tensors: Sequence[ExportedTensor]) -> str:
 
 
 def _add_eos_ids(settings: bytes, default: int | list[int] | None, new: Collection[int]) -> bytes:
-    """Append `new` to the ids in `eos_token_id` of a JSON file, or to `default` if the file has no such entry."""
+    """Append `new` to the ids in a JSON file's `eos_token_id`, or to `default` if the file has no such entry."""
     content = json.loads(settings)
     ends = content.get("eos_token_id", default)
     ends = [] if ends is None else ends if isinstance(ends, list) else [ends]
@@ -557,17 +563,17 @@ def _write_tensor(file: BinaryIO, position: int, tensor: ExportedTensor, source:
     num_rows = tensor.shape[0] if tensor.shape else 1
     widest = max(source.dtypes[tensor.name], tensor.dtype, key=lambda dtype: dtype.itemsize)
     for start, stop in row_blocks(tensor.shape, widest, 0, num_rows):
-        if tensor.transposed and len(tensor.shape) > 2:
-            file.write(_bytes(_read_block(source, tensor, start, stop).mT))
-        elif tensor.transposed:
+        if tensor.is_transposed and len(tensor.shape) > 2:
+            file.write(_as_bytes(_read_block(source, tensor, start, stop).mT))
+        elif tensor.is_transposed:
             # A block of source rows covers some columns of every stored row.
             columns = _read_block(source, tensor, start, stop).t().contiguous()
             for row in range(len(columns)):
                 file.seek(position + (row * num_rows + start) * tensor.dtype.itemsize)
-                file.write(_bytes(columns[row]))
+                file.write(_as_bytes(columns[row]))
             del columns  # before the next block is read, to save memory
         else:
-            file.write(_bytes(_read_block(source, tensor, start, stop)))
+            file.write(_as_bytes(_read_block(source, tensor, start, stop)))
     file.seek(position + tensor.num_bytes)
 
 
@@ -593,14 +599,14 @@ def cast_weight(weight: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Te
     return cast
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _as_bytes(tensor: torch.Tensor) -> memoryview:
     # Not `reshape`: a contiguous tensor with one element may have any stride, and then cannot be viewed as bytes.
     flat = tensor.detach().contiguous().as_strided((tensor.numel(),), (1,))
     return flat.view(torch.uint8).numpy().data
 
 
 def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: int | None) -> dict[str, bytes]:
-    """Return a tokenizer's files, with a minimal tokenizer_config.json if they have none; `bytes` does not get one."""
+    """Return a tokenizer's files, with a minimal tokenizer_config.json if it is missing; `bytes` does not get one."""
     if tokenizer == "bytes" and TOKENIZER not in files:
         return dict(files)
     try:
@@ -616,11 +622,11 @@ def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: in
         "clean_up_tokenization_spaces": False,
         **({"eos_token": end_token} if end_token is not None else {}),
     }
-    return {"tokenizer_config.json": json_bytes(settings), **files}
+    return {_TOKENIZER_CONFIG: json_bytes(settings), **files}
 
 
 def _prepare_folder(folder: Path, overwrite: bool, setting: str) -> None:
-    """Create `folder`, or check that it may be written to: it must be empty, or hold an export that may be replaced."""
+    """Create `folder`.  Raises UserError if that fails, or if it holds anything but an export that may be replaced."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for entry in folder.iterdir():
@@ -658,7 +664,7 @@ def _is_export_file(name: str) -> bool:
 
 
 @contextmanager
-def _synced(path: Path) -> Iterator[BinaryIO]:
+def _open_synced(path: Path) -> Iterator[BinaryIO]:
     """Open a file for writing, and flush it to disk when the block ends."""
     with open(path, "wb") as file:
         yield file

@@ -1,7 +1,7 @@
 """Loads weights: the initial weights of a training run, or an unsharded model for inference.
 
 Weights come from checkpoints, run folders, Hugging Face folders, or single state-dict files.  Functions that take a
-`Channel` are collective and raise the same errors on all ranks; `load_weights` needs no process group.
+`Channel` are collective and raise errors on all ranks together; `load_weights` needs no process group.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ MODEL_FILES = "origin"
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
     """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its recipe provides.
 
-    load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; nothing is loaded
-        here then.
+    load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; if so, nothing is
+        loaded here.
     """
     recipe = config.recipe
     source = recipe.initial_weights(config.model)
@@ -81,8 +81,8 @@ def load_initial_weights(
 ) -> str:
     """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
 
-    Stores the files that came with the weights in `model_files`.  Returns a description of where the weights came from,
-    for the start block.
+    With adapters, `load_base` has already loaded the weights.  Stores the files that came with the weights in
+    `model_files`.  Returns a description of where the weights came from, for the start block.
 
     setting: the setting to name in errors if the model is not the one that the run's own settings describe.
 
@@ -96,15 +96,16 @@ def load_initial_weights(
             f"warning: {initial.setting}: {path} has no {CONFIG_JSON}: settings without a tensor, such as rope_theta, "
             "are taken from model.*"
         )
-    if source is not None and not config.lora.rank:  # `load_base` has loaded the base of adapters
+    if source is not None and not config.lora.rank:
         channel.agreed(lambda: fill(model, source, initial.setting))
 
-    def read_files() -> dict[str, bytes]:
-        """Return the files that came with the model: from the folder of the weights, else from `model.path`."""
+    def read_files() -> dict[str, bytes]:  # from the folder of the weights, else from `model.path`
+        if not channel.is_main:
+            return {}
         files = model_files_of(source).files if source is not None else {}
         return files or (read_model_files(config.model_path) if config.model_path else {})
 
-    model_files.files = channel.broadcast(channel.agreed(lambda: read_files() if channel.is_main else {}))
+    model_files.files = channel.broadcast(channel.agreed(read_files))
     store_tokenizer(model_files, config, channel)
     if source is None:
         note = f"; the weights in {path} are not used" if path else ""
@@ -118,6 +119,7 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
     """Load weights that a run does not train, such as the base of adapters, and return their identity.
 
     If they are random, nothing is loaded.  Each rank reads its own rows and, for the checksum, some of the tensors.
+
     setting: see `load_initial_weights`.
 
     Raises UserError on all ranks if the weights do not fit.  Collective: a few small messages.
@@ -137,7 +139,7 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
-    """Fill all weights except adapters.  Returns a mapping from their names to their names in `source`."""
+    """Fill all weights except adapters.  Returns their names in `source`, by their names in the model."""
     renamed = rename_for_adapters(source, (name for name, _ in model.named_parameters()))
     fill(model, renamed, setting, only=is_base_weight)
     names = find_weights(model, renamed, setting, only=is_base_weight)
@@ -150,8 +152,8 @@ class _InitialWeights:
 
     source: the source of the weights; None if they are random.
     setting: the setting that names the weights, for messages.
-    location: the location that `train.init_from` names (for a run folder, that of the checkpoint); None if unset.
-    path: the path of the weights or of the model's folder; may be empty.
+    location: the location that `train.init_from` names (for a run folder, its newest checkpoint); None if unset.
+    path: the path of `location`, else of the model's folder; may be empty.
     """
 
     source: WeightSource | None
@@ -209,7 +211,7 @@ def load_weights(
         registered models are built.
     ema: whether to use the averaged weights of a run with `train.ema`.
 
-    Raises UserError for a model that is not registered and not allowed.
+    Raises UserError if there are no weights at `path`, or if the model is neither registered nor allowed.
     """
     location = locate(local_model_path(path))
     if location.kind == "huggingface":
@@ -218,7 +220,7 @@ def load_weights(
 
 
 def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if there is one for it."""
+    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if one supports its type."""
     folder = Path(location.path)
     model_type = read_config(folder, "path")["model_type"]
     is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
@@ -302,7 +304,7 @@ def with_merged_adapters(
     dtype: torch.dtype | None = None,
     into_original: bool = False,
 ) -> WeightSource:
-    """Return the weights of a checkpoint's model, with its adapters, if any, merged into them.
+    """Return the weights in a checkpoint, with the adapters, if it has any, merged into them.
 
     base: the path of the base weights if they have moved; None for the path in the checkpoint.
 
@@ -310,7 +312,8 @@ def with_merged_adapters(
     else in their stored dtype.  With `into_original`, they are merged into the weights before quantization, which gives
     a different model from the one that was trained.
     """
-    if not adapted_layers(stored.shapes):
+    adapted = adapted_layers(stored.shapes)
+    if not adapted:
         return stored
     keys = ("alpha", "rank", "base_dtype")
     alpha, rank, base_dtype = (stored_value(stored.config_yaml, f"lora.{key}") for key in keys)
@@ -319,7 +322,6 @@ def with_merged_adapters(
     model = build_meta_model(recipe, model_config)
     transposed = transposed_layers(model)
     packings: dict[str, Packing] = {}
-    adapted = adapted_layers(stored.shapes)
     experts = find_matrices(model, adapted)
     if str(base_dtype) in CODE_BITS and not into_original:
         expert_adapters = {matrix.adapter for matrix in experts.values()}

@@ -1,4 +1,4 @@
-"""The model card of an export: the run's data, settings and losses, and the license of its base model.
+"""Builds the model card of an export: the run's data, settings and losses, and the license of its base model.
 
 The card is made from the run's configuration and metrics, the exported files, and the base model's README.md.  Local
 paths are shortened to their last part, since a card is public.  Format: https://huggingface.co/docs/hub/model-cards.
@@ -23,16 +23,17 @@ _SETTINGS = (
     *("optim.name", "optim.lr", "optim.weight_decay", "schedule.name", "schedule.warmup_steps"),
     *("train.global_batch_size", "data.seq_len", "lora.rank", "lora.alpha", "train.weights_dtype", "run.seed"),
 )
+"""Keys of the settings that a card lists."""
 
 
 def model_card(
     config: RunConfig, title: str, step: int, records: Sequence[Mapping[str, Any]], version: str, exported: Path
 ) -> str:
-    """Return the text of README.md for a model that was trained with `config` up to `step`.
+    """Return the text of README.md for a model that was trained with `config` for `step` steps.
 
     records: the run's `train` and `eval` records; may be empty.
     version: the version of meshtrainer.
-    exported: the folder of the export, whose files tell whether it is an adapter, a classifier or neither.
+    exported: the folder of the export, whose files show whether the model is an adapter or a classifier.
     """
     base = config.train.init_from or config.model_path
     base_name = None if base is None else _public_name(name_of_source(base))

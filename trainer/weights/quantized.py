@@ -1,6 +1,6 @@
-"""Dequantizes the weights of published models to bfloat16 while their rows are read.
+"""Dequantizes the weights of published models to bfloat16 as their rows are read.
 
-`quantization_config` in config.json selects one of two formats:
+`quantization_config` in config.json names one of two formats:
 
 - `mxfp4`: the experts of gpt-oss.  `NAME_blocks` (E, N, K / 32, 16) packs two 4-bit numbers per byte, and `NAME_scales`
   (E, N, K / 32) holds the exponent, biased by 127, that each group of 32 numbers shares.  The dequantized weight is
@@ -38,12 +38,13 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def with_dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Replace the readers of each quantized weight by one reader, which dequantizes the rows that it reads.
+    """Replace the readers of each quantized weight by a single reader, which dequantizes the rows that it reads.
 
     readers: for each tensor by name, its file and its reader (from safetensors' `get_slice`).
     quantization: the entry `quantization_config` of config.json.
 
-    Raises UserError for other formats, and for weights whose tensors are missing or have inconsistent shapes.
+    Raises UserError for other formats, for an invalid block shape, and for weights whose scales are missing or do not
+    fit their shape.
     """
     method = quantization.get("quant_method")
     if method not in ("mxfp4", "fp8"):

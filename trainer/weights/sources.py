@@ -1,7 +1,7 @@
 """Sources of weights, and `fill`, which copies weights from a source into a model.
 
-A source reads rows of named tensors, and hides their format: a checkpoint, a Hugging Face folder or a single file.
-Each rank reads the rows that it needs, without communication.
+A source reads rows of named tensors, and hides where they are stored: in a checkpoint, a Hugging Face folder or a
+single file.  Each rank reads the rows that it needs, without communication.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ def fill(
 ) -> None:
     """Copy the weights of `source` into `model`, in place, in the dtypes or quantized formats of the model's weights.
 
-    only: a predicate on our names.  If given, only weights for which it is true are copied; the source may lack others,
-        or have additional ones.
+    only: a predicate on the model's names.  If given, only weights for which it is true are copied; the source may lack
+        others, or have additional ones.
 
     The model must be materialized, and may be sharded.  Each rank reads only the rows that it holds, a block at a time;
-    of a tensor sharded along another dimension it reads all rows.  Persistent buffers that the source lacks keep their
-    values.  No collectives.
+    if a tensor is sharded along another dimension, it reads all rows.  Persistent buffers that the source lacks keep
+    their values.  No collectives.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
     `find_weights`).  Raises UserError on a rank that finds NaN or infinity in its part of a parameter.  Rank 0 warns
@@ -120,7 +120,7 @@ def find_weights(
     """Map the names of the model's weights to their names in `source`.  Of tied weights, only the first is a key.
 
     With `only`, the result is restricted to the names for which it is true.  The source may lack a new head
-    (`ScoreHead`), and have the output projection that the head replaces.  It may also lack persistent buffers.
+    (`ScoreHead`), and may have the output projection that the head replaces.  It may also lack persistent buffers.
 
     Raises UserError, starting with `setting`, that lists every difference: weights missing on either side, different
     shapes, quantized weights without their scales, and weights that are tied in the model but not equal in the source.
@@ -171,7 +171,7 @@ def find_weights(
 
 
 def _are_different(source: WeightSource, first: str, second: str) -> bool:
-    """Return whether two tensors of equal shape in the source differ, judging by three of their rows."""
+    """Return whether two tensors of the source differ in three of their rows; False if their shapes differ."""
     shape = source.shapes[first]
     if source.shapes[second] != shape or not shape or not shape[0]:
         return False  # shapes are compared by the caller
@@ -180,7 +180,7 @@ def _are_different(source: WeightSource, first: str, second: str) -> bool:
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the model's own parameters and persistent buffers, under all their names; DTensors if it is sharded.
+    """Return the model's parameters and persistent buffers, under all their names; DTensors if the model is sharded.
 
     Parameters that a forward pass has left gathered are resharded.
     """
@@ -200,8 +200,8 @@ def row_blocks(shape: Sequence[int], dtype: torch.dtype, start: int, stop: int) 
 def full_state_dict(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return, on rank 0, the unsharded model's state dict on the CPU; on other ranks, an empty dict.
 
-    Tied names share one tensor.  Collective: one all-gather per sharded tensor, so every rank must call this, and holds
-    one full tensor at a time.
+    Tied names share one tensor.  Collective: one all-gather per sharded tensor.  Ranks other than 0 hold one full
+    tensor at a time.
     """
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     full: dict[str, torch.Tensor] = {}
@@ -244,7 +244,7 @@ class _StoredTensor:
 
     file: Path
     reader: Any
-    transposed: bool
+    is_transposed: bool
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -265,7 +265,7 @@ class _StackedTensor:
 
 
 class SafetensorsFolder(StoredTensors):
-    """A `WeightSource` for a Hugging Face folder with `model.safetensors`, or with several files and an index.
+    """A `WeightSource` for a Hugging Face folder, with a single `model.safetensors` or several files and an index.
 
     `Recipe.hf` maps the folder's tensor names to ours; `transformers` is not needed.  Files are memory-mapped: opening
     a file reads only its header, and pages are loaded as rows are read.  Tensors unknown to the recipe keep their
@@ -326,9 +326,9 @@ class SafetensorsFolder(StoredTensors):
         try:
             if not stored.shape:
                 tensor: torch.Tensor = stored.reader[...]
-            elif stored.transposed and len(stored.shape) == 2:
+            elif stored.is_transposed and len(stored.shape) == 2:
                 tensor = stored.reader[:, start:stop].t()
-            elif stored.transposed:
+            elif stored.is_transposed:
                 tensor = stored.reader[start:stop].mT
             else:
                 tensor = stored.reader[start:stop]
@@ -344,13 +344,13 @@ class SafetensorsFolder(StoredTensors):
         except OSError as error:
             raise self._unreadable(file, f"cannot be read ({error.strerror or error})") from error
 
-    def _describe(self, file: Path, reader: Any, name: str, transposed: bool) -> _StoredTensor:
+    def _describe(self, file: Path, reader: Any, name: str, is_transposed: bool) -> _StoredTensor:
         shape, dtype = tuple(reader.get_shape()), reader.get_dtype()
         if dtype not in DTYPES:
             raise self._unreadable(file, f"{name} is stored as {dtype}; convert it to one of {', '.join(DTYPES)}")
-        transposed = transposed and len(shape) >= 2
-        shape = (*shape[:-2], shape[-1], shape[-2]) if transposed else shape
-        return _StoredTensor(file, reader, transposed, shape, DTYPES[dtype])
+        is_transposed = is_transposed and len(shape) >= 2
+        shape = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
+        return _StoredTensor(file, reader, is_transposed, shape, DTYPES[dtype])
 
     def _dequantized(self, readers: dict[str, tuple[Path, Any]]) -> dict[str, tuple[Path, Any]]:
         """Replace quantized tensors with dequantizing readers, if the folder's config.json declares a quantization."""
@@ -366,7 +366,7 @@ class SafetensorsFolder(StoredTensors):
         return new_readers
 
     def _stack(self, name: str, rows: Mapping[str, _StoredTensor]) -> _StackedTensor:
-        """Stack tensors, the rows of one of ours.  Raises UserError if rows are missing or differ in shape or dtype."""
+        """Stack tensors, given by row number.  Raises UserError if rows are missing or differ in shape or dtype."""
         first = next(iter(rows.values()))
         numbered = {int(row): stored for row, stored in rows.items() if row.isdecimal()}
         if absent := sorted({*range(len(rows))} - {*numbered}):
@@ -383,7 +383,7 @@ class SafetensorsFolder(StoredTensors):
 
 
 def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[str]]:
-    """Return the folder's safetensors files, each with the names of its tensors in the index, if any."""
+    """Return the folder's safetensors files, each with the names of its tensors according to the index, if any."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         rule = "is a file; give the folder that contains it" if folder.exists() else "there is no such folder"
@@ -418,8 +418,8 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
 class StateDictFile(StoredTensors):
     """A `WeightSource` for a single file of unsharded tensors under our names, such as a state dict from `torch.save`.
 
-    The file is memory-mapped, so that only the requested rows are loaded.  Pickled files are read with
-    `weights_only=True`, so that no code in them runs.
+    The state dict may be the entry `model` of another dict.  The file is memory-mapped, so that only the requested rows
+    are loaded.  Pickled files are read with `weights_only=True`, so that no code in them runs.
     """
 
     _PREFIXES = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
