@@ -965,9 +965,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "rows-rounded-down",
         "from-hugging-face",
-        "trainer.model.placement:cut",
-        "size = -(-(stop - start) // count)",
-        "size = (stop - start) // count",
+        "chunk_of",
+        "size = -(-(stop - start) // num_chunks)",
+        "size = (stop - start) // num_chunks",
     ),
     Defect(
         "stored-the-wrong-way",

@@ -83,9 +83,9 @@ def _check_widths(options: argparse.Namespace) -> int:
             example = {"dim": 64, "num_heads": 4, "num_kv_heads": 4, "ffn_dim": 128}
             raise setting_error("optim.base_model", None, "must give the widths to multiply", example=example)
         curves = _measure(config, base, factors)
-    from trainer.report.widths import write_widths_page
+    from trainer.report.widths import render_widths_page
 
-    html = write_widths_page(f"{config.model.name}: activations by width", curves, options.steps)
+    html = render_widths_page(f"{config.model.name}: activations by width", curves, options.steps)
     try:
         with writing_to("--out", page, len(html.encode())):
             page.write_text(html)

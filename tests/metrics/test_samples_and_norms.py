@@ -131,7 +131,7 @@ def test_status_bar_shows_the_current_phase() -> None:
     console = Console(file=file, width=80, force_terminal=True, color_system=None)
     screen = Terminal(console)
     sink = ConsoleWriter(10, screen)
-    sink.first_step = "compiling"
+    sink.first_step_label = "compiling"
     sink.start({"run": "mine"})
     assert screen._live is not None
 

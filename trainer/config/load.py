@@ -1,4 +1,7 @@
-"""Loads a configuration: merges the defaults, the recipe files and the command line, and runs the passes."""
+"""Loads a configuration: merges the defaults, the recipe files and the command line, and resolves the rest.
+
+The passes that resolve values are in `passes.py`.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +29,10 @@ def load_config(
     """Return the configuration of `recipe` with `key=value` overrides.
 
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
-    from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  A configuration loaded from a
-    run folder continues that run, even if the folder has been moved, unless `overrides` contain `run.dir` or
-    `run.name`.  A learning-rate range test gets a separate folder.
+    from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  Training with the
+    configuration of a run folder continues that run, even if the folder has been moved, unless `overrides` give the
+    run another folder or name.  A learning-rate range test (`schedule.name=range`) gets a folder beside it, so that the
+    run itself is not touched.
 
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
@@ -49,7 +53,7 @@ def load_config(
 def load_with_origins(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
 ) -> tuple[RunConfig, Resolution]:
-    """Return the configuration that `load_config` returns, and the `Resolution`, which has the origin of each value."""
+    """Return what `load_config` returns, and the `Resolution`, which records where each non-default value came from."""
     path = find_recipe_file(recipe)
     resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
     tree = run_passes("files", read_yaml(path), resolution)

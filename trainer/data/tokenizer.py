@@ -1,7 +1,8 @@
 """Tokenizers convert text to token ids and back, and know the special tokens around a document, such as BOS and EOS.
 
-Every tokenizer has an end-of-document token.  The post-processor in tokenizer.json defines the tokens that the
-tokenizer adds itself; only the configuration files next to tokenizer.json name the EOS token.
+Every tokenizer has an end-of-document token.  For a Hugging Face tokenizer it is usually the EOS token, which only the
+configuration files next to tokenizer.json name; the post-processor in tokenizer.json determines which special tokens
+are added to a text automatically.
 
 This module does not import torch.
 """
@@ -34,7 +35,8 @@ _BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[
 """Common names of the beginning-of-text token, tried in this order if nothing else determines it."""
 
 _RULES_VERSION = "text is text"
-"""Change this if a code change makes a tokenizer file give different tokens, so that cached ones are not used."""
+"""Part of a tokenizer's name, so of the keys of caches.  Change it if a code change makes the same tokenizer file give
+different tokens.  The current text stands for the rule that special tokens in a text are encoded as text."""
 
 
 class Tokenizer(ABC):
@@ -55,7 +57,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str | bytes) -> NDArray[np.integer[Any]]:
-        """Return the ids of `text`, a one-dimensional array."""
+        """Return the ids of `text` as a one-dimensional array."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:

@@ -124,7 +124,9 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     watchdog = Watchdog(world, config)
     watch_phases(watchdog, model, optimizer.parts)
     if metrics.console is not None:
-        metrics.console.first_step = "compiling" if compiles_blocks(config.train.compile, world.device.type) else ""
+        metrics.console.first_step_label = (
+            "compiling" if compiles_blocks(config.train.compile, world.device.type) else ""
+        )
         watchdog.observers.append(metrics.console.enter_phase)
     profile = Profile(config, world.rank, world.device, metrics, watchdog)
     storage = world.agreed(lambda: open_storage(config.checkpoint.dir or folder.path / "checkpoints"))

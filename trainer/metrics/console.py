@@ -38,13 +38,13 @@ class ConsoleWriter(RecordWriter):
         self.num_steps = num_steps
         self._screen, self._on_close = screen, on_close
         self._drawn_at: float | None = None
-        self._step_s = math.nan  # moving average over the lines
+        self._step_s = math.nan  # moving average of the seconds per step, updated by each `train` record
         self._step, self._phase_label = 0, ""
-        self.first_step = ""
-        """Status bar label for the first step, such as `compiling`; empty for an ordinary step."""
+        self.first_step_label = ""
+        """Status bar label until the first step has completed, such as `compiling`; empty if there is none."""
 
     def start(self, summary: Mapping[str, str]) -> None:
-        """Print the summary at the start of the run, given as text by topic."""
+        """Print the start block.  summary: the text of each topic."""
         self._screen.show_summary({printable(topic): printable(text) for topic, text in summary.items()})
 
     def write(self, record: Record) -> None:
@@ -133,7 +133,7 @@ class ConsoleWriter(RecordWriter):
 
     def progress(self, step: int) -> None:
         """Update the status bar.  Called every step; redraws at most five times per second, and after the last step."""
-        now, self._step, self.first_step = time.perf_counter(), step, ""
+        now, self._step, self.first_step_label = time.perf_counter(), step, ""
         if self._drawn_at is not None and now - self._drawn_at < 0.2 and step < self.num_steps:
             return
         self._drawn_at = now
@@ -141,7 +141,7 @@ class ConsoleWriter(RecordWriter):
 
     def enter_phase(self, phase: str) -> None:
         """Show the current phase outside a step in the status bar."""
-        label = _PHASE_LABELS.get(phase, self.first_step)
+        label = _PHASE_LABELS.get(phase, self.first_step_label)
         if label != self._phase_label:
             self._phase_label = label
             self._draw()

@@ -1,9 +1,10 @@
-"""Gathers the units of a sharded model, reduces gradients over the ranks, and computes the global gradient norm.
+"""Controls when FSDP gathers units and reduces gradients, and computes the global gradient norm.
 
 FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
-the backward pass runs, as in DistributedDataParallel (DDP).  DDP wraps the model in another module; this module only
-adds hooks to parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020, "PyTorch
-Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are DDP's defaults.
+the backward pass runs, as in DistributedDataParallel (DDP).  DDP wraps the model in another `nn.Module`; here, only
+hooks are added to the parameters, so the model's class, names and forward pass do not change.  Source: Li et al. 2020,
+"PyTorch Distributed: Experiences on Accelerating Data Parallel Training", arXiv:2006.15704; bucket sizes are DDP's
+defaults.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
     fsdp = fsdp or FsdpSection()
     replicas = replicas_of(model)
     if replicas is not None:
-        replicas.enable(enabled)
-    # Do not call `set_is_last_backward`: FSDP would keep the recorded order of the forward pass, and each further
-    # micro-batch would needlessly gather the last unit of the previous one.
+        replicas.set_requires_gradient_sync(enabled)
+    # Do not call `set_is_last_backward(False)` for earlier micro-batches: FSDP would not clear the order that it
+    # recorded in the forward pass, and the next backward pass would gather a unit of the previous one for nothing.
     for module in _fsdp_modules(model):
         module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)
         module.set_requires_all_reduce(enabled, recurse=False)
@@ -296,7 +297,7 @@ class Replicas:
         """Return whether gradients of `parameter` are averaged: it was trainable when `replicate` was called."""
         return any(parameter is averaged for bucket in self._buckets for averaged in bucket.parameters)
 
-    def enable(self, enabled: bool) -> None:
+    def set_requires_gradient_sync(self, enabled: bool) -> None:
         """Set whether the next backward pass averages gradients or accumulates them on this rank."""
         self.enabled = enabled
         self._is_running = False  # a pass that raised an error has not finished

@@ -13,7 +13,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trainer.model.packed import num_weights
-from trainer.model.placement import Box, Division, cut
+from trainer.model.placement import Box, Division, chunk_of
 
 
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
@@ -110,7 +110,7 @@ def local_box(tensor: torch.Tensor) -> Box | None:
         return None
     for axis, placed in sorted(split, key=lambda pair: isinstance(pair[1], _StridedShard)):
         dim, mesh = placed.dim, tensor.device_mesh  # type: ignore[attr-defined]
-        box[dim] = cut(box[dim], mesh.get_local_rank(axis), mesh.size(axis))
+        box[dim] = chunk_of(box[dim], mesh.get_local_rank(axis), mesh.size(axis))
     return tuple(box)
 
 

@@ -1,7 +1,7 @@
 """Chooses how a parameter is divided among the ranks of the shard axis, and computes where each rank's shard lies.
 
-Pure arithmetic on shapes, used by the planner and by Muon; `trainer.model.shard` passes the choice on to FSDP, which
-makes the shards.
+Pure arithmetic on shapes, used by the planner and by Muon.  `trainer.model.shard` passes the choice on to FSDP, which
+makes the shards; if matrices are split by rows, `trainer.model.row_shards` replaces FSDP's.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _MAX_PADDING = 1 / 8
 
 @dataclass(frozen=True)
 class Division:
-    """The division of a tensor among `parts` x `expert` ranks of the shard axis.
+    """How a tensor is divided among `parts` x `expert` ranks of the shard axis.
 
-    Dimension 0 is divided among the `expert` consecutive ranks of an expert group; then dimension `dim` of each piece
-    is divided among the `parts` groups.  If a stack has fewer matrices than there are ranks, each matrix is split by
-    rows among `ranks_per_matrix` consecutive ranks (`trainer.model.row_shards`).
+    Dimension 0 is divided among the ranks of an expert group, which are `expert` consecutive ranks.  Then dimension
+    `dim` of each piece is divided among the `parts` groups.  If `ranks_per_matrix` is above 1, the tensor is a stack of
+    fewer matrices (N, rows, columns) than there are ranks, and each matrix is instead split by rows among that many
+    consecutive ranks.
     """
 
     dim: int = 0
@@ -39,9 +40,9 @@ class Division:
         box = [(0, size) for size in shape] or [(0, 1)]
         if self.ranks_per_matrix > 1:
             matrix, part = divmod(group, self.ranks_per_matrix)
-            return ((matrix, matrix + 1), cut(box[1], part, self.ranks_per_matrix), *box[2:])
-        box[0] = cut(box[0], expert_rank, self.expert)
-        box[self.dim] = cut(box[self.dim], group, self.parts)
+            return ((matrix, matrix + 1), chunk_of(box[1], part, self.ranks_per_matrix), *box[2:])
+        box[0] = chunk_of(box[0], expert_rank, self.expert)
+        box[self.dim] = chunk_of(box[self.dim], group, self.parts)
         return tuple(box)
 
     def gathered_numel(self, shape: Sequence[int]) -> int:
@@ -54,11 +55,11 @@ class Division:
         return math.prod(sizes)
 
 
-def cut(span: tuple[int, int], number: int, count: int) -> tuple[int, int]:
-    """Return part `number` of the range `span`, [start, stop), divided into `count` parts as by `torch.chunk`."""
+def chunk_of(span: tuple[int, int], index: int, num_chunks: int) -> tuple[int, int]:
+    """Split the range [start, stop) into `num_chunks` as `torch.chunk` does, and return chunk `index`."""
     start, stop = span
-    size = -(-(stop - start) // count)
-    return min(stop, start + number * size), min(stop, start + (number + 1) * size)
+    size = -(-(stop - start) // num_chunks)
+    return min(stop, start + index * size), min(stop, start + (index + 1) * size)
 
 
 def choose_dim(shape: Sequence[int], parts: int, num_dims: int, max_padding: float = _MAX_PADDING) -> int:

@@ -38,9 +38,14 @@ class ShardUnit:
 
 
 def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
-    """Return the units for `fsdp.wrap`, without the root, as listed, which should be the order of the forward pass.
+    """Return the FSDP units that `wrap` selects, without the root.
 
-    Raises UserError for names that the model does not have, and for units that would separate tied parameters.
+    wrap: the setting `fsdp.wrap`: `block` for the units that the recipe lists, `size:N`, or `package.module:function`.
+
+    Units that the recipe or a function lists keep their order, which should be that of the forward pass.  All others
+    are in the order of `named_modules`.
+
+    Raises UserError for a listed name that the model does not have, and for units that would separate tied parameters.
     """
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
@@ -56,7 +61,7 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
 
 
 ROOT = "root"
-"""Key for parameters outside all units."""
+"""Key for the parameters outside all units, in the result of `parameters_by_unit`."""
 
 
 def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:

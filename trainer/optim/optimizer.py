@@ -25,14 +25,18 @@ from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_mu
 from trainer.optim.muon import Muon
 
 MATCHES_TORCH_MUON = "as_torchs"
-"""Key in Muon's parameter groups, set if the run continues from a checkpoint of torch.optim.Muon."""
+"""Key in Muon's parameter groups, set if the run continues from a checkpoint of torch.optim.Muon.  Its value lies in
+checkpoints, so it stays as it is."""
 
 
 class StepListener(Protocol):
     """A callback that runs after every optimizer step."""
 
     def after_step(self, is_finite: torch.Tensor | None) -> None:
-        """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not block on the device."""
+        """Called after each step.  Must not block on the device.
+
+        is_finite: a scalar, false if the step was skipped; None if that was not checked.
+        """
 
 
 class Optimizer:
@@ -47,7 +51,7 @@ class Optimizer:
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:
-        """Wrap the result of `build_optimizer`, unless it is already an `Optimizer`."""
+        """Wrap what `Trainer.build_optimizer` returned, which may be a plain torch optimizer."""
         return built if isinstance(built, Optimizer) else cls(built)
 
     @property

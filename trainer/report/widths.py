@@ -37,7 +37,7 @@ class WidthCurves:
         return float(np.polyfit(np.log(self.widths), np.log(self.after_steps[layer]), 1)[0])
 
 
-def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
+def render_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
     """Return a self-contained page with a chart and a table that compare the parametrizations."""
     picture = base64.b64encode(draw_widths(curves, steps)).decode()
     headers = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
@@ -49,7 +49,8 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
     )
     text = (
         f"Mean absolute activation of each layer, at initialization and after {steps} steps. "
-        "A layer whose line rises after the steps changes more in wider models, which then need a lower learning rate."
+        "If a layer's line slopes upward after the steps but not at initialization, its updates grow with the width, "
+        "and wider models need a lower learning rate."
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -57,7 +58,7 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         f'<header><h1>{escape(title)}</h1><p class="muted">{escape(text)}</p></header>\n'
         f'<section class="card"><img style="width: 100%" alt="{escape(title)}" src="data:image/png;base64,{picture}">'
-        f'</section>\n<section class="card"><h2>Power of the width with which activations grow</h2>'
+        f'</section>\n<section class="card"><h2>Exponent p of the growth with the width: activations ~ width^p</h2>'
         f"<table><thead><tr><th>layer</th>{headers}</tr></thead><tbody>{rows}</tbody></table></section>\n"
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S')} by meshtrainer.</footer></main></body></html>\n"
     )

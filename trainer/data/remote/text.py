@@ -28,14 +28,16 @@ _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
 class RemoteText:
     """Text files at URLs.
 
-    folder: the folder to download them to, shared by all processes of this machine.
+    folder: the folder to download them to, shared by all processes on this machine.
     """
 
     items: Sequence[RemoteFile]
     folder: Path
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the local files, which may not exist yet.  Their names change with the content at their URLs.
+        """Return the files at their local paths, where they may not have been downloaded yet.
+
+        A path changes if the size or the version of the file at its URL does.
 
         key: the setting that names the files, for messages.
         """
@@ -52,7 +54,7 @@ class RemoteText:
         Raises RemoteReadError if a file cannot be downloaded or is a web page, FileChanged if a file has changed since
         it was looked up, and OSError if the folder cannot be used.
         """
-        cache = ShardCache(self.folder, None)
+        cache = ShardCache(self.folder, limit=None)
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)
