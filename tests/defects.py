@@ -916,8 +916,8 @@ DEFECTS: list[Defect] = [
         "damaged-left-there",
         "damage",
         "CheckpointReader.restore",
-        "self.world.agreed(lambda: self._quarantine(damaged, DAMAGED))",
-        "self.world.agreed(lambda: self._quarantine((), DAMAGED))",
+        "self.world.agreed(lambda: self._quarantine_damaged(damaged))",
+        "self.world.agreed(lambda: self._quarantine_damaged(()))",
     ),
     Defect(
         "begins-anew-without-a-word",
