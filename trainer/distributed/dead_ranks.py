@@ -26,7 +26,7 @@ _MAX_NAMED = 4
 
 
 def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
-    """Describe how a rank ended, as far as its exit code shows."""
+    """Describe how a rank ended, as far as its exit code tells.  exit_code: None if it is unknown."""
     subject = f"rank {rank} (process {pid})"
     if exit_code is None:
         return f"{subject} has died"
