@@ -367,8 +367,8 @@ class Trainer:
         if loaded_step is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.step_metrics.discard_pending_step()
-            self.saver.record_loaded(self.state, self.resume.is_same_run)
-            self.stop_criterion.after_load(self.resume.is_same_run)
+            self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
+            self.stop_criterion.after_load(self.resume.is_own_checkpoint)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                 store_tokenizer(self.model_files, self.config, self.world)
             self.lifecycle.restore()

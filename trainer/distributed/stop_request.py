@@ -54,7 +54,7 @@ class StopRequest:
         self._deadline: float | None = None
         self._reason: str | None = None
         self.exits_on_sigterm = False
-        """True after another rank has failed: SIGTERM then ends this process, which may hang in a collective, at once."""
+        """True after another rank has failed: SIGTERM then exits at once, since this rank may hang in a collective."""
         self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False
@@ -63,7 +63,7 @@ class StopRequest:
         """Called before a second Ctrl-C (SIGINT) ends the process."""
         self._polled_at = 0.0
         self.prompt: PromptStop | None = None
-        """Ends the process within seconds of a signal, while there is nothing to save; None if never enabled."""
+        """Ends the process within seconds of a signal while nothing needs saving; None if never enabled."""
 
     def install(self) -> None:
         """Install the signal handlers, unless they are installed already."""
