@@ -34,13 +34,13 @@ def newest_step(storage: Storage) -> int | None:
 
 
 def best_step(storage: Storage) -> int | None:
-    """Return the step of the checkpoint in `storage` with the best evaluation; None if none has been evaluated."""
+    """Return the step of the checkpoint with the best evaluation in `storage`; None if none was evaluated."""
     best = find_best(storage)
     return None if best is None else best[1]
 
 
 def find_best(storage: Storage) -> tuple[float, int] | None:
-    """Return the metric and the step of the checkpoint in `storage` with the best evaluation; None if there is none.
+    """Return the metric and step of the checkpoint with the best evaluation in `storage`; None if none was evaluated.
 
     Checkpoints are ranked by the metric that was configured when the newest good one with an evaluation was saved.
     """

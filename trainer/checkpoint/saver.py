@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from trainer.lifecycle.watchdog import Watchdog
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
-"""Pause before each attempt at the final save."""
+"""Pause before each attempt at the final save, in seconds."""
 _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
-"""Pauses before further attempts if the disk is full."""
+"""Pauses before the further attempts that are made if the disk is full."""
 
 
 class Saver:
@@ -89,7 +89,7 @@ class Saver:
         self._saved_key: tuple[object, ...] | None = None
         """The key of the state in this run's newest checkpoint; None if there is no such checkpoint."""
         self.longest_save_s = 0.0
-        """Duration of the longest save in seconds."""
+        """Duration of the longest save so far, in seconds."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""

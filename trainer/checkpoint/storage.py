@@ -1,6 +1,6 @@
 """Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
-Both publish a folder atomically, but in different ways.  On a file system the folder is written under a temporary name,
+A folder is published atomically in both, but in different ways.  In a file system it is written under a temporary name,
 flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last and acts as the
 commit, and a folder without a manifest is not a checkpoint.  Names are relative paths with slashes.
 
