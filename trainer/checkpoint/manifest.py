@@ -43,6 +43,7 @@ class Manifest:
     step: int
     world_size: int
     mesh: Mapping[str, int]
+    """Size of each mesh axis, by name."""
     torch: str
     created: str
     """Time of writing, UTC, ISO 8601."""

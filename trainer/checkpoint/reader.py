@@ -239,7 +239,7 @@ class CheckpointReader:
         return RestoredCheckpoint(str(storage), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
-        """Return the result of `work` on this rank, and the damage that any rank found, one line each."""
+        """Return the result of `work` on this rank, and the damage found by any rank, one line each.  One gather."""
         result, damage = None, ""
         try:
             result = work()

@@ -274,7 +274,10 @@ class PinnedStorage(LocalStorage):
 
     @contextlib.contextmanager
     def linked_folder(self) -> Iterator[str]:
-        """Yield a folder with symbolic links to the open files, for local code or processes that need a path."""
+        """Yield a folder with symbolic links to the open files, for local code and processes that need a path.
+
+        Where /proc is missing, yields the checkpoint's own folder.
+        """
         with tempfile.TemporaryDirectory(prefix="meshtrainer-") as folder:
             path = Path(folder) / self.path.name
             for name, descriptor in self._descriptors.items():

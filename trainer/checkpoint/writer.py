@@ -199,7 +199,7 @@ class Checkpoints:
         return self.in_flight is not None and not self.in_flight.done() and time.monotonic() > self._overdue_at
 
     def check(self, state: TrainState) -> None:
-        """Raise UserError on all ranks if the state cannot be saved, before hours of training are spent on it."""
+        """Raise UserError on all ranks if the state cannot be saved, before hours of training are lost.  One gather."""
 
         def try_to_collect() -> None:
             state.check_complete()

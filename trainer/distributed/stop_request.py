@@ -1,7 +1,8 @@
 """Requests to stop: a signal, a file `notice` in the run folder, or the time limit of the job.
 
 The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
-Before the first step, when there is nothing to save, a signal ends the process within seconds (`trainer.stopping`).
+Until the first step has ended there is nothing to save, so a signal ends the process within seconds
+(`trainer.stopping`).
 This module does not import torch, so that the handlers are installed before torch is imported.
 """
 
@@ -205,7 +206,7 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch signals for a Trainer that will be created later.  Until its first step, a signal ends the process."""
+    """Catch signals for a Trainer that will be created later.  Until it has done a step, a signal ends the process."""
     request = StopRequest()
     request.install()
     request.enable_prompt_stop()

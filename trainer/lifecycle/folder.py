@@ -52,6 +52,7 @@ class FolderLoss:
     """The loss of one of the run's folders, which is no longer at its configured path."""
 
     setting: str
+    """The setting that names the folder: `run.dir` or `checkpoint.dir`."""
     folder: Path
     event: str
     """What happened, such as "was deleted"."""

@@ -1,4 +1,4 @@
-"""Selects and loads the checkpoint that a run resumes from, and moves aside checkpoints and records that it supersedes.
+"""Selects and loads the checkpoint that a run resumes from, and moves aside the files that the run supersedes.
 
 `EarlierAttempts` compares the records in the run folder with the run's checkpoints, to notice missing checkpoints.
 """

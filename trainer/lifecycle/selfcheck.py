@@ -64,7 +64,8 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 
     The code consists of this package with its recipes and objectives; the modules that define the model, the objective
     and `owner`; and the versions of torch and Python.  Call this before anything is built, because ranks with different
-    meshes would wait for each other.  Also raises UserError if `owner` does not train for `train.objective`.
+    meshes would wait for each other.  Also raises UserError if `owner` does not train for `train.objective`.  If the
+    self-check is off on all ranks, differences are ignored.
 
     owner: the Trainer's class.
     exempt: patterns of configuration keys and source files that may differ.

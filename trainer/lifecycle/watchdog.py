@@ -45,14 +45,16 @@ from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
-_POLL_S, _POLLS_PER_REQUEST = 0.5, 4
-"""Seconds between polls of the limits, and polls between looks in the store for another rank's request to report."""
+_CHECK_S = 0.5
+"""Seconds between checks of the limits."""
+_CHECKS_PER_POLL = 4
+"""Number of checks of the limits per poll of the store for another rank's request to report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """Seconds that rank 0 waits for the other ranks' reports, and that those ranks wait for rank 0's verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
 """Before this process exits: seconds to wait for the failure to be recorded, and for a save in flight to end."""
 _SUSPENDED_S = 5.0
-"""If two polls are more than this many seconds apart, the process was suspended."""
+"""If two checks are more than this many seconds apart, the process was suspended in between."""
 _MAX_FRAMES = 12
 """Maximum number of frames in a printed stack."""
 _TIMED_OUT = "a collective has timed out"
@@ -181,19 +183,19 @@ class Watchdog(Callback):
             self._has_reported.wait(_ANSWER_S + _VERDICT_S)
 
     def _watch(self) -> None:
-        last_poll, num_polls, stop_event = time.monotonic(), 0, self._stop_event
-        while not stop_event.wait(_POLL_S):
-            suspended_s = time.monotonic() - last_poll
-            last_poll, num_polls = time.monotonic(), num_polls + 1
+        last_check, num_checks, stop_event = time.monotonic(), 0, self._stop_event
+        while not stop_event.wait(_CHECK_S):
+            suspended_s = time.monotonic() - last_check
+            last_check, num_checks = time.monotonic(), num_checks + 1
             if suspended_s > _SUSPENDED_S:  # the process was suspended, for example by Slurm
                 self._extend_limits(suspended_s)
             reason = self._timed_out or self._describe_expired_limit()
-            if reason or (num_polls % _POLLS_PER_REQUEST == 0 and self._is_report_requested()):
+            if reason or (num_checks % _CHECKS_PER_POLL == 0 and self._is_report_requested()):
                 self._report(reason)
                 if self._timed_out or self._world.timed_store is None:
                     self._has_reported.set()
                     return
-                last_poll = time.monotonic()
+                last_check = time.monotonic()
 
     def _extend_limits(self, seconds: float) -> None:
         if self._limit is not None:
