@@ -78,7 +78,7 @@ class FailureWatch(threading.Thread):
         return self._store.compare_set(FAILURE, "", message)
 
     def stop(self, wait: bool = True) -> None:
-        """Stop watching; with `wait`, also wait for the thread to end."""
+        """Stop watching; with `wait`, also wait a few seconds for the thread to end."""
         self._stop_event.set()
         if wait:
             self.join(timeout=2 * _GRACE_S)

@@ -255,7 +255,7 @@ class World(Channel):
 
         Uses no collective, because the other ranks may be anywhere in their code.
         """
-        if self._store is None:
+        if (store := self.timed_store) is None:
             return None
         if self._watch is not None:
             self._watch.stop(wait=False)
@@ -263,7 +263,7 @@ class World(Channel):
         message = str(error) if is_from_peer else f"rank {self.rank}: {type(error).__name__}: {error}"
         dead = describe_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
-            first_failure = TimedStore(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
+            first_failure = store.compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone
             first_failure = self.first_failure or dead or message
         if first_failure == dead and self.env.launcher != "nproc":  # its launcher reports dead ranks itself
@@ -276,9 +276,9 @@ class World(Channel):
 
         If rank 0 hosts the store and exits first, the main thread of this rank fails with a misleading error.
         """
-        if self._store is not None:
+        if (store := self.timed_store) is not None:
             with contextlib.suppress(RuntimeError):
-                self.first_failure = TimedStore(self._store, _ANSWER_S).get(FAILURE)
+                self.first_failure = store.get(FAILURE)
 
     def leave_store(self) -> None:
         """Stop using the store, before all ranks exit because of the same user error.

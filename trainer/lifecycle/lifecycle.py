@@ -5,7 +5,8 @@
     any ----end----> ended                   finished, stopped or failed: the end record and status.json are written,
                                              the folder is released
 
-A user error before `begin` leaves an existing run unchanged: there is no transition and no record.
+A user error before `begin` leaves an existing run unchanged: there is no transition and no record.  An evaluation alone
+(`without_writing`) ends without writing either.
 
 This module also abandons steps whose data does not arrive, and runs the command `run.on_end`.
 """
