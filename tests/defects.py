@@ -1141,7 +1141,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "lost-folder-not-followed",
         "lost-folders",
-        "Relocation.check",
+        "Relocation.move_if_lost",
         "self._checkpoints.move_to(storage)",
         "pass",
     ),

@@ -307,8 +307,8 @@ class IncompatibleCheckpoint(UserError):
     """
 
     def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]]) -> None:
-        """
-        settings: the differences in settings, one line each.
+        """settings: the differences in settings, one line each.
+
         by_part: the differences in the state, one line each, by part.
         """
         part_lines = [line for lines in by_part.values() for line in lines]
@@ -742,7 +742,7 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _PendingRead:
-    """A read of a box within a chunk that is in progress."""
+    """A read, in progress, of a box within a chunk."""
 
     jobs: Sequence[Future[None]]
     source: torch.Tensor | None

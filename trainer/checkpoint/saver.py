@@ -249,7 +249,7 @@ class Saver:
 
     def _start(self, state: TrainState, background: bool) -> None:
         self._world.agreed(self._folder.acquire)
-        self._relocation.check()
+        self._relocation.move_if_lost()
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
@@ -392,8 +392,8 @@ class AdaptiveInterval(SavePolicy):
         is_main: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        costs: returns the costs of saves and failures, given the run's measurements.
+        """costs: returns the costs of saves and failures, given the run's measurements.
+
         step_s: returns the duration of a step in seconds.
         """
         self._keep_every, self._num_nodes = config.keep_every, num_nodes

@@ -143,8 +143,8 @@ class Checkpoints:
         higher_is_better: bool,
         run_info: RunInfo,
     ) -> None:
-        """
-        metric: the evaluation field by which checkpoints are ranked.
+        """metric: the evaluation field by which checkpoints are ranked.
+
         higher_is_better: whether higher values of `metric` are better.
         """
         self.world, self._section, self._run_info = world, section, run_info

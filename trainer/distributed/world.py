@@ -80,7 +80,7 @@ class World(Channel):
             self.env = _joined_environment(self.env)
         self.device, problem = torch.device("cpu"), ""
         try:
-            self.device = find_device(config.run.device, self.env)
+            self.device = select_device(config.run.device, self.env)
         except UserError as error:
             if not (self.owns_group and self.env.is_distributed):
                 raise
@@ -408,7 +408,7 @@ def _num_cores() -> int:
 # Devices
 
 
-def find_device(requested: str, env: Environment) -> torch.device:
+def select_device(requested: str, env: Environment) -> torch.device:
     """Return this rank's device, and make it the current device.
 
     requested: `run.device`.  Raises UserError if it requires a GPU and there is none, or if there are too few GPUs.

@@ -164,7 +164,7 @@ class RunFolder:
         """
         checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
-            self._locks[0].make(checkpoint_dir.parent)
+            self._locks[0].make_folder(checkpoint_dir.parent)
 
     def run_reporting_errors(self, work: Callable[[], object]) -> None:
         """Run `work`; turn an OSError that it raises, such as for a full disk, into a UserError about `run.dir`."""
@@ -342,7 +342,7 @@ class FolderLock:
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name="owner", daemon=True)
         self._heartbeat.start()
 
-    def make(self, folder: Path) -> None:
+    def make_folder(self, folder: Path) -> None:
         """Create a folder inside this one, and its parents; `release` removes those that are still empty."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
@@ -603,8 +603,8 @@ class Relocation:
         self.has_moved = False
         """True on all ranks once the run writes elsewhere."""
 
-    def check(self) -> bool:
-        """Check whether one of the run's folders is lost; if so, redirect all further writes to another folder.
+    def move_if_lost(self) -> bool:
+        """If one of the run's folders is lost, redirect all further writes to another folder.
 
         Returns whether a folder is lost.  Raises on all ranks if the other folder cannot be used.  If no folder is
         lost, one broadcast.

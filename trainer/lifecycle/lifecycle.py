@@ -189,7 +189,7 @@ class Lifecycle:
         With `saves`, first save the state elsewhere, unless that has already been done.
         """
         had_moved, step = self._relocation.has_moved, self._state.step
-        if not self._relocation.check():
+        if not self._relocation.move_if_lost():
             return
         outcome = "its state is not saved"
         if saves and step:

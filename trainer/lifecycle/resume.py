@@ -64,7 +64,7 @@ class Resume:
         TrainingFailed if no checkpoint is good.  If the message cannot show all differences, it names a file that does.
         """
         self._world.agreed(self.earlier_attempts.check_checkpoint_dir)
-        restored = self._find(state, str(path) if path is not None else None, is_running)
+        restored = self._restore(state, str(path) if path is not None else None, is_running)
         if restored is None:
             return None
         self.step, self.path, self.changed = state.step, str(restored.path), list(restored.changed)
@@ -81,7 +81,7 @@ class Resume:
                 warn(f"{restored.path}: {warning}")
         return restored
 
-    def _find(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
+    def _restore(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
         resume = path or self._config.checkpoint.resume
         if path is None and self._is_restart(resume):
             resume = "auto"
@@ -301,7 +301,7 @@ class EarlierAttempts:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
             f"{progress.source_file} in {self._folder.path} mentions one of step {progress.newest_saved}",
-            *self._find_other_checkpoints(),
+            *self._describe_other_checkpoints(),
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
             "to resume from a specific one: checkpoint.resume=PATH",
             "to start over: checkpoint.resume=none, which moves the files here to a folder previous_NNN",
@@ -309,7 +309,7 @@ class EarlierAttempts:
         ]
         return "\n  ".join(lines)
 
-    def _find_other_checkpoints(self) -> Iterator[str]:
+    def _describe_other_checkpoints(self) -> Iterator[str]:
         run = self._folder.path
         previous_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
         if previous_dir and not is_same_location(str(previous_dir), self.checkpoint_dir):

@@ -230,7 +230,7 @@ def check_start(
     pieces: list[_Piece] = []
 
     def inspect_rank() -> _Report:
-        problems = list(_find_untied(model, ties, exempt))
+        problems = list(_describe_untied(model, ties, exempt))
         for name, parameter in model.named_parameters():
             if not _matches(name, exempt):
                 is_reduced = channel.size == 1 or (replicas is not None and replicas.averages(parameter))
@@ -280,7 +280,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
+def _describe_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied_groups = [set(group) for group in tied_names(model)]
     for first, *aliases in ties:
