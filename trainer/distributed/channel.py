@@ -121,8 +121,8 @@ class StoreTimeout(RuntimeError):
 class TimedStore:
     """A key-value store with timeouts, because a dead host, unlike a dead process, does not close its connections.
 
-    All methods raise RuntimeError if the store is gone, and StoreTimeout, a subclass, if it does not respond within
-    `limit_s` seconds (`wait`: seconds after its own timeout).
+    All methods raise RuntimeError if the store is gone, and its subclass StoreTimeout if the store does not respond
+    within `limit_s` seconds, which for `wait` begin after its own timeout.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:

@@ -1,4 +1,4 @@
-"""This process's rank and world size, read from the launcher's environment variables; settings of the whole process.
+"""Reads this process's rank and world size from the launcher's variables, and applies process-wide settings.
 
 Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported quickly.
 """

@@ -94,7 +94,7 @@ class StopRequest:
         self._notice, self._deadline, self._reason = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
-        """Return the reason to stop now, or None.  needs_s: how many seconds stopping takes, before the deadline."""
+        """Return the reason to stop now, or None.  needs_s: how many seconds before the deadline to start stopping."""
         if self._signal is not None:
             return self._signal
         now = self._clock()
