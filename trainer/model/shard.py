@@ -56,8 +56,8 @@ def apply_sharding(
     where that would need a lot of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than
     ranks is sharded by the rows of each matrix (`row_shards`).  On the meta device nothing is allocated.  A model for
     which `is_unsharded` is true keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.
-    With an `expert_mesh` (see `World.build_expert_mesh`), the parameters of experts are sharded on that mesh.  Returns
-    the units in the order of the forward pass.
+    With an `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded on that mesh.  Returns the
+    units in the order of the forward pass.
 
     Collective only if process groups are created: one set for integer resharding, shared by all units, and one set for
     each number of ranks among which matrices are split.
