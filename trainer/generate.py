@@ -58,7 +58,7 @@ from trainer.model.sample import (
     NO_TOKEN,
     Sampling,
     Token,
-    find_decoder,
+    build_decoder,
     generate_batch,
     generate_tokens,
     max_seq_len,
@@ -310,7 +310,7 @@ def _stream(
     end_ids = text_generator.end_ids(tokenizer)
     _check_memory(text_generator, GenerationWorkload(1, len(prompt), num_tokens), options)
     model, device = text_generator.model, text_generator.device
-    decoder = find_decoder(model, device, len(prompt) + num_tokens)
+    decoder = build_decoder(model, device, len(prompt) + num_tokens)
     generated = generate_tokens(decoder, [prompt], [num_tokens], sampling, seed, ends=end_ids)
     tokens = (token for token in map(_require_token, generated) if token not in end_ids)
     make_safe = printable if sys.stdout.isatty() else str

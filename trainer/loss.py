@@ -1,8 +1,8 @@
-"""Cross-entropy summed over targets, with or without materializing all logits.
+"""Cross-entropy losses, computed from logits or, without materializing the logits, from hidden states.
 
-Losses are summed here, never averaged.  `Trainer.train_step` divides the sum by that of `Trainer.count` over the
-global batch (targets, unless the objective counts samples), so the result is the same on every mesh and for every
-micro-batch size.
+Losses are never averaged here.  By default they are summed over the targets, and `Trainer.train_step` divides the sum
+over the global batch by the sum of `Trainer.count` (the number of targets, unless the objective counts samples).  So
+the result does not depend on the mesh or the micro-batch size.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 IGNORE = -100
-"""Target value to ignore (PyTorch's default `ignore_index`)."""
+"""Target value of positions without a loss (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Bytes of fp32 logits per chunk: enough for matrix products to run at full speed on a CPU, little next to a model."""
+"""Default limit on the bytes of a chunk's fp32 logits: enough for full-speed matmuls on a CPU, but little memory."""
 
 _GPU_CHUNK_ROWS = 2048
-"""Minimum number of rows in a chunk on a GPU.
+"""On a GPU, a chunk may have this many rows even if its logits then exceed `_CHUNK_BYTES`.
 
 Each chunk reads and writes the full gradient of the weight, about 10 bytes per element, and computes 6 FLOPs per
 element and row: at 4 TB/s and 800 TFLOP/s, the memory traffic takes as long as the FLOPs of 330 rows.
@@ -45,7 +45,7 @@ _uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
 
 @contextmanager
 def use_gpu_chunks() -> Iterator[None]:
-    """Use the chunks and kernels of a GPU on any device, for plans on fake tensors."""
+    """Inside the block, compute losses in the chunks that a GPU would use, for plans on fake tensors."""
     token = _uses_gpu_chunks.set(True)
     try:
         yield
@@ -58,7 +58,7 @@ _recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_l
 
 @contextmanager
 def row_losses() -> Iterator[list[torch.Tensor]]:
-    """Collect the loss sums of the sequences, (B,) in float64, from each cross-entropy inside the block."""
+    """Yield a list, to which each summed cross-entropy inside the block appends its sum per sequence, (B,) in fp64."""
     recorded: list[torch.Tensor] = []
     token = _recorded_losses.set(recorded)
     try:
@@ -74,7 +74,7 @@ _sums_by_row = ContextVar("sums_by_row", default=False)
 def by_row() -> Iterator[None]:
     """Make models inside the block return one loss sum per sequence, (B,), instead of a single sum.
 
-    The sums are in fp64, because callers subtract them, and small differences must be accurate.  Works for models that
+    The sums are in fp64, because callers subtract them and small differences must be accurate.  Works for models that
     compute their loss with the functions in this module.
     """
     token = _sums_by_row.set(True)
@@ -84,16 +84,16 @@ def by_row() -> Iterator[None]:
         _sums_by_row.reset(token)
 
 
-Replacement: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]"
+LossReplacement: TypeAlias = "Callable[[torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]"
 """A function of hidden states (B, T, D), the weight of the output projection (V, D) and targets (B, T).
 
-If the weight is None, the hidden states are the logits, (B, T, V)."""
+If the weight is None, the first argument holds the logits, (B, T, V)."""
 
-_replacement: ContextVar[Replacement | None] = ContextVar("replacement", default=None)
+_replacement: ContextVar[LossReplacement | None] = ContextVar("replacement", default=None)
 
 
 @contextmanager
-def replace_loss(function: Replacement) -> Iterator[None]:
+def replace_loss(function: LossReplacement) -> Iterator[None]:
     """Make models inside the block return `function(hidden, weight, targets)` in place of their summed loss.
 
     Works for models that compute their loss with the functions in this module.
@@ -106,9 +106,10 @@ def replace_loss(function: Replacement) -> Iterator[None]:
 
 
 def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """Return the outputs at each row's last target, (B, V) in fp64; a `Replacement`.
+    """Return the outputs at each row's last target, (B, V) in fp64; a `LossReplacement`.
 
-    For a head that scores texts: the target marks the position to score.  Without targets, it is the first position.
+    For a head that scores texts: the last target marks the position to score.  A row without targets is scored at its
+    first position.
     """
     positions_T = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     last_B = ((targets != IGNORE) * positions_T).argmax(1)
@@ -117,7 +118,7 @@ def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets
 
 
 def per_token_losses(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
-    """Return the loss of each target, (B, T) in fp32, with 0 for ignored ones; a `Replacement`."""
+    """Return the loss of each target, (B, T) in fp32, with 0 for ignored ones; a `LossReplacement`."""
     if weight is not None:
         return linear_cross_entropy(hidden, weight, targets, reduction="token")
     losses_N = F.cross_entropy(hidden.flatten(0, -2).float(), targets.flatten(), ignore_index=IGNORE, reduction="none")
@@ -160,15 +161,15 @@ def linear_cross_entropy(
 ) -> torch.Tensor:
     """Return the summed cross-entropy of `hidden @ weight.T` (..., V) against `targets` (...), in fp32.
 
-    hidden: (..., D); weight: (V, D).  Works in equal chunks of at most `chunk_bytes` of fp32 logits, so that the full
-    logits, often the peak memory of a step, are never materialized.  By default a chunk has 64 MiB, and on a GPU at
-    least 2048 rows.  Only first derivatives are supported.
+    hidden: (..., D).  weight: (V, D).  Works in chunks of rows with at most `chunk_bytes` of fp32 logits each, so that
+    the full logits, often the peak memory of a step, are never materialized.  The default is 64 MiB, or on a GPU the
+    size of 2048 rows if that is larger.  Only first derivatives are supported.
 
     With `reduction="sum"` the result is a scalar.  Gradients are computed in the forward pass, while a chunk's logits
     exist, so that nothing is computed twice, as in Liger Kernel (arXiv:2410.10989).  With `"row"` the result is one sum
     per sequence, (B,) for targets (B, T), and with `"token"` one loss per target, 0 for ignored ones; the backward pass
     recomputes the logits, since each sequence or token may have its own incoming gradient.  The default is "sum";
-    inside `by_row` it is "row", summed in fp64.
+    inside `by_row` it is "row", and the sums are returned in fp64.
     """
     if reduction is None and (replacement := _replacement.get()) is not None:
         return replacement(hidden, weight, targets)
@@ -195,7 +196,7 @@ def linear_cross_entropy(
 
 
 class _Chunk:
-    """The log-probabilities and losses of a chunk of rows; the gradient of the logits overwrites them in place."""
+    """The log-probabilities and losses of a chunk of rows; `take_gradient` overwrites the log-probabilities."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._mask_n1 = (targets_n != IGNORE).unsqueeze(1)
@@ -210,7 +211,7 @@ class _Chunk:
     def take_gradient(self, scale_n1: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return d loss / d logits = (softmax - one-hot) x `scale_n1`; zero for ignored targets.
 
-        Overwrites the chunk's buffers, to leave memory for the matrix products that follow.
+        Overwrites the chunk's buffers, to leave memory for the matmuls that follow.
         """
         probs_nV = self._log_probs_nV.exp_()
         del self._log_probs_nV
@@ -223,7 +224,12 @@ class _FusedChunk:
     """A `_Chunk` with compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        self._logits_nV, self._targets_n = _aligned_logits(hidden_nD, weight_VD), targets_n
+        # GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the rows of
+        # the logits would not be, which would also slow down the two matmuls with their gradient.
+        size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
+        padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
+        self._logits_nV = torch.mm(hidden_nD, weight_VD.T, out=padded_nW[:, :size])
+        self._targets_n = targets_n
         self._losses_n, self._logsumexp_n = _compiled(_losses)(self._logits_nV, targets_n)
 
     def losses(self) -> torch.Tensor:
@@ -234,19 +240,8 @@ class _FusedChunk:
         return self._logits_nV.to(dtype)
 
 
-def _aligned_logits(hidden_nD: torch.Tensor, weight_VD: torch.Tensor) -> torch.Tensor:
-    """Return `hidden @ weight.T` with rows aligned to 128 bytes for any vocabulary size.
-
-    GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the logits' rows
-    would not be, which also slows down the two matrix products with their gradient.
-    """
-    size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
-    padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
-    return torch.mm(hidden_nD, weight_VD.T, out=padded_nW[:, :size])
-
-
 class _PlannedChunk(_FusedChunk):
-    """Replaces `_FusedChunk` on fake tensors: allocates, reads and writes the same amount of memory."""
+    """Stands in for `_FusedChunk` on fake tensors: allocates, reads and writes the same amount of memory."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._logits_nV = hidden_nD @ weight_VD.T
@@ -276,23 +271,22 @@ def _write_gradient(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function: first for one shape, then, if it is called with other shapes, for any shape."""
+    """Compile a function: for the shapes of its first call, then for any shape once it is called with others."""
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
     return compiled
 
 
 def _chunk(hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> _Chunk | _FusedChunk:
     """Return a chunk for the weight's device: compiled on a GPU if a compiler is installed, otherwise plain."""
-    kind: type[_Chunk | _FusedChunk] = _Chunk
     if _uses_gpu_chunks.get():
-        kind = _PlannedChunk
-    elif weight_VD.device.type == "cuda" and can_compile("cuda"):
-        kind = _FusedChunk
-    return kind(hidden_nD, weight_VD, targets_n)
+        return _PlannedChunk(hidden_nD, weight_VD, targets_n)
+    if weight_VD.device.type == "cuda" and can_compile("cuda"):
+        return _FusedChunk(hidden_nD, weight_VD, targets_n)
+    return _Chunk(hidden_nD, weight_VD, targets_n)
 
 
 class Gradients:
-    """Accumulates the gradients of hidden states and weight over the chunks; None if not needed."""
+    """The gradients of the hidden states and of the weight, accumulated over the chunks; None if not needed."""
 
     def __init__(self, hidden_ND: torch.Tensor, needs_hidden: bool, needs_weight: bool) -> None:
         self.hidden_ND = torch.empty_like(hidden_ND) if needs_hidden else None
@@ -305,7 +299,7 @@ class Gradients:
         if self.hidden_ND is not None:
             self.hidden_ND[start : start + len(hidden_nD)] = grad_nV @ weight_VD
         if self._needs_weight:
-            # Accumulate in fp32: the weight's gradient is a sum over chunks.
+            # In fp32, since the weight's gradient is a sum over chunks.
             if self.weight_VD is not None and grad_nV.dtype == self.weight_VD.dtype:
                 self.weight_VD.addmm_(grad_nV.T, hidden_nD)
                 return
@@ -383,8 +377,9 @@ class _LinearCrossEntropyPerToken(torch.autograd.Function):
 def find_loss(model: nn.Module) -> Callable[[dict[str, torch.Tensor]], torch.Tensor]:
     """Return the function that maps a batch to the model's summed loss.
 
-    Calls the model with `tokens`, and with the other entries of the batch that its `forward` names.  A model that takes
-    `targets` returns its summed loss; the logits of other models are passed to `cross_entropy`.
+    The function calls the model with `tokens`, and with the other entries of the batch that its `forward` names.  A
+    model that takes `targets` must return its summed loss; the logits of other models are passed to `cross_entropy`.
+    It raises UserError for preference pairs, unless the caller has replaced the loss or uses `by_row`.
     """
     argument_names = set(inspect.signature(model.forward).parameters)
 

@@ -215,7 +215,7 @@ def _check_without_torch(
 
     tokenizes: whether to tokenize text that has not been tokenized yet, which all ranks do together.
     """
-    from trainer.data.mixture import find_order
+    from trainer.data.mixture import make_order
     from trainer.data.opening import check_tokenizer, is_untokenized, open_source, resolve_from_data
 
     check_config(config, world_size, local_world_size)
@@ -226,7 +226,7 @@ def _check_without_torch(
     if tokenizes if is_untokenized_text else env.rank == 0:
         source = open_source(config.data, config.vocab_size, "train")
         check_tokenizer(source, config)
-        find_order(source, resolve_from_data(config))
+        make_order(source, resolve_from_data(config))
         if config.rows_per_sample == 1 and source.rows_per_sample > 1:  # the ordinary loss, but preference pairs
             rule = "rejected answers would be trained on like chosen ones"
             raise setting_error("data.format", "preference", rule, fix="use recipe=dpo, or set train.objective=dpo")

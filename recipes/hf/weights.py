@@ -32,7 +32,7 @@ from transformers.core_model_loading import (
 )
 
 from trainer.errors import setting_error
-from trainer.model.head import ScoreHead, is_score
+from trainer.model.head import ScoreHead, is_score_name
 from trainer.recipe import WeightSource
 from trainer.weights.sources import SafetensorsFolder, find_weights
 
@@ -56,7 +56,7 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
     """
     with torch.device("meta"):
         model = build(config)
-        if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+        if heads := [shape for name, shape in source.shapes.items() if is_score_name(name)]:
             num_outputs, width = heads[0]
             model.set_submodule(output_projection(config, model), ScoreHead(width, num_outputs, torch.float32))
     # Skip the conversions that only older files need, and prefixes that are optional in files.
@@ -67,7 +67,7 @@ def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
     converted = _ConvertedSource(model, source, renamings)
     for name, stored in find_weights(model, source, "recipe 'hf'").items():
         renamed, pattern = apply_converters(name, converters)
-        if is_score(name):
+        if is_score_name(name):
             converted.rename(stored, "score.weight")
         elif pattern is None:
             converted.rename(stored, apply_renamings(name, renamings))

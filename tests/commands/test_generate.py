@@ -80,8 +80,11 @@ ENDS = frozenset({7, 9, 50, 51, 52, 53, 54, 60, 61, 62, 63, 64, 65})
 
 
 SAMPLINGS = {"greedy": GREEDY, "plain": Sampling(), "top_k": Sampling(1.0, top_k=20), "top_p": Sampling(1.0, top_p=0.7)}
-EVERYDAY = {("llama", how) for how in SAMPLINGS} | {(name, ("greedy", "top_k")[n % 2]) for n, name in enumerate(MODELS)}
-"""Each way of sampling with one model, each model with one way of sampling."""
+EVERYDAY = {
+    *(("llama", how) for how in SAMPLINGS),
+    *(("deepseek_v3", "greedy"), ("qwen3_next", "greedy"), ("gpt_oss", "top_k"), ("gpt2", "top_k")),
+}
+"""Each way of sampling with one model; each kind of cache, and learned positions, with one way of sampling."""
 
 
 @pytest.mark.parametrize(

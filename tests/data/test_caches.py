@@ -333,6 +333,9 @@ CACHES: dict[str, Callable[[Path, pytest.MonkeyPatch], Cache]] = {
     )
 }  # fmt: skip
 
+SLOW = ("interrupted", "pairs", "from_afar_of_before", "prepared", "large_tokens")
+"""Caches whose files are damaged in the campaign only, because filling them takes seconds."""
+
 _servers: list[Server] = []
 
 
@@ -408,7 +411,9 @@ def try_all(found: Cache, damages: list[Callable[[Path], None]], names: list[str
     return count
 
 
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.campaign if kind in SLOW else ()) for kind in CACHES]
+)
 def test_a_damaged_file_gives_the_same_samples_or_one_message(
     tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -211,7 +211,7 @@ def test_unreadable_input_is_rejected_or_dropped_and_counted(
     assert "a.jsonl:4: is not JSON" in str(caught.value)
     assert run(path, "--out", tmp_path / "out", "--bad", "skip") == 0
     assert "6 of 36 documents cannot be read and were skipped" in capsys.readouterr().out
-    with pytest.raises(UserError, match=r"data.bad=often: must be error, skip, or the share"):
+    with pytest.raises(UserError, match=r"data.bad=often: must be error, skip, or the fraction"):
         texts_in(tmp_path, path, bad="often")
 
 

@@ -17,7 +17,7 @@ from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import MIXTURE_BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
-from trainer.data.mixture import MixedSource, Mixture, describe_usage, find_order, samples_per_block, usage_by_phase
+from trainer.data.mixture import MixedSource, Mixture, describe_usage, make_order, samples_per_block, usage_by_phase
 from trainer.data.opening import open_source
 
 SIZES = {"web": 5000, "code": 777, "math": 93}
@@ -263,7 +263,7 @@ def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) ->
     _, records, settings = mixed_run
     config = tiny_config(Path("run"), *settings, phases_of())
     source = open_source(config.data, 257, "train")
-    order = find_order(source, config)
+    order = make_order(source, config)
     assert dict(order.sizes) == {"web": 32, "code": 9, "math": 4}, "a fifth of each is held out"
     for record in (record for record in records if record["kind"] == "train"):
         before, after = order.counts(4 * record["step"] - 4), order.counts(4 * record["step"])
@@ -395,13 +395,13 @@ def test_repeated_data_is_announced_and_limited(tmp_path: Path) -> None:
     settings = ["data.seq_len=16", "train.steps=4", "eval.every=0", "data.weights={web: 3, math: 1}"]
     config = config_of(write_sources(tmp_path), *settings)
     source = open_source(config.data, 257, "train")
-    found = usage_by_phase(find_order(source, config), 8, 4, 16)
+    found = usage_by_phase(make_order(source, config), 8, 4, 16)
     counted = [(p.first_step, p.last_step, p.source, p.samples, p.tokens) for p in found]
-    read = find_order(source, config).counts(32)
+    read = make_order(source, config).counts(32)
     assert counted == [(1, 4, name, count, 16 * count) for name, count in read.items()]
     assert {p.source: p.epochs for p in found} == {"web": read["web"] / 40, "code": 0.0, "math": read["math"] / 5}
     assert describe_usage(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
-    assert len(describe_usage(usage_by_phase(find_order(source, config), 4, 2, 16))) == 1
+    assert len(describe_usage(usage_by_phase(make_order(source, config), 4, 2, 16))) == 1
     limited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_epochs=1.0))
     with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be read .* times in 4 steps"):
-        find_order(source, limited)
+        make_order(source, limited)

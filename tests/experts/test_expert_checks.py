@@ -90,8 +90,8 @@ def other_order(modules: Any, mesh: Any, method: str) -> None:
     """Give each rank the index of the next one, as on a mesh of another order of ranks."""
     shard_experts(modules, mesh, method)
     for module in modules:
-        group = getattr(module, dispatch.GROUP)
-        setattr(module, dispatch.GROUP, replace(group, rank=(group.rank + 1) % group.size))
+        group = getattr(module, dispatch.GROUP_ATTRIBUTE)
+        setattr(module, dispatch.GROUP_ATTRIBUTE, replace(group, rank=(group.rank + 1) % group.size))
 
 
 shard_experts = parallel.shard_experts

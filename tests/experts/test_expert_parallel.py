@@ -250,8 +250,9 @@ def measure(
     return meter.peak, log.counts, log.exchanged
 
 
-PLANNED = [[TWO, EXCHANGE, "mesh.replicate=2", "fsdp.accumulate=sharded"], [FOUR, GATHER], [*ODD, "mesh.shard=4"]]
+PLANNED = [[TWO, EXCHANGE, "mesh.replicate=2", "fsdp.accumulate=sharded"], [*ODD, "mesh.shard=4"]]
 MORE_PLANNED = [
+    [FOUR, GATHER],
     [TWO, EXCHANGE],
     [TWO, EXCHANGE, "train.activation_checkpoint=full", "optim.name=muon"],
     [TWO, GATHER, "fsdp.reshard_after_forward=never", "fsdp.param_dtype=bfloat16"],

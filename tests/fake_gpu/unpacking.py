@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from trainer.model import packed_cuda
-from trainer.model.packed import BLOCK, CODE_BITS, Packing, _values
+from trainer.model.packed import BLOCK_SIZE, CODE_BITS, Packing, _values
 
 
 def main() -> None:
@@ -19,7 +19,7 @@ def main() -> None:
             packed = packing.pack(torch.randn(num_rows, width, generator=generator))
             for dtype in (torch.float32, torch.float16):  # in bfloat16 the interpreter truncates, unlike a GPU
                 found = torch.full((num_rows, width), torch.nan, dtype=dtype)
-                packed_cuda.unpack_into(found, packed, _values(name, packed.device), bits, BLOCK)
+                packed_cuda.unpack_into(found, packed, _values(name, packed.device), bits, BLOCK_SIZE)
                 assert torch.equal(found, packing.unpack(packed, dtype)), (name, width, dtype)
     print("equal")
 

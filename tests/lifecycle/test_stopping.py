@@ -163,6 +163,7 @@ def test_stop_begins_early_enough_for_a_deadline(tmp_path: Path) -> None:
     assert request.reason() == "notice"
 
 
+@pytest.mark.campaign
 def test_launcher_waits_for_a_slow_step_and_save(tmp_path: Path) -> None:
     """Before the first step a process ends within seconds of a signal; a launcher with training ranks must not."""
     process = start(tmp_path / "run", "nproc=2", *SLOW, env={"MESHTRAINER_TEST_REST_S": "5"})
@@ -353,6 +354,7 @@ def test_closed_terminal_and_quit_signal_stop_the_run(number: signal.Signals, tm
     assert ran.stderr.count("Stopping: finishing this step and saving") == 1
 
 
+@pytest.mark.campaign
 def test_terminal_of_the_launcher_is_closed(tmp_path: Path) -> None:
     """The kernel sends SIGHUP to the whole group, the launcher forwards its own, and output has no reader."""
     folder = tmp_path / "run"

@@ -208,6 +208,16 @@ def test_lines_are_on_disk_at_once(tmp_path: Path) -> None:
     sink.close()
 
 
+def test_lines_that_are_never_written_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sink = JsonLines(tmp_path / "metrics.jsonl", resumed_step=0)
+    sink._file.close()
+    sink._file = io.FileIO("/dev/full", "a+b")
+    sink.write(Record(kind="train", step=1, loss=1.0))
+    sink.write(Record(kind="norms", step=1, grad_norm={"root": 1.0}, param_norm={"root": 2.0}))
+    sink.close()
+    assert "2 lines could not be written" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_record_of_a_non_finite_step(tmp_path: Path) -> None:
     found = fit(tmp_path, "train.steps=4", kind=NeverFinite)

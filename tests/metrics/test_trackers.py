@@ -177,6 +177,7 @@ def test_a_tracker_that_hangs_is_left(
     monkeypatch.setattr(Follower, "FINISH_TIMEOUT_S", 0.3)
     released = threading.Event()
     monkeypatch.setattr(kept, "write", lambda self, *_: released.wait(60))
+    monkeypatch.setattr(kept, "abandon", lambda self: 1 / 0, raising=False)
     began = time.monotonic()
     found = fit(tmp_path, "train.steps=6", "log.trackers=[kept]")
     released.set()
@@ -226,6 +227,32 @@ def test_a_file_that_is_replaced_is_followed(tmp_path: Path, monkeypatch: pytest
     path.unlink()
     assert reader.read(2) == []
     reader.close()
+
+
+def test_repeated_steps_are_returned_again_only_to_a_tracker_that_can_rewind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back from step 4 to step 2, and its file no longer has the steps after that."""
+    monkeypatch.setattr(RowReader, "SETTLE_S", 0.0)
+    path = tmp_path / "metrics.jsonl"
+    for can_rewind, expected in ((True, [3, 4, 5]), (False, [5])):
+        path.unlink(missing_ok=True)
+        for step in range(1, 5):
+            append(path, kind="train", step=step, loss=1.0)
+        reader = RowReader(path, lambda step: False)
+        assert [row.step for row in reader.read(0)] == [1, 2, 3, 4]
+        for step in (1, 2):
+            append(tmp_path / "shorter", kind="train", step=step, loss=1.0)
+        (tmp_path / "shorter").rename(path)
+        reader.go_back(2, returns_again=can_rewind)
+        found = reader.read(2 if can_rewind else 4)
+        for step in (3, 4, 5):
+            append(path, kind="train", step=step, loss=2.0)
+            found += reader.read(2 if can_rewind else 4)
+        assert [row.step for row in found] == expected
+        append(path, kind="eval", step=5, loss=3.0)
+        assert [row.values for row in reader.read(5)] == [{"eval/loss": 3.0}], "late, but not repeated"
+        reader.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -145,7 +145,11 @@ def train(folder: Path, *overrides: str) -> tuple[list[tuple[float, float]], dic
     return records, weights
 
 
-CHECKPOINTING = ["none", "full", "selective", "budget:0.5", "2"]
+CHECKPOINTING = [
+    "none",
+    "selective",
+    *(pytest.param(how, marks=pytest.mark.campaign) for how in ("full", "budget:0.5", "2")),
+]
 
 
 @pytest.mark.parametrize("compiles", ["false", pytest.param("true", marks=pytest.mark.campaign)])
@@ -181,14 +185,14 @@ def test_no_bit_changes_and_host_memory_is_as_planned(
     ],
     ids=" ".join,
 )
-def test_no_bit_changes_on_several_ranks(mesh: list[str], tmp_path: Path) -> None:
-    own = ["model.num_layers=4", "model.dim=64", "train.steps=4", "train.global_batch_size=8", "data.seq_len=64", *mesh]
-    for checkpointing in ("none", "selective"):
-        given = [*own, f"train.activation_checkpoint={checkpointing}"]
-        plain = run_tiny(tmp_path / f"{checkpointing}-plain", *given)
-        moved = run_tiny(tmp_path / f"{checkpointing}-offloaded", *given, "train.offload_activations=1")
-        for field in ("loss", "grad_norm"):
-            assert moved.train(field) == plain.train(field)
+@pytest.mark.parametrize("checkpointing", ["selective", pytest.param("none", marks=pytest.mark.campaign)])
+def test_no_bit_changes_on_several_ranks(mesh: list[str], checkpointing: str, tmp_path: Path) -> None:
+    given = ["model.num_layers=4", "model.dim=64", "train.steps=4", "train.global_batch_size=8", "data.seq_len=64"]
+    given += [f"train.activation_checkpoint={checkpointing}", *mesh]
+    plain = run_tiny(tmp_path / "plain", *given)
+    moved = run_tiny(tmp_path / "offloaded", *given, "train.offload_activations=1")
+    for field in ("loss", "grad_norm"):
+        assert moved.train(field) == plain.train(field)
 
 
 # -- the planner ----------------------------------------------------------------------------------------------------

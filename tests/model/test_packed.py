@@ -29,7 +29,7 @@ from trainer.config import LoraSection, MeshShape
 from trainer.export import command_line as export_command
 from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.network import build_network, training_flops_per_token
-from trainer.model.packed import BLOCK, PackedLinear, Packing, find_packings
+from trainer.model.packed import BLOCK_SIZE, PackedLinear, Packing, find_packings
 from trainer.model.parameters import count_parameters, count_trained_parameters, local
 from trainer.plan.__main__ import command_line as plan_command
 from trainer.plan.machine import find_machine
@@ -57,7 +57,7 @@ def test_codes_scales_and_values_equal_those_of_bitsandbytes(dtype: torch.dtype)
     weight = torch.randn(129, 512, generator=torch.Generator().manual_seed(0)).to(dtype) * 0.02
     weight[3, 64:128] = 0
     weight[5, :64] *= 1e-30
-    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
+    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
     packing = Packing("nf4", 512)
     packed = packing.pack(weight)
     assert torch.equal(packed[:, :256].flatten(), codes.flatten())
@@ -75,9 +75,9 @@ def test_error_of_a_value_is_bounded(packing: str, bits: float, most: float) -> 
     form = Packing(packing, 256)
     packed = form.pack(weight)
     assert packed.shape == (4, 8, 256 * bits / 8)
-    difference = (form.unpack(packed, torch.float32) - weight).abs().view(-1, BLOCK)
-    largest = weight.abs().view(-1, BLOCK).amax(dim=1, keepdim=True)
-    allowed = most * (largest if packing == "nf4" else weight.abs().view(-1, BLOCK).clamp(min=largest / 448))
+    difference = (form.unpack(packed, torch.float32) - weight).abs().view(-1, BLOCK_SIZE)
+    largest = weight.abs().view(-1, BLOCK_SIZE).amax(dim=1, keepdim=True)
+    allowed = most * (largest if packing == "nf4" else weight.abs().view(-1, BLOCK_SIZE).clamp(min=largest / 448))
     assert (difference <= allowed).all()
     assert not form.unpack(packed, torch.float32)[0, 0, :64].any()
     assert torch.equal(form.unpack(packed[1], torch.float32), form.unpack(packed, torch.float32)[1])
@@ -407,10 +407,8 @@ def test_any_part_of_the_rows_packs_to_the_same_bytes(base: Path) -> None:
         assert torch.equal(torch.cat([form.pack(part) for part in weight.chunk(parts)]), whole)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.campaign) for kind in ("gpt2", "qwen3_moe"))]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3_moe"])
 def test_models_of_transformers_are_packed(kind: str, tmp_path: Path) -> None:
     """Trained, merged, and loaded by transformers: the logits of the run."""
     from transformers import AutoModelForCausalLM

@@ -22,7 +22,7 @@ from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.experts import add_adapter, expert_matmuls
 from trainer.export import command_line as export_command
-from trainer.model.packed import BLOCK, Packing, find_packings, pack_experts
+from trainer.model.packed import BLOCK_SIZE, Packing, find_packings, pack_experts
 from trainer.model.parameters import local, local_box
 from trainer.weights.adapters import BaseWeights
 
@@ -60,7 +60,7 @@ def test_values_are_those_of_bitsandbytes_of_each_expert() -> None:
     packing = Packing("nf4", 192)
     packed = packing.pack(weight)
     for expert in range(3):
-        codes, state = functional.quantize_4bit(weight[expert], blocksize=BLOCK, quant_type="nf4")
+        codes, state = functional.quantize_4bit(weight[expert], blocksize=BLOCK_SIZE, quant_type="nf4")
         assert torch.equal(packed[expert, :, : packing.code_bytes].flatten(), codes.flatten())
         assert torch.equal(packing.unpack(packed, torch.float32)[expert], functional.dequantize_4bit(codes, state))
 
@@ -86,7 +86,7 @@ def test_packed_products_follow_the_formula_and_only_bytes_are_saved(
     """Also if only 40 rows of the matrices of all experts are unpacked at a time."""
     torch.manual_seed(0)
     if in_pieces:
-        monkeypatch.setattr("trainer.experts.grouped._PIECE", 3 * 40 * (64 if is_transposed else 192))
+        monkeypatch.setattr("trainer.experts.grouped._PIECE_WEIGHTS", 3 * 40 * (64 if is_transposed else 192))
     stack, ends = Stack(is_transposed), torch.tensor([3, 3, 8], dtype=torch.int32)
     if with_adapters:
         add_adapter(stack, "both", rank=2, scaling=1.5)

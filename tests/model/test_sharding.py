@@ -358,6 +358,10 @@ def by_repetition(model: nn.Module) -> list[str]:
     return ["layers.*", "layers.1"]
 
 
+def by_pair(model: nn.Module) -> list[Any]:
+    return [("0", "1"), "2"]
+
+
 def nested(model: nn.Module) -> list[str]:
     return ["layers.*", "layers.*.attention", "layers.*.attention.wq", "head"]
 
@@ -387,6 +391,13 @@ def test_invalid_units(wrap: str) -> None:
     must_say = {"by_number": "not int", "by_stranger": "not a submodule", "by_repetition": "'layers.1' is in two units"}
     with pytest.raises(UserError, match=must_say[wrap]):
         names_of("llama_small", LLAMA, HERE + wrap)
+
+
+def test_the_unit_of_each_tied_name_is_in_the_message() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(3)))
+    model[1].weight = model[2].weight = model[0].weight
+    with pytest.raises(UserError, match=r"'0.weight' in 0 \+ 1, '1.weight' in 0 \+ 1, '2.weight' in 2"):
+        find_units(model, load_config("llama_small").recipe, f"{HERE}by_pair")
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,8 @@ def test_step() -> None:
     assert "| CPU s per step, mean of ranks |" in printed
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("side", [pytest.param("ddp", marks=pytest.mark.campaign), "plain"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("side", ["ddp", "plain"])
 def test_step_without_fsdp(side: str) -> None:
     """Both sides train the same thing, and neither saves a checkpoint within the measurement."""
     runs, printed = run_bench("step", *SMALL_STEP, "--against", side, "--model", "tiny")

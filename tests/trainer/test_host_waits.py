@@ -347,7 +347,7 @@ DRAINED = {1, 5, 8}
 """Steps after which the device has nothing to do: the first, one that is saved, the last."""
 
 
-@pytest.mark.parametrize("launch_s", [0.01, 0.08])
+@pytest.mark.parametrize("launch_s", [0.01, pytest.param(0.08, marks=pytest.mark.campaign)])
 @pytest.mark.parametrize("every", [1, 3])
 def test_record_is_written_after_the_next_step_is_queued(
     every: int, launch_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -106,9 +106,9 @@ def test_reward_model_is_exported_for_transformers(lora: list[str], model: Path,
     torch.testing.assert_close(scores, ours, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["hf", pytest.param("auto", marks=pytest.mark.campaign)])
-@pytest.mark.parametrize("recipe", ["classify", pytest.param("reward", marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["hf", "auto"])
+@pytest.mark.parametrize("recipe", ["classify", "reward"])
 def test_peft_gives_the_scores_of_an_adapter_and_its_head(name: str, recipe: str, model: Path, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     data = labelled(tmp_path) if recipe == "classify" else pairs(tmp_path)

@@ -31,10 +31,10 @@ _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
     *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Exceptions to `_FIXED_ON_RESUME`.  For `data.weights` and `data.phases`, the loader checks that they have not changed
-for past steps."""
+"""Exceptions to `_FIXED_ON_RESUME`, the prefixes of the keys that must not change.  For `data.weights` and
+`data.phases`, the loader checks that they have not changed for past steps."""
 _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
-"""Keys that do not affect training.  When a run resumes, differences in them are not reported."""
+"""Prefixes of keys that do not affect training.  When a run resumes, differences in them are not reported."""
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
@@ -61,8 +61,8 @@ def _flat_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
     """Return a line "section.key: before -> after" for each difference between two stored configurations.
 
-    A missing key counts as its default.  Recipes are not imported, so the defaults of model fields are unknown, and a
-    model field that only one configuration has is not reported.
+    A missing key counts as its default.  A key that only one configuration has is not reported if its default is null
+    or unknown, as are the defaults of models and objectives, which are not imported.
     """
     before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
     defaults, lines = RunConfig(), []

@@ -33,10 +33,11 @@ class Arguments:
 
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
+    """The arguments of the form section.key=value."""
     nproc: int | None = None
     options: frozenset[str] = frozenset()
     allow_import: list[str] = field(default_factory=list)
-    """Modules that may be imported because the run in `recipe` names them."""
+    """Modules that may be imported if the stored configuration of a run names them."""
     sections: list[str] = field(default_factory=list)
     """Sections for which `--help` is requested; empty for all."""
 
@@ -76,7 +77,10 @@ def parse(argv: Sequence[str]) -> Arguments:
 
 
 def split_allow_import(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Split off `--allow-import MODULE`, which may be repeated; return the other arguments, and the modules."""
+    """Split off `--allow-import MODULE`, which may be repeated.  Return the other arguments, and the modules.
+
+    Raises UserError if a module's name is missing.
+    """
     others, modules, arguments = list[str](), list[str](), iter(argv)
     for argument in arguments:
         name, equals, value = argument.partition("=")
@@ -146,9 +150,12 @@ def recipe_list() -> str:
 
 
 def full_help(sections: Sequence[str] = (), config: RunConfig | None = None) -> str:
-    """Return the usage, the recipes and all keys, including those of every model; or only the keys of `sections`.
+    """Return the usage, the recipes and all keys, including those of every model and objective.
 
-    With a configuration, the text also shows each key's value in it, and `model` lists only the fields of its model.
+    sections: the sections to list instead; empty for everything.
+    config: if given, the text also shows each key's value in this configuration, and lists only its own model and
+        objective.
+
     Raises UserError for an unknown section.
     """
     all_sections = [section.name for section in dataclasses.fields(RunConfig)]
@@ -214,10 +221,12 @@ _MAX_INDENT = 36
 
 
 def explained_yaml(config: RunConfig, origins: Mapping[str, str]) -> str:
-    """Return `config.to_yaml()` with a comment on each non-default value that says where it came from.
+    """Return `config.to_yaml()` with a comment on each non-default value that says where the value came from.
 
-    origins: `Resolution.origins`, from `load_with_origins`.  The comments are aligned; one that would extend past
-    column 100 goes above its key.  The text remains a valid recipe file.
+    origins: `Resolution.origins`, from `load_with_origins`.
+
+    Comments are aligned, except after a long value.  A comment that would extend past column 100, or into a multi-line
+    value, goes above its key.  The text remains a valid recipe file.
     """
     text = config.to_yaml()
     lines, keys = text.rstrip("\n").split("\n"), declared_keys(type(config.model), type(config.objective))

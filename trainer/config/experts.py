@@ -18,7 +18,7 @@ def with_expert(config: RunConfig, expert: int, method: Literal["auto", "exchang
 
 
 def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Return the configuration with `mesh.expert_method=auto` resolved, if it uses expert parallelism.
+    """Return the configuration, with `mesh.expert_method=auto` resolved if it uses expert parallelism.
 
     With `exchange`, tensor shapes depend on the data, so `train.compile=auto` becomes false.
     """
@@ -89,8 +89,8 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
 
     With more shards than experts, FSDP must divide a dimension other than the first, which takes an additional copy of
     weights and gradients.  If the number of shards is a multiple of the number of experts, each expert is split by rows
-    instead (`trainer.model.row_shards`), usually without a copy, but not with an integer `fsdp.reshard_after_forward`.
-    With `mesh.expert`, each rank gathers only a few experts, and copies of these cost next to nothing.
+    instead (`trainer.model.row_shards`), usually without a copy; but this is not possible with an integer
+    `fsdp.reshard_after_forward`.  With `mesh.expert`, each rank gathers only a few experts, which are cheap to copy.
     """
     num_experts = getattr(config.model, "num_experts", None)
     if num_experts is None or not config.recipe.declares_experts(config.model):

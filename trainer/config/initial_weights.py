@@ -18,7 +18,7 @@ from trainer.errors import UserError, setting_error
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
     """Raise UserError if the run's initial weights cannot be read, or if they are random but would be quantized.
 
-    given: the settings in the recipe file and on the command line: values by key.
+    given: the values that are set in the recipe file and on the command line, by key.
 
     A run that will resume from a checkpoint is not checked.
     """
@@ -67,7 +67,10 @@ def parse_bool(value: object) -> bool:
 
 
 def will_resume(config: RunConfig) -> bool:
-    """Return whether the run will resume from a checkpoint, as far as file names tell."""
+    """Return whether the run will resume from a checkpoint, judging by file names.
+
+    True if the run has started before and its checkpoints are at a URL, which is not read.
+    """
     if config.checkpoint.resume != "auto":
         return config.checkpoint.resume != "none"
     if not (config.run_dir / CONFIG).is_file():

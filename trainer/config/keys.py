@@ -30,10 +30,15 @@ from trainer.objective import Tokens
 from trainer.recipe import check_number, union_members
 
 EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
+"""The part of an error message that says what is wrong with an empty value."""
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return the dataclass field of each configuration key; its `metadata` holds the help text and the limits."""
+    """Return the dataclass field of each configuration key.  The field's `metadata` holds the help text and the limits.
+
+    model: the dataclass of the section `model`; None leaves out its keys.
+    objective: the dataclass of the section `objective`.
+    """
     return dict(_declared_keys(model, objective))
 
 
@@ -60,7 +65,10 @@ def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclas
 
 
 def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a subsection with their values, or `key` itself if it is not a subsection."""
+    """Yield the keys of a subsection with their values, or `key` with its value if it is not a subsection.
+
+    Raises UserError for a subsection whose value is not a mapping.
+    """
     if key not in SUBSECTIONS:
         yield key, value
     elif isinstance(value, Mapping):
@@ -71,7 +79,7 @@ def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def default_tree(model: type, objective: type) -> DictConfig:
-    """Return the tree of all defaults, which callers copy: building it takes five times as long as copying it."""
+    """Return the tree of all defaults.  Callers must copy it, which takes a fifth of the time of building it."""
     tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
@@ -81,7 +89,7 @@ def default_tree(model: type, objective: type) -> DictConfig:
 
 
 def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the keys on the command line with their values as text.
+    """Return the keys on the command line, each with its value as text.
 
     Raises UserError for an argument that is not of the form key=value.
     """
@@ -103,9 +111,11 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
 
 
 def parse_override(key: str, text: str, hint: Any) -> Any:
-    """Return the value of a command-line override: the text itself for keys of type str, otherwise parsed as YAML.
+    """Return the value of a command-line override: the text itself if the key takes text, otherwise parsed as YAML.
 
-    If a key takes either a str or a mapping, the value is a mapping only if the text is one in YAML.
+    If a key takes either text or a mapping, the value is a mapping only if the text is one in YAML.  Raises UserError
+    for text that is not valid YAML, for a number that YAML would read in another base, and for empty text, except for
+    the keys of a model.
     """
     options = union_members(hint)
     if not text and not key.startswith("model."):
@@ -134,7 +144,7 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
 def assign(
     tree: Any, known_keys: Mapping[str, dataclasses.Field[Any]], key: str, value: Any, where: str, text: str = ""
 ) -> None:
-    """Set one key of the typed tree.  Raises UserError for an unknown key, or a value of the wrong type.
+    """Set one key of the typed tree.  Raises UserError for an unknown key, a value of the wrong type, or a resolver.
 
     where: the file that sets the key, as text to append to messages; empty for the command line.
     text: the value as the user typed it.

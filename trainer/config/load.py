@@ -1,4 +1,4 @@
-"""Loads a configuration: defaults, overridden by recipe files and the command line, and completed by the passes."""
+"""Loads a configuration: merges the defaults, the recipe files and the command line, and runs the passes."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ def load_config(
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
 
-    If the weights in `train.init_from` come with a description of their model, its fields replace the recipe's, and
-    model fields in `overrides` must agree with them.
+    If the weights in `train.init_from` come with a description of their model, its fields replace the recipe's.  Model
+    fields in `overrides` must agree with them, unless a field only affects training or `checkpoint.allow_changes`
+    permits the difference.
 
     `needs_weights=False` skips the check that the initial weights can be read, for commands that need only the model's
     structure or the data.
@@ -48,7 +49,7 @@ def load_config(
 def load_with_origins(
     recipe: str, overrides: Sequence[str] = (), allow_import: Collection[str] = (), needs_weights: bool = True
 ) -> tuple[RunConfig, Resolution]:
-    """Return the configuration as `load_config` does, and the `Resolution`, which has the origin of each value."""
+    """Return the configuration that `load_config` returns, and the `Resolution`, which has the origin of each value."""
     path = find_recipe_file(recipe)
     resolution = Resolution(path, split_overrides(overrides), allow_import=allow_import, needs_weights=needs_weights)
     tree = run_passes("files", read_yaml(path), resolution)
@@ -73,7 +74,7 @@ def config_from_yaml(text: str, origin: str = CONFIG, allow_import: Collection[s
 
 
 def _build(resolution: Resolution) -> RunConfig:
-    """Return the configuration: convert the values of files and command line to their types, and run the passes."""
+    """Convert the values from files and the command line to their types, run the passes, and return the result."""
     keys = run_passes("keys", Keys(dict(resolution.values), dict(resolution.assignments)), resolution)
     resolution.untyped, values, assignments = keys, keys.values, keys.assignments
     name = assignments.get("model.name", values.get("model.name"))

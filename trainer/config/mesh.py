@@ -28,9 +28,9 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return a warning if shard groups straddle node boundaries, otherwise an empty string.
+        """Return a warning if neither shard groups nor nodes divide evenly into the other; otherwise an empty string.
 
-        Links within a node are many times faster than those between nodes.
+        Some shard groups then span two nodes, and links between nodes are many times slower than those within a node.
         """
         if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
             return ""
@@ -136,7 +136,7 @@ class Slices:
 
 
 def find_slices(config: RunConfig, rank: int) -> Slices | None:
-    """Return how the sequences of a rank are sliced, or None without context parallelism.
+    """Return how the sequences of a rank are sliced; None without context parallelism.
 
     `mesh.context_method` must be resolved already (`resolve_context_method`).
     """
@@ -150,7 +150,7 @@ def find_slices(config: RunConfig, rank: int) -> Slices | None:
 
 
 def resolve_context_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Return the configuration with `mesh.context_method=auto` resolved to gather or heads, if sequences are split."""
+    """Return the configuration, with `mesh.context_method=auto` resolved to gather or heads if sequences are split."""
     mesh = config.mesh
     if mesh.context in (1, AUTO) or mesh.context_method != "auto":
         return config

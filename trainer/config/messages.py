@@ -1,7 +1,7 @@
 """Error messages for mistakes in arguments: unknown keys and options, and values of the wrong type.
 
-Messages suggest the key or value that was probably meant, or say what to do.  They also recognize the names that other
-trainers use for a setting.  A key whose spelling is only vaguely similar is not suggested.
+Messages suggest the key or value that was probably meant, or say what to do.  The names that other trainers use for a
+setting are recognized.  A key whose spelling is only vaguely similar is not suggested.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""The passes: steps that resolve a configuration, each of which sets or checks values that follow from others.
+"""The passes: steps that resolve a configuration, by setting or checking values that follow from others.
 
-`PASSES`, at the end, lists them in order.  `load_config` runs the passes of the first stages, some of them before the
-recipe files and the command line are merged.  The other passes run when the run starts, once its data can be read, or
-once its device is known.  A pass maps its stage's input (see `Stage`) and the `Resolution` to a new version of that
-input.  The values may follow from other settings, from files, from the data or from the device.  `Resolution.origins`
-records where the value of each key came from, for `--print-config --why`.
+A value may follow from other settings, from files, from the data or from the device.  A pass maps the input of its
+stage (see `Stage`) and the `Resolution` to a new version of that input.  `Resolution.origins` records where the value
+of each key came from, for `--print-config --why`.
+
+`PASSES`, at the end, lists the passes in order.  `load_config` runs those of the first stages, some of them before the
+recipe files and the command line are merged.  The others run when the run starts, once its data can be read, or once
+its device is known.
 """
 
 from __future__ import annotations
@@ -102,11 +104,12 @@ class Resolution:
     is_stored: bool = False
     """Whether the configuration comes from a checkpoint, so that it must not depend on the files that exist now."""
     shape: MeshShape | None = None
+    """The shape of the mesh, for the passes of the stage `device`."""
     world: World | None = None
-    """The mesh and the ranks, for the passes of the stage `device`."""
+    """The ranks, for the passes of the stage `device`."""
 
     origins: dict[str, str] = field(default_factory=dict)
-    """The origin of each value that is not a default, by key."""
+    """Where each value that is not a default came from, by key."""
     untyped: Keys = field(default_factory=lambda: Keys({}, {}))
     """The result of the passes of the stage `keys`."""
     declared: DeclaredModel | None = None
@@ -114,7 +117,7 @@ class Resolution:
     choice: PlannedChoice | None = None
     """The planner's choice for the `auto` settings, on rank 0."""
     notes: list[str] = field(default_factory=list)
-    """Messages to show the user."""
+    """Messages to show to the user."""
 
     @property
     def keys(self) -> dict[str, Any]:
@@ -133,10 +136,10 @@ _NOT_INHERITED = {"run": ("name", "dir"), "checkpoint": ("dir", "resume")}
 def inherit(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Merge the sections of the recipe file over those of its parents.
 
-    This is the first pass, because all others need the values that files set.  A parent is named as on the command
-    line: by the name of a recipe, a path (relative to the file's folder), or a run folder, from which all settings are
-    inherited except for the run's name, folder and checkpoints.  A file that names a different model than its parent
-    inherits none of the parent's model fields.
+    This is the first pass, because all others need the values that files set.  The key `recipe` names a parent as on
+    the command line: by the name of a recipe, a path (relative to the file's folder), or a run folder.  From a run
+    folder, all settings are inherited except for the run's name and folder and the locations of checkpoints.  A file
+    that names a different model than its parent inherits none of the parent's model fields.
 
     Raises UserError for a parent that does not exist, and for circular inheritance.
     """
@@ -190,9 +193,9 @@ def display_path(path: Path) -> str:
 def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]:
     """Update the folders in a configuration that a run has stored, in case its run folder was moved or copied.
 
-    A run folder that was moved continues at its new path; a copy of a run folder continues as a separate run.  This
-    pass runs before the command line is applied, which may name another folder.  It changes only the file's own
-    folders, since those of a parent are not inherited, and only in files that a run has written.
+    A run whose folder was moved continues at the new path; a copy of a run folder continues as a separate run.  This
+    pass runs before the command line is applied, which may name another folder.  Files that no run has written are
+    unchanged.  Folders in a parent need no update, since they are not inherited.
 
     Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
     """
@@ -231,7 +234,7 @@ def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]
 
 
 def is_another_run(stored: str, here: Path) -> bool:
-    """Return whether the run folder `stored`, named in a configuration, still holds a run and is not the folder `here`.
+    """Return whether the run folder `stored`, named in the configuration in `here`, holds a run and is another folder.
 
     If so, `here` is a copy of that run.  If `stored` no longer holds a run, the run was moved to `here`.
     """
@@ -275,7 +278,7 @@ _MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.tea
 
 
 def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
-    """Replace the names of Hub models by their folders in the cache, and .gguf files by their converted folders.
+    """Replace the names of Hub models with their folders in the cache, and .gguf files with their converted folders.
 
     Runs before the passes that read these folders.  The run stores the models' names, pinned to a commit: a resumed run
     keeps the commit that it started with, even if the branch has moved on.  For a configuration stored in a checkpoint,
@@ -528,6 +531,7 @@ def data_source(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 _RANGE_STEPS = 100
+"""Steps of a learning-rate range test, unless the command line sets their number."""
 
 
 def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
@@ -563,7 +567,7 @@ def holdout(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace `data.tokenizer=model`, or a folder, by the absolute path of the tokenizer.json.
+    """Replace `data.tokenizer=model`, or a folder, with the absolute path of the tokenizer.json.
 
     A resumed run thus finds the same file from any working directory.
     """
@@ -614,7 +618,8 @@ def objective_data(config: RunConfig, resolution: Resolution) -> RunConfig:
 def chat_length(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Limit the sequence length for chats to the maximum that the model supports.
 
-    A length on the command line is used unchanged, and turns off `data.trim_rows`, which would shorten sequences.
+    A length on the command line is used unchanged.  It also turns off `data.trim_rows`, which would shorten sequences,
+    unless the command line sets that too.
     """
     data, max_len = config.data, getattr(config.model, "max_seq_len", None)
     if "data.seq_len" not in resolution.assignments:
@@ -755,13 +760,12 @@ def range_test_folder(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Choose a folder in which the run can start; note for the user if it is not the default folder.
+    """Choose a folder in which the run can start, and add a note for the user if it is not the default folder.
 
-    The default folder is used unless it holds a finished run whose settings differ so that a resume would refuse them;
-    then the first suitable folder of NAME-2, NAME-3, ... is used.  Nothing is changed if the command line or the recipe
-    file sets the run's name or folder, or if the command line sets `checkpoint.resume` or `checkpoint.dir`.  All ranks
-    and all restarts get the same result.  A printed configuration is not affected, so it does not depend on earlier
-    runs.
+    The default folder is used unless it holds a finished run that cannot be resumed with these settings.  In that case,
+    the first suitable folder of NAME-2, NAME-3, ... is used.  Nothing is changed if the command line or the recipe file
+    sets the run's name or folder, or if the command line sets `checkpoint.resume` or `checkpoint.dir`.  All ranks and
+    all restarts get the same result.  A printed configuration is not affected, so it does not depend on earlier runs.
     """
     default_name = resolution.path.stem
     is_unnamed = config.run.name == default_name and config.run.dir == default_folder(default_name)
@@ -782,7 +786,7 @@ def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def _differences_from_finished_run(config: RunConfig) -> list[str]:
-    """Return the settings in which `config` differs from a finished run in its folder so that it cannot resume it."""
+    """Return the differences that keep `config` from resuming a finished run in its folder; empty if there are none."""
     folder = Path(config.run.dir)
     try:
         status = json.loads((folder / "status.json").read_text())
@@ -868,7 +872,7 @@ PASSES = (
 def run_passes(stage: Stage, config: ConfigType, resolution: Resolution) -> ConfigType:
     """Run the passes of one stage in their order, and return the configuration.
 
-    If a pass changes the value of a key, it becomes the key's origin, unless it records a more precise one itself.
+    A pass that changes the value of a key becomes the key's origin, unless it records a more precise origin itself.
     """
     before = dict(_flat(config))
     for each_pass in PASSES:

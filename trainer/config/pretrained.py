@@ -1,8 +1,9 @@
 """Reads a Hugging Face model folder: converts its config.json to the fields of a recipe, and checks its files.
 
-The fields are compared with the run's before anything is built, because a different model, for example with another
-`rope_theta` or number of heads, may have weights of the same shapes.  `Recipe.hf` says how entries of config.json
-correspond to fields, and which values are supported.  This module reads no tensors and does not import torch.
+The fields are compared with the run's before anything is built, because weights of the same shapes may belong to a
+different model, for example one with another `rope_theta` or number of heads.  `Recipe.hf` says how entries of
+config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
+torch.
 """
 
 from __future__ import annotations
@@ -59,9 +60,10 @@ def stored_dtype(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """The model fields that come with some weights.  where: the file that declares them, for messages."""
+    """The model fields that come with some weights."""
 
     where: str
+    """The file that declares the fields, for messages."""
     fields: Mapping[str, Any]
 
     def check(self, model_config: Any, allowed: Iterable[str]) -> None:

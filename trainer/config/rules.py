@@ -1,4 +1,4 @@
-"""Checks settings against each other and against the number of ranks, and required libraries and compilers."""
+"""Checks settings against each other and the number of ranks, and checks for the required libraries and compilers."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _check_run_name(config: RunConfig) -> None:
 
 _FILES = ("config.yaml", "status.json", "metrics.jsonl", "notice")
 _FOLDERS = ("checkpoints", "tensorboard", "wandb", "profile")
-"""The files and folders that a run creates in its folder."""
+"""The files and folders that a run creates or reads in its folder."""
 
 
 def _check_paths(config: RunConfig) -> None:
@@ -322,9 +322,12 @@ def _check_evaluation(config: RunConfig) -> None:
         raise choice_error("eval.metric", config.eval.metric, metrics)
 
 
-def offloaded_fraction(setting: float | str) -> float:
-    """Return the fraction of blocks whose activations are offloaded; 0 for `none` and for an unresolved `auto`."""
-    return 0.0 if isinstance(setting, str) else float(setting)
+def offloaded_fraction(value: float | str) -> float:
+    """Return the fraction of blocks whose activations are offloaded, given the value of `train.offload_activations`.
+
+    Returns 0 for `none` and for an unresolved `auto`.
+    """
+    return 0.0 if isinstance(value, str) else float(value)
 
 
 def budget_of(checkpointing: int | str) -> float | None:
@@ -338,7 +341,7 @@ def budget_of(checkpointing: int | str) -> float | None:
 
 
 def find_deadline(config: RunConfig, env: Mapping[str, str] = os.environ) -> float | None:
-    """Return the time by which the run must have stopped, in seconds since 1970, or None.
+    """Return the time by which the run must have stopped, in seconds since the Unix epoch; None if there is no limit.
 
     This is `run.deadline` or, if that is null, the end of the Slurm job.  Raises UserError if `run.deadline` is not a
     valid time.
@@ -465,10 +468,11 @@ def check_chats(config: RunConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Mixtures of data sources
 #
-# A phase starts at the beginning of a step, even if its start is given in tokens, and lasts until the next one starts.
+# A phase starts with a step, even if its start is given in tokens, and lasts until the next phase starts.
 
 MIXTURE_BLOCK = 1024
-"""Number of samples in a block, within which the mixture is exact.  No source may get less than one sample of it."""
+"""Number of samples in a block.  Every complete block has the same number of samples of a source, at least one unless
+the source's weight is 0."""
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -480,7 +484,7 @@ _PHASE_START_RULE = "must be a step, tokens:<n>, or a percentage of the run such
 class Phase:
     """A phase of training: the sampling weights of the sources from sample `start` on.
 
-    weights: by name of the source; None for weights proportional to the sources' sizes.
+    weights: the weights by the sources' names; None for weights proportional to the sources' sizes.
     """
 
     start: int
@@ -637,17 +641,17 @@ def _check_trackers(log: LogSection) -> None:
         raise setting_error("log.tensorboard", True, rule, fix="pip install 'meshtrainer[tensorboard]', or false")
 
 
-def check_float8_installed(setting: str) -> None:
-    """Raise UserError if `train.float8` needs torchao and it is not installed."""
-    if setting != "none" and not _is_installed("torchao"):
+def check_float8_installed(scaling: str) -> None:
+    """Raise UserError if `train.float8=scaling` needs torchao and it is not installed."""
+    if scaling != "none" and not _is_installed("torchao"):
         rule = "float8 needs the torchao library: pip install 'meshtrainer[float8]'"
-        raise setting_error("train.float8", setting, rule, "none")
+        raise setting_error("train.float8", scaling, rule, "none")
 
 
-def likely_device(setting: str) -> str:
-    """Return the device type that `run.device` resolves to here, as far as can be determined without torch."""
-    if setting != "auto":
-        return setting
+def likely_device(device: str) -> str:
+    """Return the type that `run.device=device` resolves to on this machine, as far as it can be known without torch."""
+    if device != "auto":
+        return device
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("HIP_VISIBLE_DEVICES"))
     has_gpu = any(Path("/dev").glob("nvidia[0-9]*")) or Path("/dev/kfd").exists()
     return "cuda" if has_gpu and visible not in ("", "-1") else "cpu"
@@ -659,15 +663,18 @@ def can_compile(device_type: str) -> bool:
     return not any(_missing_compiler(device_type))
 
 
-def compiles_blocks(setting: bool | str, device_type: str) -> bool:
-    """Return whether `train.compile` compiles the blocks on a device of type `cpu` or `cuda`."""
-    return setting is True or (setting == AUTO and device_type == "cuda" and can_compile("cuda"))
+def compiles_blocks(value: bool | str, device_type: str) -> bool:
+    """Return whether `train.compile=value` compiles the blocks on a device of type `cpu` or `cuda`."""
+    return value is True or (value == AUTO and device_type == "cuda" and can_compile("cuda"))
 
 
-def compiles_when_planned(setting: bool | str, device_type: str) -> bool:
-    """Return whether a plan assumes compiled blocks: a GPU on another machine is assumed to have a compiler."""
+def compiles_when_planned(value: bool | str, device_type: str) -> bool:
+    """Return whether a plan assumes that `train.compile=value` compiles the blocks.
+
+    A GPU on another machine is assumed to have a compiler.
+    """
     is_elsewhere = device_type == "cuda" and likely_device(AUTO) != "cuda"
-    return compiles_blocks(setting, device_type) or (setting == AUTO and is_elsewhere)
+    return compiles_blocks(value, device_type) or (value == AUTO and is_elsewhere)
 
 
 def _check_compilers(key: str, value: object, device_type: str, alternative: str) -> None:

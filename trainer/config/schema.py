@@ -1,4 +1,4 @@
-"""The schema of the configuration, one frozen tree of sections: each key's type, default, limits and meaning."""
+"""The schema of the configuration, a frozen tree of sections: the type, default, limits and meaning of each key."""
 
 from __future__ import annotations
 
@@ -19,25 +19,26 @@ from trainer.renamed import Renamed
 # Limits and values shared by several sections
 
 WEEK_S = 7 * 24 * 3600.0
-"""Upper bound of time limits: timeouts between ranks add up to three of them, as milliseconds in 32 bits."""
+"""Upper bound of time limits.  Timeouts between ranks may be three times as long, and must fit in 32 bits as
+milliseconds."""
 
 MAX_SIZE = 2**31 - 1
-"""The largest legal value of keys that become the size of a tensor dimension."""
+"""The largest legal value of keys that set the size of a tensor dimension."""
 
 DTYPES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
-"""Other names of dtypes, mapped to ours, which error messages suggest."""
+"""Maps other names of dtypes to the names used here, which error messages suggest."""
 
 AUTO = "auto"
-"""The value that leaves a choice to the trainer.  The planner resolves most such settings before anything is built."""
+"""The value that leaves a choice to the trainer.  For some keys, the planner makes it before the model is built."""
 
 MODEL = "model"
-"""The value of `data.tokenizer` and `data.chat_template` that selects the model's own."""
+"""The value of `data.tokenizer` and `data.chat_template` that selects those of the model."""
 
 NUMBER_OR = "a whole number or "
-"""The first words of the `form` of keys that take a number or one word."""
+"""The first words of the `form` of keys that take either a number or a certain word."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ class MeshSection:
 
 @dataclass(frozen=True)
 class FsdpSection:
-    """Sharding with torch.distributed.fsdp.fully_shard, which is skipped with one shard and one dtype."""
+    """Sharding with torch.distributed.fsdp.fully_shard; not used for one shard with one dtype and no CPU offload."""
 
     wrap: str = declare(
         "block",
@@ -457,8 +458,8 @@ class MuonSection:
     )
     scale: Literal["match_rms_adamw", "spectral", "jordan"] = declare(
         "match_rms_adamw",
-        "how updates scale with a matrix's shape; match_rms_adamw: to the RMS of AdamW's updates; spectral: so that "
-        "the best learning rate does not depend on width",
+        "how updates scale with a matrix's shape; match_rms_adamw: match the RMS of AdamW's updates; spectral: make "
+        "the best learning rate independent of width",
     )
     dtype: Literal["bfloat16", "float32"] = declare(
         "bfloat16",
@@ -501,7 +502,7 @@ class OptimSection:
     groups: tuple[dict[str, Any], ...] = declare(
         (),
         'settings by parameter name: [{match: "*embed*", lr: 0.3}, ...]; lr and lr_decay (by layer) multiply the '
-        "learning rate, weight_decay and optimizer replace the general settings; the last match wins",
+        "learning rate; weight_decay and optimizer replace the general settings; the last match wins",
     )
     base_model: dict[str, int] | None = declare(
         None,
@@ -550,8 +551,8 @@ class TrainSection:
     )
     small_model_steps: int = declare(
         0,
-        "with train.epochs: minimum number of steps for a model narrower than 512, which needs more; ignored if "
-        "train.epochs is on the command line",
+        "with train.epochs: minimum number of steps for a model narrower than 512, since a small model needs more; "
+        "ignored if the command line sets train.epochs and not this",
         at_least=0,
     )
     global_batch_size: int = declare(8, "sequences per step, over all ranks", at_least=1, at_most=MAX_SIZE)
@@ -736,7 +737,7 @@ class RunConfig:
 
     @property
     def has_reference_model(self) -> bool:
-        """Whether the reference is a second model in memory; with adapters, it is the same model without them."""
+        """Whether the reference is a second model in memory.  With adapters, it is the trained model without them."""
         return "reference" in self.objective.needs and not self.lora.rank
 
     @property
@@ -754,7 +755,7 @@ class RunConfig:
         return getattr(self.model, "path", None) or None
 
     def with_absolute_paths(self) -> RunConfig:
-        """Return the configuration with absolute paths of its folders, which a run stores to be valid anywhere."""
+        """Return the configuration with the paths of its folders made absolute, so that a stored copy stays valid."""
         folder = self.checkpoint.dir
         if folder is not None and "://" not in folder:
             folder = str(Path(folder).absolute())

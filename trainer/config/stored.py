@@ -23,7 +23,7 @@ CONFIG = "config.yaml"
 OLD_DPO_SECTION = "dpo"
 """The old section for DPO settings, which every run stored before there were other objectives.
 
-`read_stored` converts it in stored configurations; the pass `objective_section`, elsewhere."""
+`read_stored` converts it in stored configurations, and the pass `objective_section` does so in all others."""
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
@@ -80,7 +80,8 @@ def refuse_masked(key: str, value: Any, path: Path) -> None:
 def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     """Return a stored configuration by section, without resolving references or importing anything.
 
-    Credentials are masked, since files from older versions may contain them.
+    Credentials are masked, since files from older versions may contain them.  Raises UserError, which names `origin`,
+    if the text is not a configuration.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -115,7 +116,7 @@ def section_of(tree: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def declared_model(text: str, name: str, where: str) -> DeclaredModel | None:
     """Return the model fields in a configuration written by `to_yaml`; None if its model's recipe is not `name`.
 
-    Imports nothing that the text names.
+    Imports nothing that the text names.  Raises UserError, which names `where`, if the text is not a configuration.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)

@@ -1,4 +1,4 @@
-"""The configuration of the teacher model in distillation: a second, frozen model, otherwise built like the first."""
+"""The configuration of the teacher model in distillation, which is frozen but otherwise built like the student."""
 
 from __future__ import annotations
 
@@ -14,16 +14,19 @@ from trainer.config.stored import CONFIG
 from trainer.errors import setting_error
 from trainer.objective import Tokens
 
-TEACHER_KEY, TOP_FILE = "objective.teacher", "top.json"
-"""The setting that names the teacher, and the file that identifies a folder of stored teacher log-probabilities."""
+TEACHER_KEY = "objective.teacher"
+"""The key of the setting that names the teacher."""
+TOP_FILE = "top.json"
+"""The file that identifies a folder of the teacher's log-probabilities, stored in place of the teacher."""
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
     """Return the run's configuration with the teacher in place of its model; None if there is no teacher model.
 
-    The teacher is sharded on the same mesh as the student, and its weights have the run's compute dtype.  Raises
-    UserError if the teacher's model is unknown, if the vocabulary sizes differ, or if a setting needs a teacher model
-    but `objective.teacher` has only its log-probabilities.
+    The teacher is sharded on the same mesh as the student, and its weights have the run's compute dtype.
+
+    Raises UserError if the teacher's model is unknown, if the vocabulary sizes differ, if the teacher does not support
+    the mesh, or if a setting needs the teacher model but `objective.teacher` has only log-probabilities.
     """
     if "teacher" not in config.objective.needs:
         return None

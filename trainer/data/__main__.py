@@ -4,14 +4,19 @@
     python -m trainer.data check [recipe=NAME] [section.key=value ...]
     python -m trainer.data plan [recipe=NAME] [section.key=value ...]
 
-  show    samples as the model sees them: text, document boundaries, targets, source and epoch
-            --step N      samples of this step (default 1)
-            --samples N   number of samples (default 2)
-            --full        print the complete text, not only the beginning and the end of long pieces
-  check   broken shards, duplicate documents, held-out text in the training data; exits with code 1 if it finds any
-  plan    tokens, share and epochs of each source, by phase
+  show    prints samples of one step: their text, document boundaries, targets, source and epoch
+            --step N      the step (default 1)
+            --samples N   number of samples (default 2), at most a global batch
+            --full        prints the complete text; otherwise, the middle of a long text is left out
+  check   looks for broken shards, duplicate documents, and held-out text in the training data; exits with code 1 if it
+          finds any
+  plan    prints for each phase (a range of steps with the same weights) and each source: the tokens that the run would
+          read, the source's share of the samples, and its epochs by the end of the phase
 
-recipe=NAME is a recipe or a run folder.  The default is llama_small, without a check of the vocabulary size.
+recipe=NAME is a recipe, a path ending in .yaml, or a run folder.  Without it, the settings are those of llama_small,
+and the ids in the data are not compared with the model's vocabulary size.
+
+--allow-import M lets a run in recipe= import its own module M; it may be repeated.
 """
 
 from __future__ import annotations
@@ -35,7 +40,7 @@ from trainer.data.mixture import (
     SourceUsage,
     describe_usage,
     epochs,
-    find_order,
+    make_order,
     usage_by_phase,
 )
 from trainer.data.opening import open_source, resolve_from_data
@@ -66,7 +71,7 @@ class _Arguments:
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
-    """Values of the integer options, initialized to their defaults."""
+    """The values of the integer options; initially their defaults."""
     is_full: bool = False
     allow_import: list[str] = field(default_factory=list)
 
@@ -122,7 +127,7 @@ def _run(parsed: _Arguments) -> int:
         return EXIT_FAILED if check_data(config.data, vocab_size, print_stdout) else EXIT_FINISHED
     config = resolve_from_data(config)
     source = open_source(config.data, vocab_size, "train")
-    order = find_order(source, config)
+    order = make_order(source, config)
     if parsed.command == "show":
         step, count = parsed.numbers["--step"], parsed.numbers["--samples"]
         _show_samples(source, order, config, step=step, count=count, is_full=parsed.is_full)
@@ -153,7 +158,7 @@ def _usage_lines(config: RunConfig, usages: Sequence[SourceUsage]) -> list[str]:
 
 
 _EDGE_CHARS = 60
-"""Number of characters to show from each end of a long text."""
+"""Number of characters to show from each end of a long text, without `--full`."""
 
 
 def _show_samples(
@@ -161,8 +166,8 @@ def _show_samples(
 ) -> None:
     """Print the first `count` samples of a step.
 
-    Each line of a sample shows consecutive tokens of one document that are all targets, or all ignored.  Raises
-    TrainingFailed if the data are corrupt.
+    Each line of a sample shows padding, or consecutive tokens of one document whose targets are all trained on or all
+    ignored.  Raises TrainingFailed if the data are corrupt.
     """
     global_batch_size = config.train.global_batch_size
     data_tokenizer = tokenizer_of(config.data)
@@ -187,6 +192,7 @@ def _show_samples(
 def _sample_lines(
     entries: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
 ) -> Iterator[str]:
+    """Yield the lines that show a row; see `_show_samples`."""
     tokens, is_target = entries["tokens"][row], entries["targets"][row] != IGNORE
     if "documents" in entries:
         documents = entries["documents"][row]
@@ -198,7 +204,7 @@ def _sample_lines(
     else:  # documents are separated by end tokens; padding belongs to the last one
         is_end = tokens == tokenizer.end_id
         documents = np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
-    # Every conversation has targets, so everything after the last conversation with targets is padding.
+    # Every conversation has a target, so everything after the last conversation with one is padding.
     is_padding = documents > documents[is_target].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
     changes = np.flatnonzero((np.diff(documents) != 0) | (np.diff(is_target) != 0)) + 1
     width = len(str(len(tokens)))

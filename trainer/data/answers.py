@@ -1,7 +1,6 @@
-"""The file of answers to a file of prompts: one JSON line per prompt, in order.  A later command can resume it.
+"""Writes the answers to a file of prompts: one line of JSON per prompt, in order.  A later command can resume the file.
 
-Next to it, FILE.provenance.json records which model and settings produced the answers, since the lines themselves do
-not say.
+The lines do not say which model and settings produced them, so FILE.provenance.json, next to the file, records this.
 """
 
 from __future__ import annotations
@@ -21,15 +20,17 @@ _FIX = "choose a file name that is not in use"
 class AnswerFile:
     """A file of answers, either new or to be resumed.
 
-    num_done: number of prompts already answered.
+    num_done: the number of prompts that were already answered when the file was opened.
     """
 
     def __init__(self, path: Path, key: str, prompts_path: str, prompts: Sequence[Mapping[str, Any]]) -> None:
         """Read the answers in the file, if any, without changing it.
 
         key: the option that names the file, for error messages.
+        prompts_path: the file of prompts, for error messages.
+        prompts: the records of the prompts.
 
-        Raises UserError if a line does not answer the prompt with the same number.
+        Raises UserError if `path` cannot be used, or if a line is not the answer to the prompt with the same number.
         """
         if not path.parent.is_dir():
             raise setting_error(key, path, f"there is no folder {path.parent}", fix="create it, or name another one")
@@ -52,9 +53,10 @@ class AnswerFile:
         Otherwise, check that the recorded model and settings are the same, and remove a partial last line.
 
         model: the path of the model, for messages.
-        provenance: the checksum of the model's weights as `weights`, and all settings.
+        provenance: all settings, and under `weights` the checksum of the model's weights.
 
-        Raises UserError if the answers in the file were produced by another model or with other settings.
+        Raises UserError if the answers in the file were produced by another model or with other settings, or if what
+        produced them is not known.
         """
         provenance_path = self._path.with_name(f"{self._path.name}.provenance.json")
         if self._is_new:

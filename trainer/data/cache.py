@@ -1,11 +1,11 @@
 """On-disk cache of data that are built once, then shared by all processes and later runs.
 
-`build_entry` builds an entry: it takes a lock, checks again whether the entry exists, builds it under a temporary name,
-flushes it to disk, and renames it.  An entry therefore appears under its name only once it is complete.  A corrupt
-entry is reported, removed and rebuilt.  `get_or_build` also chooses the folder; tokenized chats, the standard library,
-row layouts and shard catalogs use it.  Downloaded shards and text (`remote.cache`) have separate folders and use
-`build_entry`.  Tokenized text (`ingest`) is built in parts by many processes at once, so it uses only
-`in_writable_folder`, which chooses the folder.
+- `in_writable_folder` chooses the folder.  Tokenized text (`ingest`) uses only this, since many processes build its
+  parts at the same time.
+- `build_entry` takes a lock, builds an entry under a temporary name unless it exists by then, flushes it to disk, and
+  renames it.  An entry therefore appears under its name only once it is complete.  A corrupt entry is reported, removed
+  and rebuilt.  Downloaded shards and text (`remote.cache`), which have folders of their own, use only this.
+- `get_or_build` combines the two, for tokenized chats, the tokenized standard library, row layouts and shard catalogs.
 
 `read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
 """
@@ -45,7 +45,8 @@ def in_writable_folder(
 ) -> Entry:
     """Return `use(folder)` for the first cache folder with which `use` raises no OSError.
 
-    content, input_bytes: what is stored in the folder, and the size of its input files in bytes, for messages.
+    content: what is stored in the folder, for messages.
+    input_bytes: the total size of the files to tokenize, for messages; 0 if nothing is tokenized.
 
     Raises UserError if there is no such folder.
     """
@@ -59,7 +60,7 @@ def in_writable_folder(
 
 
 def storage_error(cache_dir: str | None, content: str, folder: Path, error: OSError, input_bytes: int = 0) -> UserError:
-    """Return the error for a cache folder that cannot be written to; see `in_writable_folder`."""
+    """Return the UserError for an OSError in a cache folder; see `in_writable_folder` for the arguments."""
     if error.errno not in _DISK_FULL:
         rule = f"{content} cannot be stored there ({error})"
         return setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
@@ -94,8 +95,9 @@ def get_or_build(
     build: writes the files of an entry to an empty folder; with `is_file`, writes the file at a path.
     content, input_bytes: see `in_writable_folder`.
 
-    Any number of processes may request the same entry: one builds it while the others wait; see `build_entry`.  Raises
-    UserError if no cache folder is writable.
+    Any number of processes may request the same entry: one builds it while the others wait; see `build_entry`.
+
+    Raises UserError if no cache folder is writable, and the exceptions of `build` other than OSError.
     """
     for folder in find_cache_folders(cache_dir):
         with contextlib.suppress(*CORRUPTION_ERRORS):  # missing or corrupt: checked again under the lock
@@ -120,17 +122,17 @@ def build_entry(
     *,
     is_file: bool = False,
     partial: Path | None = None,
-    damaged: str = "is damaged ({error}); building it again",
+    complaint: str = "is damaged ({error}); building it again",
 ) -> None:
     """Build the entry at `path`, unless it exists and `check` raises none of CORRUPTION_ERRORS.
 
     One process builds it while the others wait.  On a file system without locks, each process builds its own copy, and
-    the first to finish publishes it.
+    one of the copies is kept.
 
     build: writes the entry at a temporary path: to an empty folder, or with `is_file` to a file.
-    partial: a temporary name that all processes share, so that they can see what is being written.  The file is locked
+    partial: a temporary path that all processes share, so that they can see what is being written.  The file is locked
         while it is written, so locks are required: see `locked`.
-    damaged: the message about a corrupt entry, without the path that precedes it.
+    complaint: what to print about a corrupt entry, after its path; {error} stands for what is wrong with it.
 
     Raises OSError and the exceptions of `build`, after removing the temporary files.
     """
@@ -141,7 +143,7 @@ def build_entry(
                 check(path)
                 return  # another process has built it in the meantime
             except CORRUPTION_ERRORS as error:
-                print_stderr(f"{path}, in the cache, {damaged.format(error=error)}")
+                print_stderr(f"{path}, in the cache, {complaint.format(error=error)}")
                 remove(path)
         temporary = partial
         if temporary is None:

@@ -1,8 +1,9 @@
 """Checks data for broken shards, duplicate documents, and held-out text that also occurs in the training data.
 
-Documents are compared by a hash of all their tokens.  Held-out text is found by matching 32-grams of tokens: those at
-every position of the held-out data with those at every 16th position of the training data, which finds every shared run
-of 47 or more tokens, except repetitions of a single token.  All hash matches are verified token by token.
+Documents are compared by a hash of all their tokens.  Held-out text is found by comparing the 32-grams of tokens at
+every position of the held-out data with those at every 16th position of the training data.  This finds every held-out
+sample that shares a run of 47 or more tokens with the training data.  Repetitions of a single token and tokens with
+ignored targets, such as padding, do not count.  All hash matches are verified token by token.
 """
 
 from __future__ import annotations
@@ -25,18 +26,23 @@ from trainer.data.tokenizer import tokenizer_of
 Report = Callable[[str], None]
 Hashes = NDArray[np.uint64]
 
-_GRAM, _STRIDE = 32, 16
-"""Number of tokens in an n-gram, and the stride between the n-grams of the training data that are looked up."""
+_GRAM = 32
+"""Number of tokens in an n-gram."""
+_STRIDE = 16
+"""Distance in tokens between the starts of consecutive n-grams of the training data."""
 _CHUNK = 1 << 16
 """Number of tokens to hash at once: few enough to stay in the CPU's caches."""
 _MAX_LISTED = 10
-"""Maximum number of problems of each kind that are listed; all are counted."""
+"""Maximum number of duplicates, and of leaks, that are listed; all are counted."""
 
 
 def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
-    """Report the problems in the data through `report`, each on one line, and return their number.
+    """Report the problems in the data, and return their number.  If shards are broken, nothing else is checked.
 
-    Raises UserError if the settings do not name any data.
+    vocab_size: see `open_source`.
+    report: called with each line of the report.
+
+    Raises UserError as `open_source` does, unless a shard is broken.
     """
     opened = _open_named_shards(data)
     shards = {name: shard_or_error for name, shard_or_error in opened.items() if isinstance(shard_or_error, Shard)}
@@ -70,12 +76,12 @@ def _plural(count: int, noun: str) -> str:
 
 
 def _open_named_shards(data: DataSection) -> dict[str, Shard | ShardError]:
-    """Return, by file name, each shard that a path, glob or folder names, or the error if it cannot be opened."""
-    settings = [setting for setting in (data.path, data.eval_path) if setting is not None]
+    """Return, by file name, each local shard that the settings name, or the error if it cannot be opened."""
+    values = [value for value in (data.path, data.eval_path) if value is not None]
     paths = [
         path.removeprefix("file://")
-        for setting in settings
-        for path in (setting.values() if isinstance(setting, Mapping) else [setting])
+        for value in values
+        for path in (value.values() if isinstance(value, Mapping) else [value])
     ]
     opened: dict[str, Shard | ShardError] = {}
     names = {name for path in paths for name in glob.glob(os.path.expanduser(path), recursive=True)}
@@ -113,21 +119,17 @@ _INVERSE = pow(_BASE, -1, 2**64)
 
 
 def _powers(base: int, count: int) -> Hashes:
+    """Return base**0 to base**(count - 1), modulo 2**64."""
     powers = np.full(count, base, dtype=np.uint64)
     powers[0] = 1
     return np.multiply.accumulate(powers)
-
-
-def _random_table(vocab_size: int) -> Hashes:
-    """Return a fixed pseudorandom number for each token id."""
-    return np.random.Philox(key=vocab_size).random_raw(vocab_size)
 
 
 class _Hasher:
     """Hashes 32-grams of tokens, and documents."""
 
     def __init__(self, vocab_size: int) -> None:
-        self._random_table = _random_table(vocab_size)
+        self._random_table: Hashes = np.random.Philox(key=vocab_size).random_raw(vocab_size)
         self._powers, self._inverses = _powers(_BASE, 1 << 12), _powers(_INVERSE, 1 << 12)
 
     def _terms(self, tokens: NDArray[Any]) -> Hashes:
@@ -217,7 +219,8 @@ class _HeldOutIndex:
         tokens, ignored = zip(*_sample_chunks(source), strict=True)
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
-        # Padding and repetitions of a single token are not indexed: they are the same everywhere.
+        # 32-grams with ignored targets, such as padding, and those of a single token are not indexed: many samples
+        # contain them.
         is_indexed = _count_in_windows(np.concatenate(ignored), len(grams)) == 0
         is_indexed &= _count_in_windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
         positions = np.flatnonzero(is_indexed)

@@ -1,10 +1,11 @@
-"""Loaders: a rank's micro-batches, in an order that does not depend on the number of ranks or workers.
+"""Loaders, which yield a rank's micro-batches.
 
-Training counts positions in an endless sequence of samples (see `mixture`).  With a global batch size of G, step s
-(counted from 0) reads positions s * G to (s + 1) * G.  Each data-parallel rank takes a contiguous slice of them and
-splits it into micro-batches.  Resuming therefore needs only one integer, the number of samples consumed by finished
-steps, which is valid on any mesh.  A fingerprint of the data is stored with it, since a position means a different
-sample in other data.
+The order of the samples does not depend on the number of ranks or workers.  Training counts positions in an endless
+sequence of samples (see `mixture`).  With a global batch size of G, step s reads the G positions from s * G on, where s
+is counted from 0.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.  Resuming
+therefore needs only one integer, the number of samples consumed by finished steps, which is valid on any mesh.  A
+fingerprint of the data and the phases of a mixture are stored with it, since a position means a different sample in
+other data or in another order.
 
 Ranks are plain integers in this module, which issues no collectives.
 """
@@ -37,8 +38,8 @@ from trainer.data.mixture import (
     SampleOrder,
     SourceUsage,
     epochs,
-    evenly_spaced_indices,
-    find_order,
+    eval_sample_indices,
+    make_order,
     usage_by_phase,
 )
 from trainer.data.opening import check_tokenizer
@@ -53,8 +54,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries of the source.
 
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
-in its row, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries with a value
-per token, except `documents`, hold only this rank's slice: (B, seq_len / mesh.context)."""
+within its row, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries with a
+value per token, except `documents`, hold only this rank's slice: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:
@@ -74,15 +75,16 @@ class TrainLoader:
     ) -> TrainLoader:
         """Return the loader that a configuration describes, for one rank and its device.
 
-        Raises UserError if the data do not match `train.objective` or the tokenizer of the initial weights.
+        Raises UserError if the data do not match `train.objective` or the tokenizer of the initial weights, or would be
+        read more than `data.max_epochs` times.
         """
         _check_samples(source, config)
-        _check_labels(source, config)
+        _check_labels_differ(source, config)
         check_tokenizer(source, config)
         return cls(
             source,
             seed=config.data.seed,
-            order=find_order(source, config),
+            order=make_order(source, config),
             global_batch_size=config.train.global_batch_size,
             micro_batch_size=int(config.train.micro_batch_size),
             dp_rank=rank // config.context,
@@ -253,18 +255,18 @@ _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
 
 
 def _micro_batch_indices(
-    order: SampleOrder, start: int, global_batch: int, offset: int, num_samples: int, micro_batch: int
+    order: SampleOrder, start: int, global_batch_size: int, offset: int, num_samples: int, micro_batch_size: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the sample indices of a rank's micro-batches from position `start` on.
+    """Yield the sample indices of one micro-batch after another, from position `start` on.
 
-    The rank takes samples `offset` to `offset + num_samples` of each global batch.  The indices of many steps are
-    computed at once, which is cheaper.
+    Micro-batches are cut from samples `offset` to `offset + num_samples` of each global batch.  The indices of many
+    steps are computed at once, which is cheaper.
     """
     num_steps = max(1, 4096 // num_samples)
-    positions = np.arange(num_steps)[:, None] * global_batch + offset + np.arange(num_samples)
+    positions = np.arange(num_steps)[:, None] * global_batch_size + offset + np.arange(num_samples)
     while True:
-        yield from order.at(start + positions).reshape(-1, micro_batch)
-        start += num_steps * global_batch
+        yield from order.at(start + positions).reshape(-1, micro_batch_size)
+        start += num_steps * global_batch_size
 
 
 def _batches_in_process(
@@ -309,7 +311,7 @@ def _check_samples(source: Source, config: RunConfig) -> None:
     raise setting_error(key, objective, "does not support preference pairs", "dpo")
 
 
-def _check_labels(source: Source, config: RunConfig) -> None:
+def _check_labels_differ(source: Source, config: RunConfig) -> None:
     """Raise UserError if all training samples have the same label, but the objective distinguishes labels."""
     objective, label = config.objective, source.only_label
     if label is None or max(objective.num_classes, objective.outputs) < 2:
@@ -325,7 +327,7 @@ def _check_labels(source: Source, config: RunConfig) -> None:
 class EvalLoader:
     """This rank's micro-batches of an evaluation over `num_batches` global batches (0: over all samples).
 
-    The samples are those of `evenly_spaced_indices`, in the same order in each iteration.  Every rank has the same
+    The samples are those of `eval_sample_indices`, in the same order in each iteration.  Every rank has the same
     number of micro-batches, so that collectives match: the end is padded with samples that have only ignored targets.
     """
 
@@ -386,7 +388,7 @@ class EvalLoader:
         """Return this rank's sample indices, one row per micro-batch; ranks take micro-batches round-robin."""
         _, num_ranks, micro_batch_size = self._shape
         missing = -self.num_samples % (num_ranks * micro_batch_size)
-        indices = np.pad(evenly_spaced_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
+        indices = np.pad(eval_sample_indices(self.source, self.num_samples), (0, missing), constant_values=-1)
         return indices.reshape(self._shape)[:, self._dp_rank]
 
 
@@ -396,7 +398,8 @@ Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 class _BatchReader:
     """Reads the micro-batch of given sample indices.
 
-    Errors are returned, not raised: an exception that a worker raises reaches the rank with a traceback in its message.
+    Errors in the data are returned, not raised: an exception raised in a worker would reach the rank with a traceback
+    in its message.
     """
 
     def __init__(self, source: Source, slices: Slices | None) -> None:
@@ -457,7 +460,7 @@ Item = TypeVar("Item")
 _POLL_S = 0.001
 
 _IDLE_CALLER_S = 1e-4
-"""A caller that comes back within this time, which is too short to wake a thread, has done no other work."""
+"""Seconds within which a caller that asks for the next item has done no other work: too short to wake a thread."""
 
 _JOIN_TIMEOUT_S = 2.0
 """Seconds to wait for the thread when closing.  A thread that still waits for a connection is abandoned."""
@@ -470,8 +473,8 @@ class WaitAbandoned(Exception):
 class Prefetcher(Generic[Item]):
     """Iterator that prefetches up to `capacity` items in a background thread.
 
-    Exceptions, including StopIteration, are raised in order.  The thread ends when `close` is called or this object is
-    deleted.
+    Exceptions that `items` raises, including StopIteration, are raised after the items before them.  The thread ends
+    when `close` is called or this object is deleted.
 
     should_abandon: polled while waiting for an item; WaitAbandoned is raised as soon as it returns True.
     is_nonblocking: whether `items` never blocks for long, so that the caller may make items itself.
@@ -628,10 +631,10 @@ Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
 
 
 class _Messages(Dataset["Message"]):
-    """Dataset for `StatefulDataLoader`; its items are messages of several micro-batches.
+    """Dataset for `StatefulDataLoader`; its items are messages of one or more micro-batches.
 
-    Each entry of a message is a single tensor for all micro-batches: torch passes every tensor between processes in a
-    separate shared-memory file, which costs more than making a micro-batch.
+    A message stacks each entry of its micro-batches into one tensor: torch passes every tensor between processes in a
+    separate shared-memory file, which costs more than making a micro-batch.  A message with an error is a list instead.
     """
 
     def __init__(self, reader: _BatchReader) -> None:
@@ -657,7 +660,8 @@ def _group_into_messages(
 ) -> Iterator[list[NDArray[np.int64]]]:
     """Yield the indices of each message.
 
-    The first message has one micro-batch, so that training starts early; each later one is twice as long, to a limit.
+    The first message has one micro-batch, so that training starts early.  Each later one has twice as many as the one
+    before, up to `max_per_message`.
     """
     length = 1
     while message := list(islice(indices, length)):

@@ -1,16 +1,16 @@
-"""The order in which a run reads samples, from one source or from a mixture whose weights change by phase.
+"""The order in which a run reads samples, from one source or from a mixture whose weights may change by phase.
 
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
-sizes of the sources, the seed and the phases so far.  It does not depend on ranks, workers, batch size or state, and
-later phases never change earlier positions.  The order must never change between versions: runs resume from a position,
-so a different order would silently repeat some samples and skip others.
+names and sizes of the sources, the seed and the phases so far.  It does not depend on ranks, workers, batch size or
+state, and later phases never change the samples at earlier positions.  The order must never change between versions:
+runs resume from a position, so a different order would silently repeat some samples and skip others.
 
-A single source is read in a different random permutation in each epoch.  In a mixture, positions are grouped into
+A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
-that its weight prescribes.  Each phase has one pattern of sources, which every block goes through cyclically from a
-pseudorandom offset.  The pattern gives the source at a position and the number of samples of that source before it; the
-k-th sample of a source is at position k of the source's permutation.  So all samples of a source are read before any of
-them is repeated, whatever the phases.
+that the source's weight prescribes.  Each phase has one pattern of sources, which every block goes through cyclically
+from a pseudorandom offset.  The pattern gives the source at a position and the number of samples of that source before
+it.  The k-th sample that is read from a source, counted from 0, is at position k of the source's permutation.  So all
+samples of a source are read before any of them is repeated, whatever the phases.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.config import MIXTURE_BLOCK, DataSection, Phase, find_phases
+from trainer.config import MIXTURE_BLOCK, Phase, find_phases
 from trainer.data.source import Fingerprint, Samples, Source, as_mapping
 from trainer.errors import setting_error
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from trainer.config import RunConfig
 
 
-def find_order(source: Source, config: RunConfig) -> SampleOrder:
+def make_order(source: Source, config: RunConfig) -> SampleOrder:
     """Return the order in which a run reads its training data.
 
     Raises UserError if the run would read a source more than `data.max_epochs` times.
@@ -44,8 +44,13 @@ def find_order(source: Source, config: RunConfig) -> SampleOrder:
     if isinstance(source, MixedSource):
         sizes = {name: len(component) for name, component in source.sources.items()}
         order = Mixture(sizes, find_phases(config), config.data.seed)
-    samples_per_step, steps = config.train.global_batch_size, config.train.steps
-    check_epochs(config.data, usage_by_phase(order, samples_per_step, steps, source.seq_len))
+    usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
+    most_repeated = max(usages, key=lambda usage: usage.epochs, default=None)
+    max_epochs = config.data.max_epochs
+    if most_repeated is not None and max_epochs is not None and most_repeated.epochs > max_epochs:
+        name = f"source {most_repeated.source}" if most_repeated.source else "the data"
+        rule = f"{name} would be read {most_repeated.epochs:.4g} times in {most_repeated.last_step} steps"
+        raise setting_error("data.max_epochs", max_epochs, rule, float(f"{most_repeated.epochs * 1.0005:.4g}"))
     return order
 
 
@@ -53,7 +58,7 @@ class SampleOrder(ABC):
     """Maps each position of an endless sequence to a sample.
 
     sizes: the number of samples of each source by name; a single source has the name "".
-    starts: the positions at which the weights of the sources change; the first is 0.
+    starts: the positions at which the phases start; the first is 0.
     """
 
     sizes: Mapping[str, int]
@@ -69,7 +74,7 @@ class SampleOrder(ABC):
 
     @abstractmethod
     def order_state(self, samples: int) -> dict[str, Any]:
-        """Return the values that a checkpoint stores about the order of the first `samples` samples: at most 1 kB."""
+        """Return the few values that a checkpoint stores about the order of the first `samples` samples."""
 
     @abstractmethod
     def changes(
@@ -77,6 +82,7 @@ class SampleOrder(ABC):
     ) -> tuple[list[str], list[str]]:
         """Compare `order_state(samples)` with its stored value.
 
+        samples_per_step: the global batch size, for messages.
         allowed: configuration keys and sections that may change.
 
         Returns two lists with a line per change: changes that forbid resuming, and changes that `allowed` permits.
@@ -125,6 +131,7 @@ def samples_per_block(weights: Mapping[str, float]) -> dict[str, int]:
 
 
 def _counts_by_size(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return `samples_per_block` with the sources' sizes as weights.  Raises UserError if a source gets no samples."""
     counts = samples_per_block(sizes)
     for name, count in counts.items():
         if not count:
@@ -186,22 +193,20 @@ class Mixture(SampleOrder):
         self._seeds = [int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") for name in names]
         """The seed of each source's permutation, independent of the other sources."""
         self._index_starts = np.cumsum([0, *self.sizes.values()])
-        self.phases = [(phase.start, self._block_counts(phase.weights)) for phase in phases]
+        self.phases: list[tuple[int, dict[str, int]]] = []
         """The start of each phase, and its number of samples per block by source."""
-        # Consecutive phases with the same samples per block are merged.
-        self.phases = [
-            phase for number, phase in enumerate(self.phases) if not number or phase[1] != self.phases[number - 1][1]
-        ]
+        for phase in phases:
+            weights = phase.weights
+            given = _counts_by_size(self.sizes) if weights is None else samples_per_block(dict(sorted(weights.items())))
+            counts = {name: given.get(name, 0) for name in self.sizes}
+            if not self.phases or counts != self.phases[-1][1]:  # otherwise it continues the previous phase
+                self.phases.append((phase.start, counts))
         self._patterns = [_PhasePattern(start, np.array(list(counts.values())), seed) for start, counts in self.phases]
         self.starts = [start for start, _ in self.phases]
         totals = [np.zeros(len(sizes), dtype=np.int64)]
         for pattern, end in zip(self._patterns, self.starts[1:], strict=False):
             totals.append(totals[-1] + pattern.count(end - pattern.start))
         self._totals = totals
-
-    def _block_counts(self, weights: Mapping[str, float] | None) -> dict[str, int]:
-        counts = _counts_by_size(self.sizes) if weights is None else samples_per_block(dict(sorted(weights.items())))
-        return {name: counts.get(name, 0) for name in self.sizes}
 
     def at(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the sample index at each of `positions` (non-negative, any shape)."""
@@ -258,9 +263,9 @@ def _describe_phase(phases: Sequence[Any], samples_per_step: int) -> str:
 
 
 def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], samples_per_step: int) -> str:
-    """Return advice on keeping the old start of a phase, if only its start has changed, otherwise "".
+    """Return advice on how to keep the old start of a phase if only its start has changed, otherwise "".
 
-    If `from` is a fraction of the run, the start changes with `train.steps`.
+    The start changes with `train.steps` if `from` is a fraction of the run.
     """
     if not stored_phases or not phases or stored_phases[0][0] == phases[0][0] or stored_phases[0][0] % samples_per_step:
         return ""
@@ -272,24 +277,26 @@ def _phase_hint(stored_phases: Sequence[Any], phases: Sequence[Any], samples_per
 # -- the permutation of an epoch --------------------------------------------------------------------------------------
 
 _NUM_ROUNDS = 8
-"""Luby and Rackoff prove four rounds pseudorandom for wide halves; these halves are narrow, so there are more."""
+"""Number of Feistel rounds.  Luby and Rackoff prove that four are pseudorandom for wide halves; these halves are
+narrow, so there are more."""
 
 _MIN_BITS = 6
-"""With one-bit halves, 20,000 permutations of 5 samples were measurably uneven (chi-square 142 for 16 degrees of
-freedom); with three-bit halves they are not (22)."""
+"""Minimum number of bits in an index.  With one-bit halves, 20,000 permutations of 5 samples were measurably uneven
+(chi-square 142 for 16 degrees of freedom); with three-bit halves they are not (22)."""
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+"""The increment of splitmix64: 2**64 divided by the golden ratio, made odd."""
 
 
 def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDArray[np.int64]:
     """Return the sample index, below `num_samples`, at each of `positions` (non-negative, any shape).
 
-    Position p is in epoch p // num_samples, and each epoch visits every sample once.  Its permutation is a Feistel
-    network over the smallest power of two that holds the samples (Luby and Rackoff 1988, "How to construct
-    pseudorandom permutations from pseudorandom functions"), walked along its cycle until it lands on a sample again
-    (Black and Rogaway 2002, "Ciphers with arbitrary finite domains", cycle walking).  Memory does not depend on
-    `num_samples`, which may be anything from 1 to 2**62.  Above 32 samples, cycle walking takes at most two passes
-    through the network on average.
+    Position p is in epoch p // num_samples, and each epoch visits every sample once.  The permutation of an epoch is a
+    Feistel network over the smallest power of two that holds the samples, at least 2**_MIN_BITS (Luby and Rackoff 1988,
+    "How to construct pseudorandom permutations from pseudorandom functions").  It is applied repeatedly until the
+    result is a sample (cycle walking; Black and Rogaway 2002, "Ciphers with arbitrary finite domains").  Memory does
+    not depend on `num_samples`, which may be anything from 1 to 2**62.  Above 32 samples, cycle walking takes at most
+    two passes through the network on average.
     """
     assert num_samples >= 1, num_samples
     epochs, offsets = np.divmod(np.asarray(positions, dtype=np.int64).ravel(), num_samples)
@@ -304,7 +311,7 @@ def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDAr
 
 
 def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
-    """Permute the numbers with `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
+    """Permute the numbers of `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
@@ -335,7 +342,7 @@ def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 SOURCE = "source"
-"""Name of the batch entry with the index of each sample's source, counted in name order: int64, (B,)."""
+"""Name of the batch entry with the number of each sample's source, counted in name order: int64, (B,)."""
 
 
 class MixedSource(Source):
@@ -355,7 +362,7 @@ class MixedSource(Source):
         return int(self._starts[-1])
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at `indices`, with the index of each sample's source as `source`; see `Source.batch`.
+        """Return the samples at `indices`, with the number of each sample's source as `source`; see `Source.batch`.
 
         An entry that only some sources provide is zero for samples of the other sources.
         """
@@ -414,11 +421,11 @@ class MixedSource(Source):
         return Fingerprint(len(self), content=content, sources=fingerprints)
 
 
-def evenly_spaced_indices(source: Source, num_samples: int) -> NDArray[np.int64]:
+def eval_sample_indices(source: Source, num_samples: int) -> NDArray[np.int64]:
     """Return the indices of an evaluation's samples, shape (num_samples,).
 
-    These are the first samples; of a mixture, the first of each source, in proportion to the sources' sizes.  They
-    depend only on the sizes.
+    These are the first samples.  In a mixture, they are the first samples of each source, in proportion to the sources'
+    sizes.
     """
     if not isinstance(source, MixedSource):
         return np.arange(num_samples)
@@ -459,15 +466,6 @@ def usage_by_phase(order: SampleOrder, samples_per_step: int, steps: int, seq_le
             usages.append(SourceUsage(first, last, name, samples, tokens, share, epochs))
         counts_before = counts_after
     return usages
-
-
-def check_epochs(data: DataSection, usages: Sequence[SourceUsage]) -> None:
-    """Raise UserError if a source would be read more than `data.max_epochs` times."""
-    most_repeated = max(usages, key=lambda usage: usage.epochs, default=None)
-    if most_repeated is not None and data.max_epochs is not None and most_repeated.epochs > data.max_epochs:
-        name = f"source {most_repeated.source}" if most_repeated.source else "the data"
-        rule = f"{name} would be read {most_repeated.epochs:.4g} times in {most_repeated.last_step} steps"
-        raise setting_error("data.max_epochs", data.max_epochs, rule, float(f"{most_repeated.epochs * 1.0005:.4g}"))
 
 
 def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:

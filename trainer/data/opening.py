@@ -1,9 +1,9 @@
 """Opens the source that the data settings describe: finds its files, tokenizes uncached text, and checks the result.
 
 `open_source` handles each kind of data: chats, synthetic patterns, standard library text, mixtures, and paths of token
-shards or text.  `find_shards` resolves a path to shards: the path may name token shards, a manifest, text, JSONL or
-parquet files, a folder or glob of them, or a URL.  Text is tokenized into `data.cache_dir` on first use; later
-processes and runs find the shards there.
+shards or text.  `find_shards` finds the shards at a path or URL, which may name token shards, a manifest, files of text
+or records, a folder or glob of them, or a dataset on the Hub.  Text is tokenized into `data.cache_dir` on first use;
+later processes and runs find the shards there.
 
 This module does not import torch: the source is opened to check the data settings before any process is spawned.
 """
@@ -66,7 +66,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 
     Without `data.eval_path`, the fraction `data.holdout` of chats, text and shards is held out; see `_open_path`.
 
-    vocab_size: the model's vocabulary size, or None to skip the comparison.
+    vocab_size: the model's vocabulary size, or None if the ids in the data need not fit it.
 
     Raises UserError if the data cannot be read, are too small for one sample, or have ids outside the model's
     vocabulary.
@@ -100,16 +100,17 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     return _open_path(path, data, vocab_size, split, "data.path")
 
 
-def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
+def _open_path(location: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
     """Return the source over the data at a path, or None if `split` is `eval` and nothing is held out.
 
     For text, `data.holdout` is a fraction of the documents, chosen by a hash of their text.  For shards, and for text
     if either split would otherwise be empty, it is a fraction of the samples, taken from the end.
 
-    key: the setting that contains the path: `data.path`, or `data.eval_path`, all of which is held out.
+    location: see `find_shards`.
+    key: the setting that contains the location: `data.path`, or `data.eval_path`, all of which is held out.
     """
     holdout = _holdout_fraction(data, key)
-    resolved = find_shards(setting, data, key)
+    resolved = find_shards(location, data, key)
     is_split = bool(holdout and resolved.train and resolved.held_out)
     shards, content = resolved.train, resolved.train_content
     if (is_split and split == "eval") or not shards:
@@ -119,15 +120,15 @@ def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: S
         verify_at_start(shards)
         source = _open_shards(shards, data, content)
     except ShardError as error:
-        raise _unusable_shards_error(key, setting, error) from error
+        raise _unusable_shards_error(key, location, error) from error
     source.warnings = _skipped_warnings(shards)
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
-        rule = f"{setting} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
+        rule = f"{location} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
-    _check_size(source, data, vocab_size, split, key, setting)
+    _check_size(source, data, vocab_size, split, key, location)
     if is_split or key == "data.eval_path":
         return source
-    # Hold out the last windows: at least one if there are two or more.
+    # Hold out the last windows, at least one unless there is only one or `holdout` is 0.
     num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
     if not num_held_out:
         return source if split == "train" else None
@@ -138,7 +139,9 @@ def _open_path(setting: str, data: DataSection, vocab_size: int | None, split: S
 def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
     """Return the source over `shards` that `data.documents` and `data.fit` select.
 
-    content: the shards' `sample_content`, or "" if it is not known yet.  Raises ShardError, UserError.
+    content: the shards' `sample_content`, or "" if it is not known yet.
+
+    Raises ShardError if a shard cannot be read, and UserError if no cache folder is writable.
     """
     source: TokenSource
     if data.arrangement == "apart":
@@ -154,7 +157,7 @@ def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") 
 
 
 _MAX_EMPTY_FRACTION = 0.01
-"""Fraction of empty documents above which a warning is printed; a few are normal."""
+"""Fraction of empty documents above which a warning is printed.  A few are normal."""
 
 
 def _skipped_warnings(shards: Sequence[Shard]) -> str:
@@ -182,7 +185,10 @@ def _holdout_fraction(data: DataSection, key: str) -> float:
 def _open_mixture(
     data: DataSection, paths: Mapping[str, str], vocab_size: int | None, split: Split
 ) -> MixedSource | None:
-    """Return the mixture of the sources in `data.path`; for `eval`, of those with held-out data, or None."""
+    """Return the mixture of the sources in `data.path`.
+
+    For the split `eval`, it consists of the sources that have held-out data; returns None if there are none.
+    """
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
     if split == "train":
         _check_sources_disjoint(data, paths, held_out)
@@ -209,7 +215,7 @@ def _open_mixture(
 
 @contextmanager
 def _prefix_errors(source: str) -> Iterator[None]:
-    """Context manager that prefixes the messages of UserErrors with the name of the source."""
+    """Context manager that prefixes the messages of UserErrors with the name of a source."""
     try:
         yield
     except UserError as error:
@@ -219,24 +225,27 @@ def _prefix_errors(source: str) -> Iterator[None]:
 # -- from a path to shards --------------------------------------------------------------------------------------------
 
 
-def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
-    """Return the shards that a path resolves to.  Text is tokenized first, unless its shards are in the cache.
+def find_shards(location: str | None, data: DataSection, key: str) -> ShardSet:
+    """Return the shards at a location.  Text is tokenized first, unless its shards are in the cache.
 
-    Raises UserError.
+    location: a path, a folder, a glob, a URL, or the name of a dataset on the Hub.
+    key: the setting that contains the location, for messages.
+
+    Raises UserError if there are neither usable shards nor usable text.
     """
-    if not setting:
+    if not location:
         raise setting_error(
-            key, setting or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
+            key, location or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
         )
-    if is_hub_data(setting):
+    if is_hub_data(location):
         from trainer.data.remote.datasets import find_data
 
-        hub_data = find_data(setting, key)
+        hub_data = find_data(location, key)
         built = _tokenize_text(hub_data.inputs(key), hub_data.settings(data), key, hub_data.fetch)
         return dataclasses.replace(built, files=[str(name) for name in hub_data.names()])
-    if local_path(setting) is None:
-        return _find_remote_shards(setting, data, key)
-    path, bin_files = _find_shard_files(setting, key)
+    if local_path(location) is None:
+        return _find_remote_shards(location, data, key)
+    path, bin_files = _find_shard_files(location, key)
     try:
         if path is not None:
             manifest = ShardManifest.read(path)
@@ -244,32 +253,32 @@ def find_shards(setting: str | None, data: DataSection, key: str) -> ShardSet:
             files = [shard.name for shard in train]
             return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
         if bin_files:
-            _check_complete(setting)
+            _check_complete(location)
             train, content = _open_shard_files(bin_files, data.cache_dir)
             return ShardSet(bin_files, train, content)
     except ShardError as error:
-        raise _unusable_shards_error(key, setting, error) from error
-    return _tokenize_text(_find_text_files(setting, key), data, key)
+        raise _unusable_shards_error(key, location, error) from error
+    return _tokenize_text(_find_text_files(location, key), data, key)
 
 
-def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
+def _find_remote_shards(url: str, data: DataSection, key: str) -> ShardSet:
     """Return the shards at a URL, or the shards built from the text at a URL."""
     from trainer.data.remote.shards import NoShardsFound, open_remote
     from trainer.data.remote.text import find_text, is_text
-    from trainer.data.remote.transport import Unreachable
+    from trainer.data.remote.transport import RemoteReadError
 
     try:
-        if not is_text(setting):
+        if not is_text(url):
             try:
                 with contextlib.suppress(NoShardsFound):
-                    return open_remote(setting, key, data.cache_dir, data.cache_gib)
-            except Unreachable as error:
+                    return open_remote(url, key, data.cache_dir, data.cache_gib)
+            except RemoteReadError as error:
                 if not error.is_unavailable:
                     raise
-        text = find_text(setting, data.cache_dir)
+        text = find_text(url, data.cache_dir)
         if not text.items:
             rule = "contains neither token shards (.bin files or a manifest.json) nor text"
-            raise setting_error(key, setting, rule, fix=f"give files that end in {SUPPORTED_SUFFIXES}")
+            raise setting_error(key, url, rule, fix=f"give files that end in {SUPPORTED_SUFFIXES}")
         try:
             with text.kept_until_built():
                 built = _tokenize_text(text.inputs(key), data, key, text.fetch)
@@ -277,20 +286,20 @@ def _find_remote_shards(setting: str, data: DataSection, key: str) -> ShardSet:
             raise storage_error(data.cache_dir, "text", text.folder, error) from error
         return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
-        raise _unusable_shards_error(key, setting, error) from error
+        raise _unusable_shards_error(key, url, error) from error
 
 
-def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
-    """Return the manifest that a path names, or the paths of the shards that it names, or neither.
+def _find_shard_files(location: str, key: str) -> tuple[Path | None, list[str]]:
+    """Return the manifest that a path names, or else the paths of the shards that it names, possibly none.
 
-    Raises UserError for likely mistakes, such as the path of a shard's metadata.
+    Raises UserError for the path of a shard's metadata, a likely mistake.
     """
-    pattern = os.path.expanduser(setting.removeprefix("file://"))
+    pattern = os.path.expanduser(location.removeprefix("file://"))
     is_folder = os.path.isdir(pattern)
     manifest = os.path.join(pattern, MANIFEST) if is_folder else pattern
     shard = f"{pattern.removesuffix('.json')}.bin"
     if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
-        raise setting_error(key, setting, "is the metadata of a token shard; give its .bin file", meant=shard)
+        raise setting_error(key, location, "is the metadata of a token shard; give its .bin file", meant=shard)
     if not is_folder and is_record_file(pattern):
         return None, []
     if manifest.endswith(".json") and os.path.isfile(manifest):
@@ -299,12 +308,12 @@ def _find_shard_files(setting: str, key: str) -> tuple[Path | None, list[str]]:
     return None, [] if _are_all_foreign(bin_files) else bin_files
 
 
-def _find_text_files(setting: str, key: str) -> list[InputFile]:
+def _find_text_files(location: str, key: str) -> list[InputFile]:
     """Return the text files that a path names, and the token files in other trainers' formats.
 
     Raises UserError if there are none.
     """
-    path = setting.removeprefix("file://")
+    path = location.removeprefix("file://")
     bin_files = _find_bin_files(path)
     return find_inputs(bin_files if _are_all_foreign(bin_files) else [path], key)
 
@@ -318,13 +327,13 @@ def _find_bin_files(pattern: str) -> list[str]:
 
 
 def _are_all_foreign(paths: Sequence[str]) -> bool:
-    """Return whether there are any .bin files, all of them in other trainers' formats."""
+    """Return whether there are .bin files and all of them are in other trainers' formats."""
     return bool(paths) and all(map(is_foreign_token_file, paths))
 
 
-def _check_complete(setting: str) -> None:
+def _check_complete(location: str) -> None:
     """Raise ShardError if a glob or folder has the index and metadata of a shard, but not its tokens."""
-    pattern = os.path.expanduser(setting.removeprefix("file://"))
+    pattern = os.path.expanduser(location.removeprefix("file://"))
     stem = os.path.join(glob.escape(pattern), "*") if os.path.isdir(pattern) else pattern.removesuffix(".bin")
     for index in sorted(glob.glob(f"{stem}.idx", recursive=True)) if "*" in stem or "?" in stem or "[" in stem else ():
         name = index.removesuffix(".idx")
@@ -332,13 +341,13 @@ def _check_complete(setting: str) -> None:
             raise ShardError(f"{name}.bin is missing, but the shard's {name}.idx and {name}.json exist")
 
 
-def _unusable_shards_error(key: str, setting: str, error: ShardError) -> UserError:
-    """Return the error for shards that cannot be used."""
-    if local_path(setting) is None:
-        from trainer.data.remote.transport import unusable_url
+def _unusable_shards_error(key: str, location: str, error: ShardError) -> UserError:
+    """Return the UserError for shards that cannot be used."""
+    if local_path(location) is None:
+        from trainer.data.remote.transport import unusable_url_error
 
-        return unusable_url(key, setting, error)
-    return setting_error(key, setting, str(error), fix="prepare shards from text with python -m trainer.prepare")
+        return unusable_url_error(key, location, error)
+    return setting_error(key, location, str(error), fix="prepare shards from text with python -m trainer.prepare")
 
 
 # -- many shards without a manifest -----------------------------------------------------------------------------------
@@ -350,7 +359,7 @@ MIN_CATALOG_SHARDS = 64
 
 
 def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
-    """Return the shards at `paths`, and their `sample_content` or "" if it is not known.  Raises ShardError."""
+    """Return the shards at `paths`, and their `sample_content`, or "" if it is not known.  Raises ShardError."""
     if len(paths) < MIN_CATALOG_SHARDS:
         return [Shard(path) for path in paths], ""
     digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
@@ -392,7 +401,7 @@ def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list
 # -- text, tokenized on first use -------------------------------------------------------------------------------------
 
 _LAYOUT_VERSION = 1
-"""Increment when a code change gives the same text different shards, so that older cached shards are not used."""
+"""Increment this if a code change makes different shards from the same text, so that older ones are not used."""
 
 
 def _tokenize_text(
@@ -405,7 +414,7 @@ def _tokenize_text(
     key: the setting that names the files.
     fetch: called before the files are read, to download them.
 
-    Raises UserError.
+    Raises UserError if the text cannot be tokenized, or if no cache folder is writable.
     """
     from trainer.data.ingest.build import BuildFolder, build, default_num_procs  # imports the readers: only when needed
 
@@ -474,33 +483,33 @@ def is_untokenized(data: DataSection) -> bool:
         return False
     needs_tokenizing = [  # a list, since each call also checks that its path exists
         _needs_tokenizing(path, data, key)
-        for key, setting in (("data.path", data.path), ("data.eval_path", data.eval_path))
-        for path in (setting.values() if isinstance(setting, Mapping) else [setting])
+        for key, value in (("data.path", data.path), ("data.eval_path", data.eval_path))
+        for path in (value.values() if isinstance(value, Mapping) else [value])
         if path
     ]
     return any(needs_tokenizing)
 
 
-def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
+def _needs_tokenizing(location: str, data: DataSection, key: str) -> bool:
     """Return whether a path names text that is not tokenized yet.  Raises UserError if it does not exist."""
-    if is_hub_data(setting):
+    if is_hub_data(location):
         from trainer.data.remote.datasets import find_data
 
-        hub_data = find_data(setting, key)
+        hub_data = find_data(location, key)
         inputs, data = hub_data.inputs(key), hub_data.settings(data)
-    elif local_path(setting) is None:
+    elif local_path(location) is None:
         from trainer.data.remote.text import find_text, is_text
 
-        if not is_text(setting):
+        if not is_text(location):
             return False
         try:
-            inputs = find_text(setting, data.cache_dir).inputs(key)
+            inputs = find_text(location, data.cache_dir).inputs(key)
         except ShardError as error:
-            raise _unusable_shards_error(key, setting, error) from error
-    elif any(_find_shard_files(setting, key)):
+            raise _unusable_shards_error(key, location, error) from error
+    elif any(_find_shard_files(location, key)):
         return False
     else:
-        inputs = _find_text_files(setting, key)
+        inputs = _find_text_files(location, key)
     name = _cache_name(_build_job(inputs, data, key))
     return not any((folder / name / MANIFEST).exists() for folder in find_cache_folders(data.cache_dir))
 
@@ -509,16 +518,19 @@ def _needs_tokenizing(setting: str, data: DataSection, key: str) -> bool:
 
 
 def _check_size(
-    source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, setting: str
+    source: TokenSource, data: DataSection, vocab_size: int | None, split: Split, key: str, location: str
 ) -> None:
-    """Raise UserError if a source is too small for one sample, or has ids outside the model's vocabulary."""
+    """Raise UserError if a source is too small for one sample, or has ids outside the model's vocabulary.
+
+    key, location: the setting to name in messages, and its value.
+    """
     if source.num_targets < 1:
-        raise setting_error(key, setting, "has no targets: a sample needs two tokens of one document")
+        raise setting_error(key, location, "has no targets: a sample needs two tokens of one document")
     if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
-        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={setting} holds {source.num_targets + 1}"
+        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={location} holds {source.num_targets + 1}"
         raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
     if vocab_size is not None and source.vocab_size > vocab_size:
-        rule = f"the ids of {key}={setting} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
+        rule = f"the ids of {key}={location} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
         raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
 
 
@@ -569,7 +581,7 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
                     raise setting_error("data.path", path, rule, fix="remove the file from one of the two")
 
 
-def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
+def _files_of(data: DataSection, location: str, key: str) -> list[str]:
     """Return the files that a path names, without opening them: chats, text, or shards (with or without a manifest).
 
     A URL is returned unchanged.  Raises UserError if there are no files.
@@ -577,16 +589,16 @@ def _files_of(data: DataSection, setting: str, key: str) -> list[str]:
     if data.source == "chat":
         from trainer.data.chat.formats import find_files
 
-        return [os.path.realpath(file) for file in find_files(key, setting)]
-    if local_path(setting) is None:
-        return [setting]
-    manifest, files = _find_shard_files(setting, key)
+        return [os.path.realpath(file) for file in find_files(key, location)]
+    if local_path(location) is None:
+        return [location]
+    manifest, files = _find_shard_files(location, key)
     if manifest is not None:
         try:
             files = [str(manifest.parent / row[0]) for row in ShardManifest.read(manifest).train]
         except ShardError as error:
-            raise _unusable_shards_error(key, setting, error) from error
-    return [os.path.realpath(path) for path in files or (file.path for file in _find_text_files(setting, key))]
+            raise _unusable_shards_error(key, location, error) from error
+    return [os.path.realpath(path) for path in files or (file.path for file in _find_text_files(location, key))]
 
 
 def _canonical(file: str) -> str:
@@ -623,7 +635,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
 # -- settings that depend on the data ---------------------------------------------------------------------------------
 
 _ROW_MULTIPLE = 64
-"""Trimmed rows have a length that is a multiple of this, which kernels handle efficiently."""
+"""The length of trimmed rows is rounded up to a multiple of this, which kernels handle efficiently."""
 
 
 def resolve_from_data(config: RunConfig, resolution: Resolution | None = None) -> RunConfig:
@@ -635,9 +647,9 @@ def resolve_from_data(config: RunConfig, resolution: Resolution | None = None) -
 
 
 def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Shrink `data.seq_len` to the longest conversation in the training and evaluation data.
+    """Shrink `data.seq_len` to fit the longest conversation, rounded up to a multiple of _ROW_MULTIPLE.
 
-    Runs before `epochs_to_steps`, which counts the rows.
+    Held-out conversations count only if the run evaluates.  Runs before `epochs_to_steps`, which counts the rows.
     """
     data = config.data
     if not data.trim_rows:

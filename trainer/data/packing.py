@@ -1,11 +1,11 @@
 """Sources over token shards that respect document boundaries: masked windows, one document per row, or packed rows.
 
-Document boundaries come from the shards' index, never from the tokens: text may contain the end-of-document token.
+Document boundaries come from the shards' index, not from the tokens, since text may contain the end-of-document token.
 
-A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece; a longer one
-is split into several.  The layout depends only on the documents, the row length, and whether rows are packed.  With few
-documents, the layout is held in memory; with many, it is stored in the cache and memory-mapped by all ranks of a node,
-so that even a billion documents need no private memory.
+A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece, and a longer
+one is split into several.  The layout depends only on the lengths of the documents, the row length, and whether rows
+are packed.  With few documents, it is held in memory.  With many, it is stored in the cache and memory-mapped by all
+ranks of a node, so that even a billion documents need no private memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ _NUM_SAMPLED_WINDOWS = 64
 
 
 def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
-    """Return the batch entries `documents` (the number of a token's document in its row) and `positions`, both (B, T).
+    """Return the batch entries `documents` and `positions`, both (B, T).
+
+    They hold the number of each token's document within its row, and the position of each token in its document.
 
     is_start: True at the start of each document except the first of a row, (B, T).
     """
@@ -46,7 +48,7 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 
 
 class MaskedSource(TokenSource):
-    """Windows as in `TokenSource`, with each token's position in its document, and that document's number in the row.
+    """The windows of `TokenSource`, with document boundaries: see `_document_entries`.
 
     A document split between two windows counts as two.  The last token of a document has no target.
     """
@@ -81,11 +83,12 @@ class MaskedSource(TokenSource):
 
 
 class PackedSource(TokenSource):
-    """Rows of complete documents; documents longer than a row are split.
+    """Rows of complete documents.  Only documents that are longer than a row are split.
 
-    The first token of a document is never a target, and its last token has no target.
+    The first token of a document is never a target, and the last token of a document has no target.
 
-    packs: whether to put as many documents as fit into each row, instead of one document per row.
+    content: the shards' `sample_content`, or "" if it is not known yet.
+    packs: whether to pack several documents into each row where they fit, instead of one document per row.
     """
 
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
@@ -131,21 +134,22 @@ class PackedSource(TokenSource):
 
 
 PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
-"""A piece of a document: the position of its first token in the stream of all shards, and its number of targets."""
+"""A piece of a document: the position of its first token in the concatenated shards, and its number of targets."""
 
 _FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
 """The files of a stored layout, with their dtypes."""
 
 MAX_DOCUMENTS_IN_MEMORY = 2**20
-"""Maximum number of documents for a layout held in memory, which takes about 24 bytes per document."""
+"""Maximum number of documents for which the layout is held in memory, where each takes about 24 bytes."""
 
 _BLOCK = 2**16
-"""Number of documents in a block; blocks are packed separately, so no row contains documents of two blocks."""
+"""Number of documents that are read at once.  Blocks of at least this many documents are packed separately, so no row
+contains documents of two blocks."""
 
 
 @dataclass(frozen=True)
 class PieceTotals:
-    """The sums, over all pieces, of the number of targets and of its square."""
+    """Sums over all pieces: of their numbers of targets, and of the squares of these numbers."""
 
     targets: int = 0
     squares: int = 0
@@ -170,7 +174,7 @@ def load_row_layout(
 ) -> RowLayout:
     """Return the layout for rows of at most `seq_len` targets.
 
-    packs: whether to put as many pieces as fit into each row, instead of one piece per row, in document order.
+    packs: whether to pack several pieces into each row where they fit, instead of one piece per row in document order.
     content: a digest of the shards' content, which identifies a large layout in the cache.
 
     Raises ShardError, or UserError if the cache is not writable; see `get_or_build`.
@@ -180,11 +184,13 @@ def load_row_layout(
         pieces = np.concatenate([pieces for pieces, _ in blocks])
         return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _totals_of(pieces))
     name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
-
-    def build(folder: Path) -> None:
-        _write_layout(folder, _row_blocks(shards, seq_len, packs))
-
-    return get_or_build(cache_dir, name, "the packing of the documents", build, _memory_map)
+    return get_or_build(
+        cache_dir,
+        name,
+        "the packing of the documents",
+        build=lambda folder: _write_layout(folder, _row_blocks(shards, seq_len, packs)),
+        load=_memory_map,
+    )
 
 
 _Block = tuple[NDArray[Any], NDArray[np.int64]]
@@ -192,6 +198,7 @@ _Block = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 def _row_blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
+    """Yield the rows of one block of documents after another."""
     pending: list[NDArray[np.int64]] = []
     for documents in _document_blocks(shards):
         pending.append(documents)
@@ -203,7 +210,10 @@ def _row_blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[
 
 
 def _document_blocks(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
-    """Yield an (n, 2) array for up to a block of documents: the first token and the number of targets of each."""
+    """Yield (n, 2) arrays with the position of the first token and the number of targets of each document.
+
+    Each array holds up to _BLOCK documents of one shard.
+    """
     num_tokens_before = 0
     for shard in shards:
         for first in range(0, shard.info.num_documents, _BLOCK):
@@ -213,6 +223,7 @@ def _document_blocks(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
 
 
 def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
+    """Return the rows of one block; `documents` is as in `_document_blocks`."""
     starts, targets = documents.T
     counts = np.maximum(0, -(-targets // seq_len))
     document = np.repeat(np.arange(len(documents)), counts)
@@ -271,7 +282,7 @@ def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]
 
 
 class DocumentIndex:
-    """The positions at which documents start in the concatenated tokens of several shards."""
+    """Finds the positions at which documents start in the concatenated tokens of several shards."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self._shards = shards
@@ -296,10 +307,10 @@ class DocumentIndex:
 def best_fit(lengths: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Return the documents' indices grouped by row, and the offset in that array at which each row starts.
 
-    The last offset is the end of the array: shapes (num_documents,) and (num_rows + 1,).
+    The last offset is the end of the array, so the shapes are (num_documents,) and (num_rows + 1,).
 
     The longest documents are placed first, each into the fullest row that still has space for it (best fit decreasing:
-    Johnson 1973, "Near-optimal bin packing algorithms").  Deterministic.
+    Johnson 1973, "Near-optimal bin packing algorithms").  The result is deterministic.
 
     lengths: the length of each document, from 1 to `row_length`.
     """

@@ -23,7 +23,8 @@ def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if it
     is a special token.
 
-    tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
+    tokenizer: the value of `data.tokenizer`.
+    template: the value of `data.chat_template`.
 
     Raises UserError if the tokenizer or the template cannot be read.
     """
@@ -45,24 +46,28 @@ def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
 def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
     """Return the tokens of a user message rendered with the chat template, including the generation prompt.
 
-    key: the setting or option to name in error messages.
+    text: the user message.
+    tokenizer: the value of `data.tokenizer`.
+    key: the setting or option that contains the message, for error messages.
     template: the value of `data.chat_template`.
 
-    Raises UserError if there is no template.
+    Raises UserError if there is no template, or if it rejects the message.
     """
     return ChatPrompts(tokenizer, key, text, template).tokens([{"role": "user", "content": text}])
 
 
 class ChatPrompts:
-    """Encodes conversations for the assistant to answer, using a chat template and its generation prompt."""
+    """Encodes conversations that the model is to answer, with a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
         """Load the template and the tokenizer.
 
-        tokenizer, template: the values of `data.tokenizer` and `data.chat_template`.
-        key, value: the setting or option to name in error messages.
+        tokenizer: the value of `data.tokenizer`.
+        key: the setting or option to name in error messages.
+        value: its value, for error messages.
+        template: the value of `data.chat_template`.
 
-        Raises UserError if there is no template.
+        Raises UserError if there is no template, or if the template or the tokenizer cannot be read.
         """
         try:
             from trainer.data.chat.template import find_template
@@ -93,10 +98,10 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield (location, record) for each prompt in a file; locations are for error messages.
 
     In a file of records, such as .jsonl, .parquet or another file type that `data.source=chat` reads, each record has
-    either `prompt` (text) or `messages` (as in `data.format=messages`); other keys are kept.  In any other file, every
+    `prompt` (text) or `messages` (as in `data.format=messages`); all other keys are kept.  In any other file, every
     nonblank line is a prompt.
 
-    Raises UserError, naming `key`, if the file or a line cannot be read.
+    Raises UserError, naming `key`, if the file cannot be read, or if a record has no valid prompt.
     """
     from trainer.data.chat.formats import BadChat, Format, holds_records, read_records
 

@@ -1,4 +1,4 @@
-"""Reads records from JSON files (other than JSONL) and CSV files, one at a time, in constant memory.
+"""Reads records from .json, .csv and .tsv files one at a time, so that memory does not grow with the file.
 
 A .json file holds records if it is an array of objects, or has one object per line.  Other JSON files, such as a
 model's configuration or a shard's metadata, hold none.
@@ -17,6 +17,7 @@ _HEAD_BYTES = 4096
 """Number of bytes to inspect at the start of a file."""
 
 _BLOCK = 1 << 20
+"""Minimum number of characters to read at once."""
 
 RECORD_SUFFIXES = (".json", ".csv", ".tsv")
 
@@ -26,7 +27,7 @@ class BadRecord(ValueError):
 
 
 def is_record_file(path: str | Path) -> bool:
-    """Return whether a .json, .csv or .tsv file holds records; compressed files are assumed to hold some."""
+    """Return whether a .json, .csv or .tsv file holds records; a compressed one is assumed to."""
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)

@@ -11,9 +11,9 @@ A manifest lists the shards of a dataset with their metadata, so that thousands 
 single file.
 
 Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
-its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page reads
-neighboring pages ahead, a hundred times what a sample needs.  `preadv` has none of these problems, and needs no file
-position, which processes or threads would share.
+its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page makes
+the kernel read ahead a hundred times what a sample needs.  `preadv` has none of these problems, and does not use the
+file position, which processes or threads would share.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """The files of a shard, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Maximum total bytes of shards whose checksums are all verified when the data are opened, within half a second.  In
-larger data, pages are verified as they are read."""
+"""Maximum total bytes of token data that are verified completely when they are opened, within half a second.  In larger
+data, pages are verified as they are read."""
 
 _PAGE_BYTES = 4096
-"""Bytes covered by each checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that verifying
-them costs no additional reads."""
+"""Bytes covered by each page checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that
+verifying them costs no additional reads."""
 
 _MAX_BYTES_WITHOUT_CRC = 1 << 22
 """Maximum bytes of tokens in a shard without a .crc, which is verified completely before it is first used."""
@@ -70,7 +70,9 @@ class ShardError(Exception):
 class ShardInfo:
     """The metadata of a token shard, NAME.json.
 
-    end_id: the token that ends each document.  num_bytes: the size of the raw text.
+    dtype: the name of the smallest dtype that can represent all ids of the vocabulary.
+    end_id: the token that ends each document.
+    num_bytes: the size of the raw text, or 0 if there is none or it is unknown.
     """
 
     dtype: str
@@ -91,19 +93,20 @@ class ShardInfo:
 
 
 _FIELD_TYPES = [(declared.name, declared.type) for declared in dataclasses.fields(ShardInfo)]
+"""The name of each field, and the name of its type."""
 
 
 class Shard:
     """A token shard.  Raises ShardError if the sizes of its files do not match its metadata.
 
-    Files are opened lazily by the process that reads them, so that a Shard can be sent to another process.
+    A Shard can be sent to another process: it holds no open files, and each process opens those that it reads.
     """
 
     is_remote = False
     """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
-    """Whether the next start rebuilds the shard if its file is missing, as for cached shards.  If so, a corrupt file is
-    renamed."""
+    """Whether the next start rebuilds the shard if a file of it is missing, as for cached shards.  If so, a corrupt
+    file is renamed."""
 
     def __init__(self, path: str | Path) -> None:
         self.name = os.fspath(path)
@@ -117,7 +120,8 @@ class Shard:
     def from_manifest(cls, name: str, info: ShardInfo) -> Shard:
         """Return the shard at the path `name`, with `info` from a manifest.
 
-        The files are checked with `stat`, not opened: thousands of shards take a fraction of a second.
+        The sizes of the files are checked with `stat`, without opening them, so that thousands of shards take only a
+        fraction of a second.
         """
         shard = cls.__new__(cls)
         shard.name, shard.info = name, info
@@ -130,10 +134,10 @@ class Shard:
         """The path of the token file."""
         return Path(self.name)
 
-    @property
+    @functools.cached_property
     def dtype(self) -> np.dtype[Any]:
         """The dtype of the tokens: unsigned, little-endian."""
-        return _little_endian(self.info.dtype)
+        return np.dtype(self.info.dtype).newbyteorder("<")
 
     def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
         """Return `count` tokens from `start` on.  Raises ShardError."""
@@ -221,6 +225,7 @@ class Shard:
         self._verify(self._index, is_index=True)
 
     def _verify(self, file: FileVersion, is_index: bool) -> None:
+        """Verify the checksum of one file, unless this process has done so already.  Raises ShardError."""
         if file in _VERIFIED:
             return
         recorded = self._recorded_checksum[8:] if is_index else self._recorded_checksum[:8]
@@ -243,7 +248,7 @@ class Shard:
 
     @functools.cached_property
     def _recorded_checksum(self) -> str:
-        """The checksum that was recorded when the shard was written, or "" if there is none."""
+        """The checksums that were recorded when the shard was written, as in `ShardInfo.checksum`."""
         metadata = f"{self.name.removesuffix('.bin')}.json"
         if self.info.checksum or not os.path.lexists(metadata):
             return self.info.checksum
@@ -251,7 +256,7 @@ class Shard:
 
     @functools.cached_property
     def _page_checksums(self) -> FileVersion | None:
-        """The file of page checksums, or None if it is missing or belongs to different tokens."""
+        """The file of page checksums, or None if there is none for these tokens."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
         if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
@@ -285,7 +290,7 @@ class Shard:
         return SHARD_FILES.read_into(buffer, self._file, offset)
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return a few tokens, like `read`; a remote shard downloads only these."""
+        """Return a few tokens, like `read`.  A remote shard downloads only these, if its server can send them alone."""
         return self.read(start, count)
 
 
@@ -314,7 +319,10 @@ class ShardWriter:
         self._has_started = False
 
     def write(self, ids: NDArray[np.integer[Any]], num_bytes: int) -> None:
-        """Append tokens to the current document; `num_bytes` is the size of their text in bytes."""
+        """Append tokens to the current document, which begins with the tokenizer's start tokens.
+
+        num_bytes: the size of the tokens' text in bytes.
+        """
         if not self._has_started:
             self._has_started = True
             self._append(np.array(self._tokenizer.start_ids, dtype=self._dtype))
@@ -326,7 +334,7 @@ class ShardWriter:
         self.num_tokens += len(ids)
 
     def write_documents(self, ids: NDArray[np.integer[Any]], counts: NDArray[np.int64], num_bytes: int) -> None:
-        """Append complete documents, adding special tokens around each.
+        """Append complete documents, with the tokenizer's special tokens around each.
 
         ids: the concatenated ids of the documents.
         counts: the number of ids of each document.
@@ -347,7 +355,10 @@ class ShardWriter:
         self.num_bytes += num_bytes
 
     def write_tokens(self, ids: NDArray[np.integer[Any]], ends: NDArray[np.int64]) -> None:
-        """Append tokens unchanged; `ends` are the offsets in `ids` at which documents end."""
+        """Append tokens that already include the special tokens.
+
+        ends: the offset in `ids` of the end of each document that ends there.
+        """
         self._write_bytes(".idx", (self.num_tokens + ends).astype("<u8").data)
         self._append(ids)
         self.num_documents += len(ends)
@@ -412,7 +423,7 @@ class ShardWriter:
 
 
 def read_info(path: str) -> ShardInfo:
-    """Read a shard's metadata.  Raises ShardError."""
+    """Return the metadata in the file at `path`.  Raises ShardError."""
     try:
         with open(path, "rb", buffering=0) as file:
             content = file.read()
@@ -424,7 +435,7 @@ def read_info(path: str) -> ShardInfo:
 
 
 def parse_info(content: bytes, path: str) -> ShardInfo:
-    """Parse the content of a metadata file; `path` names it in messages.  Raises ShardError."""
+    """Return the metadata in the content of a file; `path` names the file in messages.  Raises ShardError."""
     try:
         stored = json.loads(content)
         info = ShardInfo(**{name: value for name, value in stored.items() if name != CHECKSUM})
@@ -470,7 +481,7 @@ def _check_stat(path: str, stat: os.stat_result, num_bytes: int) -> FileVersion:
 
 
 def verify_at_start(shards: Sequence[Shard]) -> None:
-    """Verify the checksums of shards, unless the data are so large that pages are verified as they are read.
+    """Verify the checksums of shards, unless they have more than MAX_BYTES_VERIFIED_AT_START bytes of tokens in total.
 
     Raises ShardError if a shard is corrupt.
     """
@@ -480,16 +491,11 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Describe an OSError, with the limit if there are too many open files, or with advice if the disk is full."""
+    """Return the text of an OSError, with the limit on open files if it was reached, or with advice on a full disk."""
     details = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         details = " for the cache; free some space, set data.cache_dir to another disk, or set data.cache_gib"
     return f"{error.strerror}{details}"
-
-
-@functools.cache
-def _little_endian(dtype: str) -> np.dtype[Any]:
-    return np.dtype(dtype).newbyteorder("<")
 
 
 def find_dtype(vocab_size: int) -> str:
@@ -501,7 +507,8 @@ def find_dtype(vocab_size: int) -> str:
 class ShardSet:
     """The files that a path or URL names, and the shards to train on and to hold out.
 
-    train_content, held_out_content: digests from `sample_content`, or "" if unknown.
+    train_content: the `sample_content` of the shards to train on, or "" if unknown.
+    held_out_content: the same for the held-out shards.
     """
 
     files: list[str]
@@ -527,9 +534,10 @@ _MANIFEST_FORMAT = 1
 class ShardManifest:
     """Lists the training and held-out shards of a dataset, all produced with the same tokenizer.
 
-    train_content, held_out_content: the digests from `sample_content`; "" if there are no such shards.
+    train_content: the `sample_content` of the shards in `train`, or "" if there are none.
+    held_out_content: the same for `held_out`.
     notes: statistics collected while building the shards, for the messages of later runs.
-    checksums: the checksums in the metadata of all shards, first those of `train`, then those of `held_out`.  Empty in
+    checksums: the checksums in the metadata of all shards: first those of `train`, then those of `held_out`.  Empty in
         manifests from earlier versions.
     """
 
@@ -582,7 +590,7 @@ class ShardManifest:
 
         folder: the folder of the manifest.
 
-        Files are checked with `stat`, not opened.  Raises ShardError.
+        Raises ShardError if a file is missing or has the wrong size; see `Shard.from_manifest`.
         """
         prefix = f"{folder}/"
         return [
@@ -591,7 +599,7 @@ class ShardManifest:
         ]
 
     def infos(self, is_held_out: bool = False) -> list[tuple[str, ShardInfo]]:
-        """Return the paths of the shards, as written in the manifest, with their metadata."""
+        """Return the path of each shard as written in the manifest, and its metadata."""
         checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
         rows, checksums_of_split = (
             (self.held_out, checksums[len(self.train) :]) if is_held_out else (self.train, checksums[: len(self.train)])
@@ -646,7 +654,7 @@ MAX_OPEN_FILES = 128
 
 
 class _Descriptor:
-    """An open file, closed when its last reference is dropped, so that readers can finish after its eviction."""
+    """An open file.  It is closed when its last reference is dropped, so that readers can finish after its eviction."""
 
     number = -1
 
@@ -673,7 +681,7 @@ class DescriptorCache:
             os.register_at_fork(after_in_child=self._reset_lock)
 
     def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
-        """Fill the contiguous `buffer` with bytes from `offset` on; return their number, smaller at the end of file.
+        """Fill the contiguous `buffer` with bytes from `offset` on, as far as the file goes; return their number.
 
         Each version of a file has a separate descriptor, since the file may have been replaced.  Raises OSError.
         """

@@ -1,11 +1,11 @@
-"""Sources, which give random access to samples by index, and the fingerprints that identify their samples.
+"""Sources give random access to samples by index; fingerprints identify the samples of a source.
 
 A sample is `seq_len` tokens and, for each of them, the target: the next token.  Sources do not know about the sample
 order, ranks or batches.  This module does not import torch.
 
 A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
-position means nothing for other data: even a different number of samples gives a different order.  File names, folders
-and modification times are not part of a fingerprint, so that data can be moved.
+position means nothing for other data, since even a different number of samples gives a different order.  File names,
+folders and modification times are not part of a fingerprint, so that data can be moved.
 """
 
 from __future__ import annotations
@@ -51,16 +51,16 @@ class Source(ABC):
     vocab_size: exclusive upper bound of the token ids.
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
-    attended: the length of a token's document within its row, averaged over all positions, with 0 for padding: causal
-        attention costs as much per token as in full rows of this length.  None if tokens attend to their whole row,
-        which makes it seq_len.
+    attended: the mean, over all positions, of the length of a token's document within its row; 0 for padding.  Causal
+        attention costs as much per token as in rows of this length without boundaries.  None if tokens attend to their
+        whole row, for which the value would be seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
     is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
         directly when that is faster than using a thread.
     rows_per_sample: sequences per sample; 2 for preference pairs and for mismatched responses.
-    num_labels: number of distinct labels, which count from 0; 0 if samples have no labels.
+    num_labels: number of classes; labels are less than this.  0 if samples have no labels.
     only_label: the label shared by all samples; None if there are several labels or none.
     shards: the token shards that the source reads, if any.
     """
@@ -86,7 +86,7 @@ class Source(ABC):
 
     @abstractmethod
     def batch(self, indices: NDArray[np.int64]) -> Samples:
-        """Return tokens and targets of the samples at `indices`, each of shape (len(indices), seq_len).
+        """Return tokens and targets of the samples at `indices`, both (len(indices) * rows_per_sample, seq_len).
 
         Targets to exclude from the loss are IGNORE.  Index -1 gives a sample with only ignored targets.  A mapping may
         contain entries besides `tokens` and `targets`: the model's `forward` receives those that it has parameters for,
@@ -123,11 +123,11 @@ class Source(ABC):
 
     @property
     def summary(self) -> str:
-        """A description, for the user, of how the samples were produced, or ""."""
+        """A description of how the samples were produced, for the user; may be empty."""
         return ""
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Convert a mean `loss` in nats per target to bits per byte of raw text, or return None without text."""
+        """Return a mean `loss` in nats per target as bits per byte of raw text, or None if there is no text."""
         return None if self.bytes_per_token is None else loss / math.log(2) / self.bytes_per_token
 
 
@@ -218,8 +218,11 @@ class SyntheticSource(Source):
         return (draws[1 : 1 + period] % self.vocab_size).astype(np.int64)
 
 
-_NUM_SAMPLED, _SAMPLE_TOKENS = 64, 2048
-"""The number of windows that a fingerprint covers, and the number of tokens in each."""
+_NUM_FINGERPRINT_WINDOWS = 64
+"""Approximate number of windows of tokens that a fingerprint covers; at least one in each shard."""
+
+_FINGERPRINT_WINDOW_TOKENS = 2048
+"""Maximum number of tokens in each of these windows."""
 
 
 class TokenSource(Source):
@@ -289,6 +292,7 @@ class TokenSource(Source):
         return list(dict.fromkeys(shard for first, last in shard_ranges for shard in range(first, last + 1)))
 
     def _read_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and targets of the samples at `indices`, both (len(indices), seq_len)."""
         sample_indices: list[int] = np.asarray(indices, dtype=np.int64).tolist()
         assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
         starts = self._starts_of(sample_indices)
@@ -312,7 +316,7 @@ class TokenSource(Source):
         return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
-        """Return (position of the first token, number of targets) for each piece of a sample; nothing for index -1."""
+        """Return (position of the first token, number of targets) for each piece of a sample; none for index -1."""
         start = index * self.seq_len
         return [(start, min(self.seq_len, self._shard_starts[-1] - 1 - start))] if index >= 0 else []
 
@@ -371,16 +375,16 @@ class TokenSource(Source):
 
 
 def sample_content(shards: Sequence[Shard]) -> str:
-    """Return a digest of the shards' sizes and of about 64 windows of tokens, at least one in each shard.
+    """Return a digest of the shards' sizes and of windows of their tokens; see `_NUM_FINGERPRINT_WINDOWS`.
 
     An insertion or deletion anywhere shifts all later tokens, so one window of each shard is at its end.
     """
     digest = hashlib.blake2b(digest_size=8)
-    windows_per_shard = max(1, _NUM_SAMPLED // len(shards))
+    windows_per_shard = max(1, _NUM_FINGERPRINT_WINDOWS // len(shards))
     for shard in shards:
         info = shard.info
         digest.update(f"{info.num_tokens} {info.num_documents} {info.num_bytes};".encode())
-        count = min(info.num_tokens, _SAMPLE_TOKENS)
+        count = min(info.num_tokens, _FINGERPRINT_WINDOW_TOKENS)
         last_start = info.num_tokens - count
         starts = {last_start - last_start * window // windows_per_shard for window in range(windows_per_shard)}
         for start in sorted(starts):
@@ -391,10 +395,12 @@ def sample_content(shards: Sequence[Shard]) -> str:
 # -- fingerprints -----------------------------------------------------------------------------------------------------
 
 _KEYS_ALLOWING_OTHER_DATA = frozenset({"data", "data.path", "data.source", "data.tokenizer", "data.bos"})
+"""Keys in `checkpoint.allow_changes` that permit different data."""
+
 _KEYS_ALLOWING_OTHER_WINDOWS = frozenset(
     {"data.seq_len", "data.documents", "data.fit", "data.pack", "data.holdout", "data.eval_path"}
 )
-"""Keys in `checkpoint.allow_changes` that permit different data, or different samples cut from the same data."""
+"""Keys in `checkpoint.allow_changes` that permit different samples cut from the same data."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Training data that need no download: the source code of Python's standard library."""
+"""The source code of Python's standard library as training data, which need no download."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A source file; its size and modification time are used to detect changes."""
+    """A source file.  Its size and modification time serve to detect changes."""
 
     name: str
     """Path relative to the library's folder, with `/` as separator."""
@@ -37,7 +37,7 @@ class SourceFile(NamedTuple):
 
 @functools.cache  # a training process looks them up several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
-    """Return the source files below `folder`, sorted by name, without the excluded folders."""
+    """Return the source files in `folder`, at any depth outside the excluded folders, sorted by name."""
     return tuple(sorted(_walk(str(folder), "")))
 
 
@@ -59,6 +59,8 @@ class StdlibCorpus:
 
     It is the same on all ranks that use the same Python installation.  Tests, the `encodings` package and the topics of
     `help()` (`pydoc_data`) are excluded.  About one file in twenty is held out, chosen by a hash of its name.
+
+    Raises UserError if this Python comes without source files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -95,7 +97,7 @@ class StdlibCorpus:
             shard.verify()
             return shard
 
-        # All that the tokens depend on; sizes and modification times represent the content of the files.
+        # All that the tokens depend on, with sizes and modification times in place of the files' contents.
         identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
         name = f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{split}"
         return get_or_build(cache_dir, name, "tokenized text", build, load)

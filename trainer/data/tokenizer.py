@@ -28,21 +28,23 @@ if TYPE_CHECKING:
 
 
 END_OF_DOCUMENT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>")
-"""Common names of the end-of-document token, tried in this order if no configuration file names the token."""
+"""Common names of the end-of-document token, tried in this order if nothing else determines it: see `FileTokenizer`."""
 
 _BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[BOS]")
-"""Common names of the beginning-of-text token."""
+"""Common names of the beginning-of-text token, tried in this order if nothing else determines it."""
 
 _RULES_VERSION = "text is text"
-"""Change this when a code change gives the same tokenizer file different tokens, so that cached ones are not used."""
+"""Change this if a code change makes a tokenizer file give different tokens, so that cached ones are not used."""
 
 
 class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
     name: identifies the tokenizer, and is stored with the tokens; equal only for tokenizers that give the same ids.
+    vocab_size: exclusive upper bound of the ids.
     end_id: the end-of-document token.
-    start_ids, end_ids: all special tokens before and after a document; `encode` does not add them.
+    start_ids: all special tokens before a document; `encode` does not add them.
+    end_ids: all special tokens after a document, likewise.
     """
 
     name: str
@@ -83,9 +85,9 @@ class FileTokenizer(Tokenizer):
     """A Hugging Face `tokenizer.json`, read with the `tokenizers` library (the extra `hf`).
 
     Text never becomes a special token, even if it spells one out.  A document starts and ends with the tokens that the
-    post-processor adds, and always ends with the end-of-document token: the token that the configuration files next to
-    the tokenizer name (see `_configured_id`), otherwise the last token that the post-processor adds, otherwise one of
-    END_OF_DOCUMENT.
+    post-processor adds.  If the end-of-document token is not among those at the end, it follows them.  It is the token
+    that the configuration files next to the tokenizer name (see `_configured_id`), otherwise the last token that the
+    post-processor adds, otherwise the first of END_OF_DOCUMENT that exists.
 
     bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
     key: the setting to name in error messages.
@@ -162,7 +164,7 @@ class FileTokenizer(Tokenizer):
 
 
 def missing_bos_error(tokenizer: object, why: str) -> UserError:
-    """Return the error for `data.bos` with a tokenizer that has no beginning-of-text token."""
+    """Return the UserError for `data.bos=true` with a tokenizer that has no beginning-of-text token."""
     return setting_error("data.bos", True, f"{tokenizer} has no beginning-of-text token: {why}", None)
 
 
@@ -171,30 +173,33 @@ def tokenizer_of(data: DataSection) -> Tokenizer:
     return find_tokenizer(data.tokenizer, bos=data.bos)
 
 
-def find_tokenizer(setting: str, key: str = "data.tokenizer", bos: bool | None = None) -> Tokenizer:
-    """Return the tokenizer that `setting` names: `bytes`, or the path of a tokenizer.json or of its folder.
+def find_tokenizer(name_or_path: str, key: str = "data.tokenizer", bos: bool | None = None) -> Tokenizer:
+    """Return the tokenizer that `data.tokenizer` names.
 
+    name_or_path: `bytes`, or the path of a tokenizer.json or of its folder.
+    key: the setting or option that contains it, for messages.
     bos: see `FileTokenizer`.
 
-    Raises UserError for the setting `key` if there is no such tokenizer.
+    Raises UserError if there is no such tokenizer.
     """
-    if setting == "bytes":
+    if name_or_path == "bytes":
         if bos:
             raise missing_bos_error("bytes", "its tokens are the 256 bytes, and one that ends a document")
         return ByteTokenizer()
-    if not tokenizer_file(setting).is_file():
-        explanation = "; there is no such file" if setting.endswith(".json") or "/" in setting else ""
+    if not tokenizer_file(name_or_path).is_file():
+        is_path = name_or_path.endswith(".json") or "/" in name_or_path
+        explanation = "; there is no such file" if is_path else ""
         rule = f"must be bytes, or the path of a Hugging Face tokenizer.json{explanation}"
         fix = "download the tokenizer.json of that model, and give its path"
-        suggestion = nearest(setting, ["bytes"])
-        raise setting_error(key, setting, rule, meant=suggestion, fix="" if suggestion else fix)
-    return FileTokenizer(str(tokenizer_file(setting)), key, bos)
+        suggestion = nearest(name_or_path, ["bytes"])
+        raise setting_error(key, name_or_path, rule, meant=suggestion, fix="" if suggestion else fix)
+    return FileTokenizer(str(tokenizer_file(name_or_path)), key, bos)
 
 
-def tokenizer_file(setting: str) -> Path:
+def tokenizer_file(path: str) -> Path:
     """Return the tokenizer file at a path: the path itself, or the tokenizer.json in a folder."""
-    path = Path(setting).expanduser()
-    return path / "tokenizer.json" if path.is_dir() else path
+    expanded = Path(path).expanduser()
+    return expanded / "tokenizer.json" if expanded.is_dir() else expanded
 
 
 # -- special tokens ---------------------------------------------------------------------------------------------------
@@ -205,13 +210,14 @@ _EOS_KEYS = (
     ("generation_config.json", "eos_token_id"),
     ("config.json", "eos_token_id"),
 )
-"""The files that may name the EOS token, with the key in each; the tokenizer's files come before the model's."""
+"""The files that may name the EOS token, and the key in each.  The tokenizer's files come before the model's."""
 
 _BOS_KEYS = tuple((name, field.replace("eos", "bos")) for name, field in _EOS_KEYS)
+"""The same for the BOS token."""
 
 
 def added_ids(tokenizer: tokenizers.Tokenizer) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return the ids that the post-processor adds before a text, and the ids that it adds after it."""
+    """Return the ids that a tokenizer's post-processor adds before a text, and those that it adds after the text."""
     if tokenizer.num_special_tokens_to_add(is_pair=False) == 0:
         return (), ()
     for text in ("a", "0", *sorted(tokenizer.get_vocab(with_added_tokens=False))):
@@ -227,8 +233,8 @@ def _configured_id(files: Sequence[tuple[str, str]], path: Path, ids: Mapping[st
     """Return the id of a special token from the configuration files next to the tokenizer, or None if none names it.
 
     files: _EOS_KEYS or _BOS_KEYS.
-    path: the tokenizer file.  The configuration files are ignored unless it is called tokenizer.json.
-    ids: the vocabulary.
+    path: the tokenizer file.  If it is not called tokenizer.json, the configuration files are ignored.
+    ids: the id of each token in the vocabulary.
     key: the setting to name in error messages.
 
     Raises UserError if a file cannot be read, or names a token that is not in the vocabulary.

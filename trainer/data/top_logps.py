@@ -1,7 +1,8 @@
 """Files with a teacher's top-k log-probabilities of the next token, for each token of a source's samples.
 
-A folder, written by `python -m trainer.teach`, holds `ids.npy` (the token ids: int32, shape (samples, seq_len, k)),
-`logps.npy` (float32, same shape), and `top.json`, which identifies the samples.  This module does not import torch.
+`python -m trainer.teach` writes a folder with three files: `ids.npy` (the k token ids: int32, shape (samples, seq_len,
+k)), `logps.npy` (their log-probabilities: float32, same shape), and `top.json`, which identifies the samples.  This
+module does not import torch.
 """
 
 from __future__ import annotations
@@ -15,18 +16,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.teacher import TEACHER_KEY, TOP_FILE
-from trainer.data.source import Fingerprint, SourceSubset, as_mapping
+from trainer.data.source import Fingerprint, Source, SourceSubset, as_mapping
 from trainer.errors import setting_error
 from trainer.files import write_atomically
 
 
 class TopLogps(SourceSubset):
-    """All samples of a source, with the entries `top_ids` and `top_logps` from a folder, both (samples, seq_len, k).
+    """All samples of a source, with the entries `top_ids` (int64) and `top_logps` from a folder, both (B, seq_len, k).
 
-    Raises UserError if the folder belongs to other samples.
+    Raises UserError if the folder was written for other samples.
     """
 
-    def __init__(self, base: Any, folder: str) -> None:
+    def __init__(self, base: Source, folder: str) -> None:
         super().__init__(base, 0, len(base))
         content = json.loads((Path(folder) / TOP_FILE).read_text())
         if content["samples"] != describe_samples(base.fingerprint, base.seq_len):
@@ -42,7 +43,7 @@ class TopLogps(SourceSubset):
 
 
 def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
-    """Return values that identify the samples of a source, as JSON."""
+    """Return JSON values that identify the samples of a source."""
     return {"seq_len": seq_len, "data": json.loads(json.dumps(fingerprint.to_state()))}
 
 
@@ -56,6 +57,6 @@ def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> 
 
 
 def finish_files(folder: Path, fingerprint: Fingerprint, seq_len: int, teacher: str) -> None:
-    """Mark the folder as complete."""
+    """Mark the folder as complete by writing `top.json`."""
     content = {"teacher": teacher, "samples": describe_samples(fingerprint, seq_len)}
     write_atomically(folder / TOP_FILE, json.dumps(content, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""Asynchronous transfers between host and device: prefetches batches, and copies a step's metrics back.
+"""Asynchronous transfers between host and device: batches to the device, and a step's metrics back to the host.
 
-The host never waits for the device within a step: it reads a step's metrics after it has queued the next step.  So the
-device always has work queued, and the host is at most one step ahead.
+The trainer reads a step's metrics after it has queued the next step.  So the device always has work queued, and the
+host is at most one step ahead.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class HostScalars:
-    """Asynchronous copy of a few scalars (numbers or one-element tensors) to the host.  Only `read` waits for it."""
+    """Asynchronous copy of a few scalars (numbers or one-element tensors) to the host; `read` waits for its end."""
 
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
@@ -68,10 +68,11 @@ class HostScalars:
     def arrived_at(self, previous: HostScalars | None, previous_arrived_at: float) -> float | None:
         """Wait for the values, and return the `time.perf_counter` at which they arrived, or None if there was no copy.
 
-        If they arrived before the host first checked, the result is the arrival time of an earlier copy, plus the time
-        between the two copies according to their CUDA events.
+        If they arrived before the host first checked, the result is the arrival time of an earlier copy plus the time
+        between the two copies according to their CUDA events, but not later than that check.
 
-        previous, previous_arrived_at: the earlier copy, and when it arrived.
+        previous: the earlier copy, or None if there is none: then the result is the time of the check.
+        previous_arrived_at: the time at which the earlier copy arrived.
         """
         self.read()
         if self._arrival is None or self._noticed_at is None:

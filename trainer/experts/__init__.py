@@ -1,6 +1,6 @@
-"""Mixture-of-experts layers: expert parallelism, grouped matrix products, and load balancing.
+"""Mixture-of-experts layers: expert parallelism, grouped matmuls, and load balancing.
 
-A model computes its experts through `mix`, and its recipe names the modules that hold them (`Recipe.experts`).  Such a
+A model runs its experts through `mix`, and its recipe names the modules that hold them (`Recipe.experts`).  Such a
 model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks: `mix`
 then sends tokens to the ranks of their experts, and the results back.
 
@@ -34,7 +34,7 @@ from trainer.experts.balance import (
     load_of,
 )
 from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
-from trainer.experts.grouped import GROUPED, GROUPED_PRODUCT, fake_tensors, grouped_bias, grouped_mm, grouped_outer
+from trainer.experts.grouped import GROUPED_MM, TORCH_GROUPED_MM, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
 Choice = TopKExperts
@@ -44,8 +44,8 @@ __all__ = [
     "ADAPTERS",
     "ADAPTER_NAME",
     "BALANCE",
-    "GROUPED",
-    "GROUPED_PRODUCT",
+    "GROUPED_MM",
+    "TORCH_GROUPED_MM",
     "Balance",
     "Choice",
     "Estimate",

@@ -1,6 +1,6 @@
-"""Matrix products of stacked experts, and LoRA adapters for their matrices.
+"""Matmuls with the matrices of stacked experts, and LoRA adapters for these matrices.
 
-An expert module multiplies by its matrices through `expert_matmuls`, which adds the products of their adapters.  The
+An expert module multiplies by its matrices through `expert_matmuls`, which adds the output of any adapter.  The
 module's attribute `matrices` maps each transformers parameter name to the module's own parameter names, for example
 {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}.  Each of these parameters stacks the matrices of all experts:
 (E, out, in), or (E, in, out) if the module's attribute `is_transposed` is true.  Parameters that transformers
@@ -46,7 +46,7 @@ class ExpertFactor(nn.Module):
 
 
 class ExpertAdapter(nn.Module):
-    """LoRA adapters, one per expert, for the matrices listed under one name: x @ W.T + scaling * x @ A.T @ B.T.
+    """The LoRA adapters of all experts for the matrices under one name: x @ W.T + scaling * x @ A.T @ B.T.
 
     `forward` only returns x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the initial output
     equals that of the experts alone.
@@ -80,7 +80,7 @@ def expert_matmuls(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: to
     if adapter is None or not adapter.is_enabled:
         return outputs
     deltas = adapter(x_MK, ends_E).split([out_MN.shape[1] for out_MN in outputs], dim=1)
-    # Not in place: selective activation checkpointing may save the experts' own products.
+    # Not in place: selective activation checkpointing may save the experts' own outputs.
     return [
         torch.add(out_MN, delta_MN, alpha=adapter.scaling).to(out_MN.dtype)
         for out_MN, delta_MN in zip(outputs, deltas, strict=True)
@@ -100,7 +100,7 @@ def _expert_matmul(experts: nn.Module, matrix: str, x_MK: torch.Tensor, ends_E: 
 
 
 def matrices_of(module: nn.Module) -> Mapping[str, Sequence[str]]:
-    """Map the name of each possible adapter of an expert module to parameter names; empty for other modules."""
+    """Map the name of each possible adapter of an expert module to its parameters; empty for other modules."""
     matrices: Mapping[str, Sequence[str]] = getattr(module, "matrices", {})
     return matrices
 

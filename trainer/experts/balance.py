@@ -1,7 +1,7 @@
 """Balances the load of experts, through router losses or biases on the selection of experts, and measures the load.
 
-Everything that depends on how often experts are chosen uses integer counts over the global batch, so it is the same on
-any mesh, with any micro-batch size, and with or without recomputed activations.
+How often experts are chosen is counted in integers, over the global batch (for `sequence_loss`, over each sequence).
+So the counts are the same on any mesh, with any micro-batch size, and with or without recomputed activations.
 
 Shape suffixes: B sequences, T tokens per sequence, E experts, A experts per token, S tokens (B x T), L expert layers.
 """
@@ -21,7 +21,7 @@ from trainer.distributed.world import World
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
-"""Key, in a checkpoint's state, of how often each expert was chosen in the last step."""
+"""Key in a checkpoint's state under which `ExpertBalance` stores how often each expert was chosen in the last step."""
 
 
 class TopKExperts(nn.Module):
@@ -61,7 +61,7 @@ class Load(NamedTuple):
     probs: torch.Tensor | None
     """(B, E), the sum over these tokens of the router's probability for each expert (fp32)."""
     squares: torch.Tensor | None
-    """A scalar, the sum over tokens of the squared log-sum-exp of the router's logits (fp32)."""
+    """A scalar, the sum over these tokens of the squared log-sum-exp of the router's logits (fp32)."""
 
 
 def load_of(
@@ -189,7 +189,7 @@ def _identity(choices_LE: torch.Tensor) -> torch.Tensor:
 
 
 def find_balance(model: nn.Module) -> Balance | None:
-    """Return the `Balance` of a model, or None if it has none, as models from transformers."""
+    """Return the `Balance` of a model; None if it has none, like a model from transformers."""
     return next((child for child in model.children() if isinstance(child, Balance)), None)
 
 
@@ -204,7 +204,8 @@ def global_balance(
     The load-balancing loss multiplies two sums over tokens.  If it uses this step's choices, they must therefore be
     known before the first backward pass.  A single micro-batch sums them over the ranks in its forward pass; with
     several, an extra forward pass on each counts them first.  No-op for a model without a `Balance` child.
-    Collectives: one all-reduce of an integer per layer and expert, and those of the extra passes.
+    Collectives if `Balance.needs_totals`: one all-reduce of an integer per layer and expert, and those of the extra
+    passes.
     """
     balance = find_balance(model)
     if balance is None:

@@ -1,6 +1,6 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
-With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts, by an all-to-all whose sizes the
+With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts in an all-to-all, whose sizes the
 host must read.  With `gather`, every rank receives all of the group's tokens and processes those routed to its experts;
 all shapes are known in advance.
 
@@ -22,18 +22,18 @@ from torch.func import functional_call
 
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
-GROUP = "expert_group"
-"""The attribute that holds a module's `ExpertGroup`, if its experts are divided among ranks."""
+GROUP_ATTRIBUTE = "expert_group"
+"""Attribute of a module that holds its `ExpertGroup`, if its experts are divided among ranks."""
 
 
 @dataclass
 class Estimate:
-    """Assumptions about the router's choices, for plans, which have no real tokens."""
+    """Assumptions about the router's choices in plans, which have no real tokens."""
 
     imbalance: float = 1.0
     """Rows on the busiest rank, relative to the mean."""
     fill_fraction: float = 1.0
-    """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model is traced."""
+    """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model runs."""
 
 
 @dataclass(frozen=True)
@@ -49,23 +49,24 @@ class ExpertGroup:
     estimate: Estimate | None = None
     """For plans: used instead of the router's choices."""
     watch: Callable[..., None] | None = None
-    """For checks: called with the arguments of `mix` except the module, and with the result."""
+    """For checks: called with the arguments of `mix` except `experts`, followed by its result."""
 
 
 def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
     """Return the weighted sum of each token's expert outputs, (S, D).
 
     experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
-    `experts(rows, ends)`: rows sorted by expert, and the exclusive end of each expert's rows (int32).  `ends` may have
-    one extra entry; see `grouped_mm`.  chosen_SA: the indices of each token's experts, all different.
+        `experts(rows, ends)`: rows sorted by expert, and the exclusive end of each expert's rows (int32).  `ends` may
+        have one extra entry; see `grouped_mm`.
+    chosen_SA: the indices of each token's experts, all different.
     weights_SA: the weights of these experts.
 
-    Collectives in the expert group, if there is one.  With `exchange`: an all-to-all of counts, for which the host
-    waits, then two all-to-alls of rows, both repeated in the backward pass.  With `gather`: all-gathers of tokens,
+    Collectives in the expert group, if there is one.  With `exchange`: an all-to-all of counts, on which the host
+    blocks, then two all-to-alls of rows, both repeated in the backward pass.  With `gather`: all-gathers of tokens,
     choices and weights, and a reduce-scatter of the results; in the backward pass, an all-gather and two
     reduce-scatters.  With `gather`, S must be equal on all ranks.
     """
-    group: ExpertGroup | None = getattr(experts, GROUP, None)
+    group: ExpertGroup | None = getattr(experts, GROUP_ATTRIBUTE, None)
     if group is None:
         num_experts = next(iter(experts.parameters())).shape[0]
         order_M, ends_E = _sort_by_expert(chosen_SA.flatten(), num_experts)

@@ -1,6 +1,6 @@
-"""Grouped matrix products: each row is multiplied by the matrix of its group, such as its expert.
+"""Grouped matmuls: each row is multiplied by the matrix of its group, such as its expert.
 
-Group sizes are known only on the device, so the products are custom operators: fake tensors, compiled code and
+Group sizes are known only on the device, so these matmuls are custom operators: fake tensors, compiled code and
 activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
 """
 
@@ -27,7 +27,7 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
     `ends_E[e]` (int32) is the exclusive end row of group e; the last group ends with the last row.  If `ends_E` has one
     entry more than there are matrices, the rows of this last group belong to no expert: their results and gradients are
     zero.  On a GPU in bfloat16, with sizes that are multiples of 8, this is one kernel without host sync; otherwise it
-    is one product per group.
+    is one matmul per group.
     """
     num_groups = weight_EKN.shape[0]
     if _has_kernel(x_MK, weight_EKN):
@@ -59,7 +59,7 @@ def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) 
 def grouped_bias(bias_EN: torch.Tensor, ends_E: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Return the bias of each row's group, (M, N); zero for rows without a group.  See `grouped_mm`.
 
-    Computed as a product with ones, so that its gradient, a sum over rows, needs no atomic additions on a GPU.
+    Computed as a matmul with ones, so that its gradient, a sum over rows, needs no atomic additions on a GPU.
     """
     ones_M8 = bias_EN.new_ones(num_rows, 8)  # the GPU kernel needs a multiple of 8 columns
     out_MN: torch.Tensor = grouped_mm(ones_M8, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, 7)), ends_E)
@@ -105,12 +105,12 @@ def _backward(ctx: Any, grad_MN: torch.Tensor) -> tuple[torch.Tensor | None, tor
 
 grouped_mm.register_autograd(_backward, setup_context=_setup_context)
 
-GROUPED = torch.ops.meshtrainer.grouped_mm.default
+GROUPED_MM = torch.ops.meshtrainer.grouped_mm.default
 """The operator as seen by dispatch modes."""
 
 
-_PIECE = 2**27
-"""Number of weights to unpack at a time: a quarter of a GiB in bfloat16."""
+_PIECE_WEIGHTS = 2**27
+"""Maximum number of weights to unpack at a time: 256 MiB in bfloat16."""
 
 
 def packed_grouped_mm(
@@ -122,11 +122,11 @@ def packed_grouped_mm(
     experts at a time; autograd saves only the bytes.  is_transposed: the matrices are (E, K, N) before packing, not
     (E, N, K).
     """
-    out_MN: torch.Tensor = _PackedGroupedProduct.apply(x_MK, packed, ends_E, packing, is_transposed)  # type: ignore[no-untyped-call]
+    out_MN: torch.Tensor = _PackedGroupedMatmul.apply(x_MK, packed, ends_E, packing, is_transposed)  # type: ignore[no-untyped-call]
     return out_MN
 
 
-class _PackedGroupedProduct(torch.autograd.Function):
+class _PackedGroupedMatmul(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x_MK: torch.Tensor, packed: torch.Tensor, ends_E: torch.Tensor, packing: Packing, is_transposed: bool
@@ -166,7 +166,7 @@ def _multiply_by_columns(x: torch.Tensor, packed: torch.Tensor, ends_E: torch.Te
 
 def _unpacked(packed: torch.Tensor, packing: Packing, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
     """Unpack matrices (E, R, bytes) piece by piece: yield a range of rows and their weights (E, rows, width)."""
-    step = max(8, _PIECE // (packed.shape[0] * packing.width) // 8 * 8)  # the kernel needs multiples of 8
+    step = max(8, _PIECE_WEIGHTS // (packed.shape[0] * packing.width) // 8 * 8)  # the kernel needs multiples of 8
     for start in range(0, packed.shape[1], step):
         rows = slice(start, start + step)
         yield rows, packing.unpack(packed[:, rows], dtype)
@@ -185,8 +185,8 @@ def _(x: Sequence[int], y: Sequence[int], ends: Sequence[int], *args: Any, **kwa
 # ---------------------------------------------------------------------------------------------------------------
 # Fake tensors, which have only shapes and dtypes, so that models run in milliseconds and without memory
 
-GROUPED_PRODUCT = torch.ops.aten._grouped_mm.default
-"""Torch's grouped matrix product, used by mixture-of-experts models."""
+TORCH_GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""Torch's own grouped matmul, which some mixture-of-experts models use."""
 
 
 @contextmanager
@@ -197,15 +197,15 @@ def fake_tensors() -> Iterator[None]:
 
 
 class _FakeTensors(FakeTensorMode):
-    """Supports grouped products in any dtype; torch's own fake kernel is for GPUs and only supports bfloat16."""
+    """Supports torch's grouped matmul in any dtype; torch's own fake kernel is for GPUs and only supports bfloat16."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is not GROUPED_PRODUCT:
+        if func is not TORCH_GROUPED_MM:
             return super().dispatch(func, types, args, kwargs)
         first, second, *rest = args
         ends = rest[0] if rest else kwargs["offs"]
         num_rows, num_columns = first.shape[-2], second.shape[-1]
-        if first.ndim == second.ndim:  # 2D: groups along the shared dimension; 3D: one product per matrix
+        if first.ndim == second.ndim:  # 2D: groups along the shared dimension; 3D: one matmul per matrix
             return first.new_empty(first.shape[0] if first.ndim == 3 else ends.shape[0], num_rows, num_columns)
         return first.new_empty(num_rows, num_columns)

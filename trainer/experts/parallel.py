@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from trainer.distributed.exchange import register_group
 from trainer.distributed.world import EXPERT
 from trainer.errors import UserError
-from trainer.experts.dispatch import GROUP, Estimate, ExpertGroup
+from trainer.experts.dispatch import GROUP_ATTRIBUTE, Estimate, ExpertGroup
 from trainer.recipe import Recipe
 
 
@@ -41,7 +41,7 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
 
 
 def _matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern, in which `*` stands for one component."""
+    """Return whether a dotted name matches a pattern, in which `*` matches exactly one component."""
     components, expected = name.split("."), pattern.split(".")
     return len(components) == len(expected) and all(
         part in ("*", component) for component, part in zip(components, expected, strict=True)
@@ -64,20 +64,20 @@ def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -
                     local, mesh, [Shard(0)], run_check=False, shape=parameter.shape, stride=parameter.stride()
                 )
                 owner.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
-        setattr(module, GROUP, group)
+        setattr(module, GROUP_ATTRIBUTE, group)
 
 
 @contextmanager
 def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
-    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has computed one of `modules`."""
-    groups = {name: getattr(module, GROUP) for name, module in modules.items()}
+    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has run one of `modules`."""
+    groups = {name: getattr(module, GROUP_ATTRIBUTE) for name, module in modules.items()}
     for name, module in modules.items():
-        setattr(module, GROUP, replace(groups[name], watch=partial(watch, name)))
+        setattr(module, GROUP_ATTRIBUTE, replace(groups[name], watch=partial(watch, name)))
     try:
         yield
     finally:
         for name, module in modules.items():
-            setattr(module, GROUP, groups[name])
+            setattr(module, GROUP_ATTRIBUTE, groups[name])
 
 
 def simulate_expert_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
@@ -93,5 +93,5 @@ def simulate_expert_group(modules: Sequence[nn.Module], size: int, method: str, 
             for name, parameter in [*owner.named_parameters(recurse=False)]:
                 local = parameter.detach()[: parameter.shape[0] // size].contiguous()
                 owner.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))
-        setattr(module, GROUP, group)
+        setattr(module, GROUP_ATTRIBUTE, group)
     return estimate

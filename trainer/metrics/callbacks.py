@@ -1,7 +1,7 @@
 """The callback base class and the small built-in callbacks.  A callback implements an optional feature of a run.
 
-The built-in ones log per-unit norms, generate samples and schedule garbage collection.  `loss_by_source` logs the loss
-of each source of a mixture.  Profiling is in `profile.py`.
+The callbacks here log the norms of each FSDP unit, generate samples and schedule garbage collection.  The one that
+profiles is in `profile.py`.  `loss_by_source`, which is not a callback, logs the loss of each source of a mixture.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Callback:
     """An optional feature of a run.  Its hooks do nothing unless they are overridden.
 
     Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
-    callbacks in the same order and call them at the same points, so hooks may be collective, except `end_fit` and
-    `end_loop`, which are also called on a single rank after it has failed.  `begin_` hooks are called in the order of
-    the callbacks, `end_` hooks in reverse order.
+    callbacks in the same order and call them at the same points, so hooks may be collective.  The exceptions are
+    `end_fit` and `end_loop`, which a rank that has failed calls without the others.  `end_` hooks are called in the
+    reverse order of the callbacks.
     """
 
     def start_note(self, step: int) -> str:
@@ -54,10 +54,10 @@ class Callback:
         """Called when `Trainer.fit` ends, even if it raised an exception.  Must not be collective."""
 
     def begin_step(self, step: int) -> None:
-        """Called when `step` starts, before its data is loaded."""
+        """Called when `step` starts, before its micro-batches are taken from the loader."""
 
     def end_step(self, step: int) -> None:
-        """Called when `step` has been queued; a GPU may still be running it."""
+        """Called when the host has queued all work of `step`; a GPU may still be running it."""
 
     def after_evaluation(self, step: int) -> None:
         """Called after an evaluation that was not aborted, as part of the watchdog's phase `evaluate`."""
@@ -65,16 +65,18 @@ class Callback:
     def end_loop(self, has_failed: bool) -> None:
         """Called when a loop over `Trainer.steps` ends.  Must not be collective.
 
-        It ends after the last step, when it is left early, or with an exception in `steps` itself (`has_failed`).  An
-        exception in the body of the caller's loop counts as leaving it early: a generator cannot tell the two apart.
+        The loop ends after the last step, when the caller leaves it early, or with an exception in `steps` itself
+        (`has_failed`).  An exception in the body of the caller's loop counts as leaving early, because a generator
+        cannot tell the two apart.
         """
 
 
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each FSDP unit every `log.norms_every` steps.
 
-    In other steps, nothing is computed.  The host never waits for the device before the end of a step.  This callback
-    is also one of the optimizer's step listeners: `after_step` is called before the gradients are freed.
+    In other steps, nothing is computed.  When norms are due, the host waits for the device only at the end of the step.
+    This object is also one of the optimizer's step listeners, so that `after_step` is called before the gradients are
+    freed.
     """
 
     def __init__(
@@ -92,7 +94,7 @@ class UnitNorms(Callback):
         self._grad_norm = grad_norm
         self._is_due = False
         self._pending: HostScalars | None = None
-        """Squared norms being computed, if they are due in this step."""
+        """Squared norms that the device is computing; None unless they are due in this step."""
 
     def begin_step(self, step: int) -> None:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
@@ -203,7 +205,11 @@ class Samples(Callback):
 
 
 class GarbageCollection(Callback):
-    """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others."""
+    """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others.
+
+    every: steps between collections of the two younger generations.
+    full_every: steps between collections of all generations.
+    """
 
     def __init__(self, every: int = 100, full_every: int = 1000) -> None:
         self.every, self.full_every = every, full_every
@@ -231,7 +237,7 @@ Log = Callable[[str, Amount, Amount | None], None]
 
 
 def loss_by_source(loss: Loss, loaders: Sequence[object], log: Log) -> Loss:
-    """Return `loss`, wrapped to also log `loss_<source>` for each source if a loader reads a mixture of sources.
+    """Return `loss` or, if a loader reads a mixture, a wrapper that also logs `loss_<source>` for each source.
 
     The cross-entropy functions of `trainer.loss` record the loss of each row.  If a model computes its loss in another
     way, the row losses are unknown and the fields are null.

@@ -1,6 +1,7 @@
-"""Console output: a summary at the start, one line per logging interval and, on a terminal, a status bar.
+"""Console output: a summary at the start, lines for records and, on a terminal, a status bar.
 
-The output goes to a screen, either a terminal or plain lines, through a stream that can neither stop nor block the run.
+A `Screen` lays out the text, either for a terminal or as plain lines.  It writes to a stream that can neither stop nor
+block the run.
 """
 
 from __future__ import annotations
@@ -71,9 +72,11 @@ class ConsoleWriter(RecordWriter):
             size = readable_bytes(record.bytes)
             self.print(f"saved step {record.step:>6}  {size} in {record.total_s:.1f} s", "blue")
         elif record.kind == "profile":
-            self.print(
-                f"profiled steps {record.first_step} to {record.step}, {_format_time_breakdown(record)}", "magenta"
-            )
+            steps = f"profiled steps {record.first_step} to {record.step}"
+            text = f"{steps}, {record.update_s:.3g} s per step under the profiler"
+            if record.host is not None:  # the fraction of the step time that each kind of work takes
+                text += ": " + ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f}%" for kind in KINDS)
+            self.print(f"{text}; {record.trace}", "magenta")
 
     def print(self, text: str, style: str = "") -> None:
         """Print a line.  `style` is a color or `bold`."""
@@ -129,7 +132,7 @@ class ConsoleWriter(RecordWriter):
             self.print(line, style)
 
     def progress(self, step: int) -> None:
-        """Update the status bar.  Called every step, redrawn at most five times per second."""
+        """Update the status bar.  Called every step; redraws at most five times per second, and after the last step."""
         now, self._step, self.first_step = time.perf_counter(), step, ""
         if self._drawn_at is not None and now - self._drawn_at < 0.2 and step < self.num_steps:
             return
@@ -162,15 +165,6 @@ def fit_to_width(fields: Sequence[tuple[int, str]], width: int | None) -> str:
             return " ".join(" ".join(text.split()) for _, text in fields)
         fields = [(priority, text) for priority, text in fields if priority != last]
     return "  ".join(text for _, text in fields)
-
-
-def _format_time_breakdown(record: Record) -> str:
-    """Format the step time of a profile record, and the fraction that each kind of work takes."""
-    step_time = f"{record.update_s:.3g} s per step under the profiler"
-    if record.host is None:
-        return f"{step_time}; {record.trace}"
-    fractions = ", ".join(f"{kind.replace('_', ' ')} {100 * record[kind]:.1f}%" for kind in KINDS)
-    return f"{step_time}: {fractions}; {record.trace}"
 
 
 def _format_logged(value: Any) -> str:
@@ -214,7 +208,7 @@ def readable_bytes(count: float) -> str:
 
 
 _INDENT = 14
-"""Width of the topics in the summary, in columns."""
+"""Column of the summary in which the texts start; the topics are to the left of it."""
 
 
 class Screen(Protocol):
@@ -262,7 +256,7 @@ class PlainScreen:
 
 
 def make_screen(stream: TextIO) -> Screen:
-    """Return a `Terminal` if the stream is a terminal or the environment says to treat it so; else a `PlainScreen`."""
+    """Return a `Terminal` if the stream is a terminal, or if the environment says so; otherwise a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
     from rich.console import Console  # other runs do not need rich
@@ -277,7 +271,7 @@ def make_screen(stream: TextIO) -> Screen:
 
 
 class NonBlockingStream(io.TextIOBase):
-    """A text stream wrapper that never blocks: if the stream is a pipe or a terminal, a thread writes to it.
+    """Wraps a text stream so that `write` never blocks: if the stream is a pipe or a terminal, a thread writes to it.
 
     The reader of a pipe or a terminal may exit (`| head`, a closed terminal), after which writes fail, or stop reading
     (a pager, a suspended `tee`), after which a write blocks forever.  Neither affects training.
@@ -351,7 +345,7 @@ class NonBlockingStream(io.TextIOBase):
 
 
 class LogFile(io.TextIOBase):
-    """An append-only log file.  Lines that cannot be written are dropped, without an error."""
+    """An append-only log file.  Text that cannot be written is dropped without an error."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

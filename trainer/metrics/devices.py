@@ -1,6 +1,6 @@
 """Data-sheet specifications of common accelerators.  Does not import torch.
 
-The numbers are theoretical peaks; the planner estimates the fraction that kernels achieve.
+Compute rates and bandwidths are theoretical peaks; the planner estimates the fraction that kernels achieve.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class Device:
     """Substring of the device name that the driver reports."""
     bf16_flops: float
     fp32_flops: float
-    """Peak for fp32 matrix products without TF32 (torch's default)."""
+    """Peak for fp32 matmuls without TF32, which is torch's default."""
     fp8_flops: float | None
-    """None if the device has no fp8 matrix products."""
+    """None if the device has no fp8 matmuls."""
     memory_gib: float
     """Memory size as reported by the driver, which is below the marketed size."""
     memory_bandwidth: float
@@ -36,7 +36,7 @@ class Device:
     source: str
 
     def flops(self, element_size: int) -> float:
-        """Return the peak for matrix products with elements of `element_size` bytes."""
+        """Return the peak for bf16 matmuls if elements have at most two bytes, otherwise the peak for fp32 matmuls."""
         return self.bf16_flops if element_size <= 2 else self.fp32_flops
 
 
@@ -61,9 +61,9 @@ DEVICES = (
 
 
 def find_device(name: str) -> Device | None:
-    """Return the device with this short name or driver name, or None if unknown.
+    """Return the device whose short name is `name` or whose driver name occurs in it; None if there is no such device.
 
-    If several driver names match, the longest one wins.
+    If several driver names occur in `name`, the longest one wins.
     """
     for device in DEVICES:
         if device.name == name.lower():

@@ -21,14 +21,14 @@ from trainer.metrics.record import Record, RecordWriter
 from trainer.metrics.trackers import TrackedRun, Tracker
 
 PLOTTED_KINDS = ("train", "eval", "norms")
-"""Record kinds that are plotted over steps."""
+"""Kinds of records whose fields trackers plot over steps."""
 
 
 def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric fields of a record, with per-layer fields flattened to `grad_norm/<layer>`."""
+    """Return the numeric fields of a record except `step` and `time`.  Norms by unit become `grad_norm/<unit>`."""
     flat: dict[str, Any] = {}
     for name, value in record.items():
-        flat |= {f"{name}/{layer}": item for layer, item in value.items()} if isinstance(value, dict) else {name: value}
+        flat |= {f"{name}/{unit}": item for unit, item in value.items()} if isinstance(value, dict) else {name: value}
     return {
         name: value
         for name, value in flat.items()
@@ -58,11 +58,11 @@ class Row:
 
 
 class RowReader:
-    """Reads `metrics.jsonl` while the run appends to it, and returns one row for each step, in order.
+    """Reads `metrics.jsonl` while the run appends to it, and returns a row for each step, in order.
 
     A row is complete once a later step has been recorded, or once nothing has been added to it for `SETTLE_S` and no
-    evaluation of its step is expected.  If the run was interrupted during a step's evaluation, that step's row is
-    left to the next attempt, which repeats the evaluation.
+    evaluation of its step is expected.  A record of the same step that arrives later makes another row.  If the run was
+    interrupted during a step's evaluation, that step's row is left to the next attempt, which repeats the evaluation.
     """
 
     SETTLE_S = 1.0
@@ -76,11 +76,13 @@ class RowReader:
         self._row: Row | None = None
         self._last_returned = 0
         """The last step whose row was returned."""
+        self._repeated_until = 0
+        """Rows up to this step were returned before the run went back, and are not returned again."""
         self._has_finished = False
 
     @property
     def is_settling(self) -> bool:
-        """True if there is a row that becomes complete after `SETTLE_S` even if nothing more is recorded."""
+        """True if there is a row that will be complete after `SETTLE_S` even if nothing more is recorded."""
         return self._row is not None and not self._lacks_evaluation(self._row)
 
     def read(self, last_sent: int, has_ended: bool = False) -> list[Row]:
@@ -94,7 +96,7 @@ class RowReader:
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._take_row(self._row))
-            is_late = step == self._last_returned and not is_reread
+            is_late = step == self._last_returned > self._repeated_until and not is_reread
             if self._row is None and (step > max(last_sent, self._last_returned) or is_late):
                 self._row = Row(step, record.get("time") or time.time())
             if self._row is not None and step == self._row.step:
@@ -113,12 +115,16 @@ class RowReader:
     def _lacks_evaluation(self, row: Row) -> bool:
         return not row.has_evaluation and self._awaits_evaluation(row.step)
 
-    def go_back(self, step: int) -> None:
-        """Forget the rows after `step`, so that they are returned again once their steps have been repeated."""
-        self._row, self._last_returned = None, step
+    def go_back(self, step: int, returns_again: bool) -> None:
+        """The run repeats the steps after `step`.  returns_again: whether to return their rows a second time."""
+        if self._row is not None and self._row.step > step:
+            self._row = None
+        if returns_again:
+            self._last_returned = min(step, self._last_returned)
+        self._repeated_until = self._last_returned
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Yield new records, each with a flag: True if it is read again because the file was replaced."""
+        """Yield new records, each with a flag: True if it may have been read before, because the file was replaced."""
         for record in self._parse_new_lines(self._file):
             yield record, False
         with contextlib.suppress(FileNotFoundError):  # until it is restored
@@ -153,7 +159,7 @@ class TrackingFile:
     NAME = "trackers.json"
 
     def __init__(self, folder: Path, restored_id: str | None) -> None:
-        """restored_id: the ID in the checkpoint, used if the folder has no such file."""
+        """restored_id: the ID in the checkpoint, if any; it is used if the folder has no such file."""
         self._folder, self._lock = folder, threading.Lock()
         stored: dict[str, Any] = {}
         with contextlib.suppress(OSError, ValueError):
@@ -184,8 +190,9 @@ class TrackingFile:
 class Follower(RecordWriter):
     """Keeps one tracker up to date with `metrics.jsonl`, in a thread that training never waits for.
 
-    Only the first error is reported.  After each error the tracker is reopened after a pause, until the run ends.  At
-    the end of the run, `close` waits at most `FINISH_TIMEOUT_S` for the remaining rows to be sent.
+    Only the first error is reported.  After an error, the thread pauses and opens the tracker again, until the run
+    ends; after an ImportError, it exits.  At the end of the run, `close` waits at most `FINISH_TIMEOUT_S` for the
+    remaining rows to be sent.
     """
 
     FINISH_TIMEOUT_S = 10.0
@@ -201,7 +208,12 @@ class Follower(RecordWriter):
         tracking: TrackingFile,
         warn: Callable[[str], None],
     ) -> None:
-        """key: the name in `log.trackers`.  name: shown in messages.  create: creates the tracker, in the thread."""
+        """Start the thread.
+
+        key: the tracker's name in `log.trackers`.
+        name: the tracker's name in messages.
+        create: returns a new tracker; called in the thread.
+        """
         self._key, self._name, self._create = key, name, create
         self._run, self._tracking, self._warn = run, tracking, warn
         self._path = run.folder / "metrics.jsonl"
@@ -226,7 +238,7 @@ class Follower(RecordWriter):
         self._path = folder / self._path.name
 
     def finish(self) -> None:
-        """Make the thread send the remaining rows and exit.  Unlike `close`, does not wait for it."""
+        """Make the thread send the remaining rows and exit.  Unlike `close`, does not wait for the thread."""
         self._run_ended.set()
         self._wake.set()
 
@@ -240,7 +252,8 @@ class Follower(RecordWriter):
             )
             abandon = getattr(self._tracker, "abandon", None)
             if abandon is not None:
-                abandon()
+                with contextlib.suppress(Exception):  # whatever a tracker raises, the run ends as it would without it
+                    abandon()
 
     def _warn_once(self, message: str) -> None:
         if not self._has_warned:
@@ -279,9 +292,10 @@ class Follower(RecordWriter):
                 reader.path = self._path
                 if self._rewind_to is not None:
                     rewind_to, self._rewind_to = self._rewind_to, None
-                    if hasattr(tracker, "rewind"):
+                    can_rewind = hasattr(tracker, "rewind")
+                    reader.go_back(rewind_to, returns_again=can_rewind)
+                    if can_rewind:
                         tracker.rewind(rewind_to)
-                        reader.go_back(rewind_to)
                         last_sent = rewind_to
                         self._run = replace(self._run, resumed_step=rewind_to)
                 for row in reader.read(last_sent, has_ended):

@@ -1,8 +1,8 @@
-"""Goodput: the fraction of a run's wall time spent in productive steps, over all attempts, and where the rest went.
+"""Computes goodput, the fraction of a run's wall time spent in productive steps, and where the rest of the time went.
 
-It is computed from the records in `metrics.jsonl`, whether or not an attempt wrote an end record.  A killed attempt is
-known only up to its last line: steps after that line are not counted as lost, and their time counts as part of the gap
-before the next attempt.
+The times cover all attempts of the run.  They are computed from the records in `metrics.jsonl`, whether or not an
+attempt wrote an end record.  What a killed attempt did after its last record is unknown: those steps are not counted as
+lost, and their time counts as part of the gap before the next attempt.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Goodput:
 
     @property
     def fraction(self) -> float | None:
-        """Fraction of wall time spent in productive steps, or None if the file has no timestamps."""
+        """Fraction of wall time spent in productive steps, or None if the records have no timestamps."""
         return min(1.0, self.update_s / self.wall_s) if self.wall_s > 0 else None
 
     @property
@@ -133,19 +133,21 @@ class RunHistory:
 
 
 PARTS = ("update_s", "lost_s", "start_s", "load_s", "save_s", "eval_s", "between_s")
+"""The fields of `Goodput` that, with `other_s`, add up to the wall time."""
 _NUM_SAVES = 5
-"""Number of recent saves to keep: the cost of a save changes with the number of ranks and the storage."""
+"""Number of recent saves to keep.  Older ones say less, as the number of ranks and the storage may have changed."""
 
 
 class TimeLedger:
     """Computes the goodput of a run from its records, in file order.
 
-    Resuming drops lines from the file.  Each start record therefore contains, as `before`, the totals of all earlier
-    attempts, computed before those lines were dropped.  They replace the totals computed from the remaining lines.
+    Resuming drops lines from the file.  Every start record but the first therefore contains, as `before`, the totals of
+    all earlier attempts, computed before those lines were dropped.  They replace the totals computed from the remaining
+    lines.
     """
 
     def __init__(self, resumed_step: int | None = None) -> None:
-        """`resumed_step`: the step to resume from; steps after it count as lost."""
+        """`resumed_step`: the step to resume from; steps after it count as lost.  None if the run will not resume."""
         self.last_step = 0
         """The last recorded step of the current attempt."""
         self._saves: deque[SaveTimes] = deque(maxlen=_NUM_SAVES)

@@ -1,8 +1,8 @@
 """Profiles selected steps: writes a trace, a memory snapshot (on CUDA), and a record of where the time went.
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
-torch's profiler records, a trace contains a range for each step and a row for the phases of a step.  They have a row of
-their own because a phase may start on one thread and end on another.
+torch's profiler records, a trace contains a range for each step, and a row of its own for the phases of the steps: a
+phase may start on one thread and end on another, so it fits in no thread's row.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ _PHASE_THREAD_ID = 2**31 - 1
 class Profile(Callback):
     """Profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
-    It does nothing in other steps and on other ranks.  It calls no collectives: while a profile is being written, the
-    other ranks wait in their next collective.  File names contain the steps and rank.  Files are written atomically,
-    and a failure to write one does not stop training.  If training ends early, the steps recorded so far are written.
-    After an error on CUDA, only the memory snapshot is written, because the device may never finish its queued work.
+    It records nothing in other steps and on other ranks.  It calls no collectives, so while one rank writes its
+    profile, the others wait in their next collective.  File names contain the steps and the rank.  Files are written
+    atomically, and a failure to write one does not stop training.  If training ends early, the steps recorded so far
+    are written.  After an error on CUDA, only the memory snapshot is written, because the device may never finish its
+    queued work.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class Profile(Callback):
         self._recording: _Recording | None = None
 
     def start_note(self, step: int) -> str:
-        """Return a note if a run that resumes after `step` will produce no profile, or an incomplete one."""
+        """Return a note if a run that continues after `step` will write no profile, or no memory snapshot."""
         if self._config.log.profile_steps is None:
             return ""
         setting = f"log.profile_steps=[{self._first},{self._last}]"

@@ -32,10 +32,10 @@ _GAUGES = (
 
 
 class Prometheus(RecordWriter):
-    """Serves a page over HTTP.  If the port cannot be used, it warns and serves nothing."""
+    """Serves the page over HTTP.  If the port cannot be used, it warns and serves nothing."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
-        """port: 0 for any free port.  run: the run's name, which every metric carries as a label."""
+        """Start serving.  port: 0 for any free port.  run: the run's name, a label of every metric."""
         self._run = run
         self._lock = threading.Lock()
         self._ledger = TimeLedger()

@@ -1,4 +1,4 @@
-"""Metrics records (the lines of `metrics.jsonl`), what writes and reads them, and the run's clock."""
+"""Metrics records (the lines of `metrics.jsonl`), functions that read them, the base class of writers, and a clock."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def logged_names(names: Iterable[str]) -> list[str]:
 class Record(Mapping[str, Any]):
     """One line of metrics.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
 
-    A field may be given as a function without arguments, which is called when the field is first read.  A field that is
-    never read therefore never waits for the device.
+    A field may be given as a zero-argument function, which is called when the field is first read.  Creating a record
+    therefore need not wait for the device.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -68,14 +68,15 @@ class Record(Mapping[str, Any]):
 
 
 class RecordWriter:
-    """Receives every record of a run.  A subclass is created in `Metrics.open`, and overrides what it needs.
+    """Receives every record of a run.  Subclasses override what they need; `Metrics.open` creates a run's writers.
 
-    Training calls these methods directly, so they must neither raise nor wait for a server or for the reader of a pipe.
-    Code that may wait belongs in a `Tracker` (`trackers.py`), which is called from a separate thread.
+    Training calls these methods directly, so they must not wait for a server or for the reader of a pipe.  `go_back`
+    and `move_to` may raise OSError; the others must not raise.  Code that may wait or fail belongs in a `Tracker`
+    (`trackers.py`), which is called from a separate thread.
     """
 
     def write(self, record: Record) -> None:
-        """Called with each record as soon as it exists."""
+        """Handle a record.  Called once for each record of the run."""
 
     def go_back(self, step: int) -> None:
         """Discard what was written after `step`: those steps will be repeated."""
@@ -84,7 +85,7 @@ class RecordWriter:
         """Continue in another folder, because that of the run was renamed or deleted."""
 
     def finish(self) -> None:
-        """Called on all writers before the first `close`: start whatever takes a while, without waiting for it."""
+        """Start what takes a while at the end, without waiting for it.  Called on all writers before any `close`."""
 
     def close(self) -> None:
         """Called once, at the end of the run."""

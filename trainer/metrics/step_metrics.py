@@ -1,8 +1,8 @@
 """Times each training step, counts good and skipped steps, and writes one record per logged step.
 
-On a GPU, a step's loss and gradient norm are read, and its record is written, only after the next step has been queued,
-so that the device is never idle while the host waits.  A step is therefore counted and timed when its numbers reach the
-host.
+On a GPU, a step's loss and gradient norm are usually read, and its record is written, only after the next step has been
+queued, so that the device is not idle while the host waits.  They are read at once in the first step, in a step that
+may be the last, and before an evaluation or a save.  A step is counted and timed when its numbers reach the host.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 class Update:
     """The result of one optimizer step, identical on all ranks.
 
-    The loss and gradient norm may still be in flight from the device when the step returns; reading either waits for
+    The loss and gradient norm may still be on their way from the device when the step returns; reading either waits for
     the transfer.  `num_targets` is the number of targets in the global batch, not counting ignored ones.
     """
 
@@ -47,9 +47,9 @@ class Update:
     def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the time, by `time.perf_counter`, at which the device finished the step.  Waits for the device.
 
-        Returns None if loss and norm were computed on the host: then the step had finished when the call returned.
+        Returns None if loss and norm were computed on the host, as the step was then finished when the host returned.
 
-        previous, previous_end: the previous step and the time at which it ended.
+        previous: the previous step.  previous_end: the time at which it ended.
         """
         return self._numbers.arrived_at(None if previous is None else previous._numbers, previous_end)
 
@@ -81,6 +81,7 @@ class _QueuedStep:
     host_ended_at: float = 0.0
     """Time at which the host finished the step."""
     seconds: float = 0.0
+    """Duration of the step, once it has been measured."""
     means: StepMeans | None = None
     """Means over the steps since the last written record, including this step; None until the step is measured."""
     record: Record | None = None
@@ -97,12 +98,11 @@ class StepMetrics:
         self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
         self.stop_criterion = run.stop_criterion
         self.reads_late = run.world.device.type != "cpu"
-        """True if a step's numbers are read, and its record written, only after the next step has been queued.  The
-        same on all ranks."""
+        """Whether a step's numbers are usually read only after the next step has been queued, the same on all ranks."""
         self.productive_s = 0.0
         """Total duration of all steps that were not skipped, in seconds."""
         self.step_s = 0.0
-        """Seconds that the last measured step took; 0 for the first step, which compiles and allocates."""
+        """Seconds that the last measured step took; 0 for the first step of a loop, which compiles and allocates."""
         self.evaluated_step: int | None = None
         """The step of the last evaluation."""
         self.is_saved_after: Callable[[int], bool] = lambda step: False
@@ -153,8 +153,8 @@ class StepMetrics:
     def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
         """Finish the step that the state has just counted, and return its record.
 
-        If a record is due, it is also written: immediately or, with `reads_late`, once the step's numbers have been
-        read.  `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
+        If a record is due, it is also written, but with `reads_late` perhaps only once the next step has been queued.
+        `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
 
         Collective if a record is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
         on all ranks after too many consecutive skipped steps.
@@ -231,7 +231,7 @@ class StepMetrics:
     # -- records -------------------------------------------------------------------------------------------------
 
     def log(self, name: str, value: Amount, over: Amount | None) -> None:
-        """Add to a field of the next `train` record or, inside `evaluation`, of the next `eval` record."""
+        """Add to a field of the next `train` record or, inside an `evaluation` block, of the next `eval` record."""
         self._current_sums.add(name, value, over)
 
     @contextmanager
@@ -274,8 +274,10 @@ class StepMetrics:
     ) -> Record:
         """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
-        total, count: this rank's sum of losses, and the count to divide by.
+        total: this rank's sum of losses.
+        count: this rank's part of the number that the sum over all ranks is divided by.
         started: when the evaluation started, by `time.perf_counter`.
+
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
@@ -290,7 +292,8 @@ class StepMetrics:
     def _mfu(self, flops_per_token: Callable[[], float], step_s: float) -> float | None:
         """Return the model FLOPs utilization, or None if the device's peak is unknown.
 
-        Model FLOPs per second divided by the peak of all devices (Chowdhery et al. 2022, arXiv:2204.02311, appendix B).
+        It is the model's FLOP/s divided by the peak of all devices (Chowdhery et al. 2022, arXiv:2204.02311,
+        appendix B).
         """
         peak = peak_flops(self._world.device)
         if peak is None:
@@ -312,14 +315,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return this process's peak memory: allocated on the GPU or, without a GPU, resident in host memory."""
+    """Return this process's peak memory in GiB: allocated on the GPU or, without a GPU, resident in host memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     return _peak_resident_bytes() / 2**30
 
 
 def resident_gib() -> float:
-    """Return this process's resident host memory, or the peak if the system does not report the current value."""
+    """Return this process's resident host memory in GiB, or its peak if the system does not report the current one."""
     return (_read_status("VmRSS") or _peak_resident_bytes()) / 2**30
 
 
@@ -362,12 +365,6 @@ class _Totals:
     data_s: float = 0.0
     num_tokens: int = 0
 
-    def add(self, seconds: float, data_s: float, num_tokens: int) -> None:
-        self.num_steps += 1
-        self.seconds += seconds
-        self.data_s += data_s
-        self.num_tokens += num_tokens
-
 
 class StepTimer:
     """Computes means over the steps since the last written record.
@@ -386,7 +383,11 @@ class StepTimer:
 
         `loss`: None if the step was skipped.
         """
-        (self._profiled if is_profiled else self._steps).add(seconds, data_s, num_tokens)
+        totals = self._profiled if is_profiled else self._steps
+        totals.num_steps += 1
+        totals.seconds += seconds
+        totals.data_s += data_s
+        totals.num_tokens += num_tokens
         if loss is not None:
             self._loss_sum += loss
             self._num_losses += 1
@@ -484,7 +485,7 @@ class LoggedSums:
     def add(self, name: str, value: Amount, over: Amount | None) -> None:
         """Add `value` to the sum of `name` and, if the field is a mean, `over` to its divisor.  No host sync.
 
-        Raises UserError if `name` is a standard field of the record.
+        Raises UserError if `name` is a standard field of this kind of record.
         """
         if name in self._standard_fields:
             raise UserError(f"log: {name!r} is a field that every record of this kind has; choose another name")

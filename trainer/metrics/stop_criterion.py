@@ -29,6 +29,7 @@ class StopCriterion:
         self.num_worse = 0
         """Number of evaluations since the best one, none of which improved on it."""
         self._latest: int | None = None
+        """Step of the last evaluation."""
 
     def add_train_record(self, record: Mapping[str, Any]) -> None:
         """Process the `train` record of a step."""
@@ -38,7 +39,7 @@ class StopCriterion:
         return []
 
     def add_evaluation(self, record: Mapping[str, Any], step: int) -> None:
-        """Process the evaluation of a step, at most once per step.
+        """Process the evaluation of a step; does nothing if that step's evaluation has been processed already.
 
         A missing or non-finite value never counts as an improvement.
         """
@@ -87,7 +88,7 @@ class StopCriterion:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best evaluation.  It is reset if `eval.metric` has changed: the values are not comparable."""
         is_comparable = state["metric"] == self._eval.metric
-        self.best = next(((loss, step) for loss, step in state["best"]), None) if is_comparable else None
+        self.best = next(((value, step) for value, step in state["best"]), None) if is_comparable else None
         self.num_worse = state["num_worse"] if is_comparable else 0
         self._latest = state["latest"]
 
@@ -99,15 +100,15 @@ class StopCriterion:
 RANGE_TEST_FILE = "lr_range.json"
 """File in the run folder with the results of the test."""
 _HALF_WINDOW = 3
-"""Number of steps on either side to average the loss over, since the loss of a single batch is noisy."""
+"""The loss is averaged over up to this many steps on either side, since the loss of a single batch is noisy."""
 _DIVERGENCE_FACTOR = 4.0
 """The loss counts as diverged once it exceeds its minimum by this factor."""
 
 
 class RangeTest(StopCriterion):
-    """Ends a learning-rate range test at `train.steps` or as soon as the loss diverges.
+    """Ends a learning-rate range test as soon as the loss diverges, if `StopCriterion` does not end it before.
 
-    The learning rate rises in every step, and the test suggests the one at which the loss fell fastest.  Source:
+    The learning rate rises in every step, and the test suggests the rate at which the loss fell fastest.  Source:
     Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
     """
 
@@ -137,6 +138,7 @@ class RangeTest(StopCriterion):
         return f"the loss diverged at lr {self.points[-1][0]:.2e}" if self.has_diverged else super().reason(step)
 
     def closing_lines(self, folder: Path) -> list[str]:
+        """Write the results to `RANGE_TEST_FILE`, and return lines that suggest a learning rate and name the file."""
         lr = suggested_lr(self.points)
         points = [{"lr": lr, "loss": loss if math.isfinite(loss) else None} for lr, loss in self.points]
         note = f"  every step of the test: {folder / RANGE_TEST_FILE}"

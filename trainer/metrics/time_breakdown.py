@@ -1,10 +1,11 @@
 """Breaks down the time of profiled steps by kind of work: kernels, exposed communication, data loading, host.
 
-Every moment of a step is attributed to a single kind of work, the first in `KINDS` that is active.  So communication
-counts only while no kernel hides it, and waiting for data only while the device is idle.  The rest is host time.  On a
-CPU, operators take the place of kernels, and an operator's time excludes the operators nested inside it.
+Every moment of a step is attributed to a single kind of work: the first in `KINDS` that is active at that moment.
+Communication therefore counts only while no kernel hides it, and waiting for data only while the device is idle.  The
+rest is host time.  On a CPU, operators take the place of kernels, and an operator's time excludes the operators nested
+inside it.
 
-`Timeline` parses the events of a Kineto trace; the rest of the module is independent of the profiler.
+`Timeline` holds the parsed events of a trace from Kineto, the library behind torch's profiler.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from itertools import pairwise
 from typing import Any, NamedTuple
 
 KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data", "host")
-"""The kinds of work to which step time is attributed.  If several are active at once, the first one counts."""
+"""The kinds of work to which step time is attributed, in order of precedence."""
 
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
@@ -39,7 +40,7 @@ class Span(NamedTuple):
     lane: Any = None
     """The stream or thread that the span ran on."""
     launched_us: float | None = None
-    """Time at which the host launched it; None if it started at launch."""
+    """Time at which the host launched the span; None if it is unknown, or if the span started when it was launched."""
 
     @property
     def end_us(self) -> float:
@@ -71,7 +72,7 @@ def flatten_to_self_time(spans: Iterable[Span]) -> list[Span]:
     """Flatten the nested spans of one lane into disjoint ones, attributing each moment to the innermost span.
 
     Anything nested inside attention, communication or data counts as that kind: some attention implementations are
-    built from matrix products.
+    built from matmuls.
     """
     pieces: list[Span] = []
     stack: list[Span] = []
@@ -124,7 +125,7 @@ def extend_to_device(steps: Iterable[Span], kernels: Sequence[Span]) -> list[Spa
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Pointwise and reduction kernels.  Operator names follow, but not all of these operators are in the kernel."""
+"""Matches Inductor's pointwise and reduction kernels.  The operators named next are not always part of the kernel."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"
@@ -168,8 +169,8 @@ def classify_operator(name: str) -> str:
 def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
     """Return the offset at which the events start in a trace's text, and an iterator over the events.
 
-    The events are parsed lazily because there may be millions.  Both the function and the iterator raise ValueError if
-    the text is not valid JSON or has no events.
+    The events are parsed lazily because there may be millions.  Raises ValueError if the text has no `traceEvents`; the
+    iterator raises it if the text is not valid JSON.
     """
     match = re.search(r'"traceEvents":\s*\[', text)
     if match is None:

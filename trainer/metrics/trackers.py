@@ -1,7 +1,8 @@
-"""Experiment trackers (`log.trackers`): the interface `Tracker`, and W&B, TensorBoard, Trackio and MLflow.
+"""Experiment trackers (`log.trackers`): the `Tracker` interface, implemented for W&B, TensorBoard, Trackio and MLflow.
 
-Other packages can add trackers through entry points.  All but TensorBoard read environment variables that determine
-where they store runs, such as WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI.  `follower.py` calls the trackers.
+Other packages can add trackers through entry points.  W&B, Trackio and MLflow read environment variables, such as
+WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI, which determine where runs are stored.  TensorBoard always writes
+to the run folder.  The code that calls the trackers is in `follower.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ class TrackedRun:
     """What a tracker needs to know about the run."""
 
     id: str
-    """Identifies the run in every tracker, across all attempts: it is stored in the run folder and in checkpoints."""
+    """The run's ID in every tracker.  It is stored in the run folder and in checkpoints, so all attempts share it."""
     folder: Path
     """The run folder."""
     config: RunConfig
@@ -51,16 +52,17 @@ class TrackedRun:
 class Tracker(Protocol):
     """The interface to an experiment tracker, such as Weights & Biases.
 
-    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a callable without arguments
-    that returns one.  The methods are called one at a time, in a separate thread on rank 0: they may block, and
-    exceptions that they raise do not stop the run.  After an error, `open` is called again, until the run ends.
+    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a class of trackers, or
+    another callable that returns a tracker and takes no arguments.  All methods except `abandon` are called one at a
+    time, in a separate thread on rank 0.  They may block, and exceptions that they raise do not stop the run.  After an
+    exception, `open` is called again, until the run ends; an ImportError disables the tracker.
 
     Two more methods are optional, and therefore not declared below:
 
     rewind(step): the steps after `step` will be repeated within this run, so drop their values.  Without this method,
-        the old values remain and the repeated steps are not sent.
-    abandon(): called from the main thread if not everything could be sent in time at the end of the run; must not
-        block.
+        the old values remain, and repeated steps before the last one that was sent are not sent again.
+    abandon(): called if not everything could be sent in time at the end of the run.  It is called in the main thread,
+        possibly while another method is running, and must neither block nor raise.
     """
 
     def open(self, run: TrackedRun) -> int | None:
@@ -73,8 +75,8 @@ class Tracker(Protocol):
     def write(self, step: int, values: Mapping[str, float], time: float) -> None:
         """Add the values of one step, such as `train/loss`.  time: when they were recorded, in seconds since the epoch.
 
-        Any key may be missing.  Steps never decrease: each is sent once, together with its evaluation, but a late
-        evaluation repeats its step, with only `eval/...` values.
+        Any key may be missing.  Except after `rewind`, steps never decrease.  A step is normally sent once, together
+        with its evaluation; a record that arrives late, such as an evaluation, is sent with the same step again.
         """
 
     def close(self) -> None:
@@ -280,7 +282,7 @@ class MLflow:
         "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
     }
     _MAX_METRICS, _MAX_PARAMS, _MAX_CHARS = 900, 100, 6000
-    """MLflow's limits: metrics and parameters in one request, and characters of a parameter's value."""
+    """Maximum metrics and parameters in one request, and characters of a parameter's value, within MLflow's limits."""
 
     def open(self, run: TrackedRun) -> int:
         for name, value in self._ENVIRONMENT_DEFAULTS.items():
@@ -333,7 +335,7 @@ TRACKERS: dict[str, tuple[str, Callable[[], Tracker]]] = {
     "trackio": ("Trackio", Trackio),
     "mlflow": ("MLflow", MLflow),
 }
-"""The trackers of this package by their name in `log.trackers`, each with its display name and its class.
+"""The built-in trackers by their name in `log.trackers`, each with its display name and its class.
 
 `_TRACKERS` in `config/rules.py` lists the same names: settings are checked there, in a lower layer that must not
 import these classes.  A test compares the two."""
@@ -349,5 +351,5 @@ def find_tracker(name: str) -> tuple[str, Callable[[], Tracker]]:
     """Return a tracker's display name and a function that creates it, from this package or from an entry point."""
     if name in TRACKERS:
         return TRACKERS[name]
-    (point,) = [point for point in entry_points(group=TRACKER_ENTRY_POINTS) if point.name == name][:1]
+    point = next(point for point in entry_points(group=TRACKER_ENTRY_POINTS) if point.name == name)
     return name, lambda: point.load()()

@@ -1,8 +1,8 @@
-"""The writers of a run's records: `metrics.jsonl`, `samples.txt`, the console and Prometheus.
+"""Writes a run's records to `metrics.jsonl`, `samples.txt`, the console, Prometheus and trackers.
 
-`Metrics` creates a run's `RecordWriter`s and sends each record to all of them.  The console is in `console.py`.
-Trackers such as Weights & Biases (`trackers.py`) are updated from `metrics.jsonl`, each by its own `Follower`
-(`follower.py`).
+`Metrics` creates a `RecordWriter` for each of these and sends every record to all of them.  The writers for the two
+files are below; the others are in `console.py`, `prometheus.py` and `follower.py`.  The writer for a tracker such as
+Weights & Biases (`trackers.py`) is a `Follower`, which reads the records back from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -31,11 +31,14 @@ from trainer.metrics.trackers import TrackedRun, find_tracker, tracker_names
 
 
 class JsonLines(RecordWriter):
-    """`metrics.jsonl`: one JSON object per line, appended and written immediately.
+    """Writes `metrics.jsonl`: one JSON object per line, appended without buffering.
 
-    A resumed run first drops the lines after its checkpoint that it will write again (kinds in `_WRITTEN_AGAIN`).
-    These lines are appended to `metrics_superseded.jsonl`, and the others are rewritten atomically, so that a crash
-    leaves either the old or the new file.  `lost_steps` and `earlier_goodput` are computed before lines are dropped.
+    A resumed run first drops the lines that it will write again: records of the kinds in `_WRITTEN_AGAIN` for steps
+    after its checkpoint.  It also drops lines that are not records, such as the partial line of a killed process.  The
+    dropped lines are appended to `metrics_superseded.jsonl`, and the other lines are rewritten atomically, so that a
+    crash leaves either the old file or the new one.
+
+    The attributes `ledger`, `lost_steps` and `earlier_goodput` account for earlier attempts, including dropped lines.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -43,12 +46,12 @@ class JsonLines(RecordWriter):
         self._unwritten = b""
         self._missing_since: float | None = None
         """Time at which the file was first found to be deleted or replaced, or None if it is in place."""
-        self._folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._folder_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         """Descriptor of the file's folder, which stays valid if the folder is renamed or replaced."""
-        self._file = self._open_after(resumed_step)
+        self._file = self._drop_lines_and_open(resumed_step)
 
-    def _open_after(self, step: int) -> io.FileIO:
-        """Drop the lines that a run which resumes after `step` will write again, and open the file for appending."""
+    def _drop_lines_and_open(self, step: int) -> io.FileIO:
+        """Drop the lines that a run resumed after `step` will write again, and open the file for appending."""
         ledger = TimeLedger(step)
         if self._path.exists():
             kept: list[str] = []
@@ -73,7 +76,7 @@ class JsonLines(RecordWriter):
             else:
                 dropped += line
         self._append_superseded(dropped.decode())
-        old_file, self._file = self._file, self._open_after(step)
+        old_file, self._file = self._file, self._drop_lines_and_open(step)
         old_file.close()
         self._unwritten = kept
 
@@ -82,7 +85,7 @@ class JsonLines(RecordWriter):
             append_and_sync(self._path.with_name(SUPERSEDED), lines)
 
     def write(self, record: Record) -> None:
-        """Append the record.  If the disk is full or unavailable, keep the line in memory and retry later."""
+        """Append the record.  If the disk is full or unavailable, keep the line in memory until the next call."""
         was_failing = bool(self._unwritten)
         # Mask secrets, and write None for non-finite numbers, which JSON lacks.
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
@@ -108,7 +111,7 @@ class JsonLines(RecordWriter):
         """
         opened = os.fstat(self._file.fileno())
         try:
-            current = os.stat(self._path.name, dir_fd=self._folder)
+            current = os.stat(self._path.name, dir_fd=self._folder_fd)
         except FileNotFoundError:
             current = None
         if current is not None and (opened.st_nlink or os.path.samestat(current, opened)):
@@ -125,16 +128,16 @@ class JsonLines(RecordWriter):
 
     def move_to(self, folder: Path) -> None:
         """Switch to another folder, and copy the content unless the file already exists there."""
-        old_folder, self._path = self._folder, folder / self._path.name
-        self._folder = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.close(old_folder)
+        old_folder_fd, self._path = self._folder_fd, folder / self._path.name
+        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        os.close(old_folder_fd)
         self._continue_in_folder(with_content=not self._path.exists())
         self._flush()
 
     def _continue_in_folder(self, with_content: bool) -> None:
         """Open the file of the same name in the folder.  `with_content`: queue the previous content for writing."""
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
-        descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder)
+        descriptor = os.open(self._path.name, flags, 0o666, dir_fd=self._folder_fd)
         old_file, self._file = self._file, io.FileIO(descriptor, "a+b")
         if with_content:
             self._unwritten = read_all(old_file.fileno()) + self._unwritten
@@ -145,19 +148,20 @@ class JsonLines(RecordWriter):
             self._restore_file(0.0)
             self._flush()
         if self._unwritten:
-            warn(f"{self._path}: {self._unwritten.count(b'}')} lines could not be written")
+            num_lines = self._unwritten.count(b"\n")
+            warn(f"{self._path}: {num_lines} lines could not be written")
         self._file.close()
-        os.close(self._folder)
+        os.close(self._folder_fd)
 
 
 _RESTORE_AFTER_S = 1.0
-"""Seconds after which a missing metrics file is written again."""
+"""Seconds after which a metrics file that is found missing is written again, at the earliest."""
 
 SUPERSEDED = "metrics_superseded.jsonl"
-"""File for lines that a resume dropped from the metrics because the run will write them again."""
+"""File for the lines that were dropped from the metrics because the run resumed, or went back, to an earlier step."""
 
 _WRITTEN_AGAIN = ("train", "eval", "profile", "sample", "norms")
-"""Kinds of records that a resumed run writes again."""
+"""Kinds of records that a resumed run writes again for the steps that it repeats."""
 
 
 def _is_kept(record: Mapping[str, Any], resumed_step: int) -> bool:
@@ -165,7 +169,7 @@ def _is_kept(record: Mapping[str, Any], resumed_step: int) -> bool:
 
 
 class SampleFile(RecordWriter):
-    """`samples.txt`: the samples generated from the prompts, in readable form, appended over all attempts."""
+    """Writes `samples.txt`: the samples generated from the prompts, as plain text.  Every attempt appends to it."""
 
     def __init__(self, path: Path) -> None:
         self._name, self._text = path.name, LogFile(path)
@@ -207,19 +211,20 @@ class Metrics:
         if is_main:
             stream = cast(TextIO, NonBlockingStream(sys.stdout))
             self.console = ConsoleWriter(config.train.steps, make_screen(stream), stream.close)
-        self._log: ConsoleWriter | None = None
+        self._console_copy: ConsoleWriter | None = None
         self._log_file: LogFile | None = None
+        """The file that `_console_copy` writes to."""
         self._writers: list[RecordWriter] = []
         self._ledger = TimeLedger()
         self.start_fields: dict[str, Any] = {}
-        """Fields of the start record: lost steps and wall time of earlier attempts, and this attempt's clock."""
+        """Fields of the start record: lost steps and time spent in earlier attempts, and this attempt's clock."""
         self.latest: dict[str, Record] = {}
         """The last record of each kind.  Empty on ranks other than 0."""
         self._prometheus: Prometheus | None = None
         self._tracking: TrackingFile | None = None
         self.tracking_id: str | None = None
-        """The run's ID in its trackers, or None if it has none.  The same on all ranks, and saved in checkpoints, so
-        that every attempt continues the same run there."""
+        """The run's ID in its trackers, or None if there are none.  Once the run has started, it is the same on all
+        ranks.  Checkpoints contain it, so that every attempt continues the same run in the trackers."""
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self.tracking_id}  # its name in checkpoints, although all trackers use it
@@ -237,9 +242,10 @@ class Metrics:
         self.start_fields = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.copy_saves(file.ledger)
         log_file = self._log_file = LogFile(path.parent / CONSOLE_LOG)
-        self._log = ConsoleWriter(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
-        self._log.print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
-        self._writers = [file, self.console, self._log]
+        copy = ConsoleWriter(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
+        copy.print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
+        self._console_copy = copy
+        self._writers = [file, self.console, copy]
         if self._config.log.prompts:
             self._writers.append(SampleFile(path.parent / SAMPLES))
         if self._config.log.prometheus is not None:
@@ -303,12 +309,12 @@ class Metrics:
             console.start(summary)
 
     def print(self, text: str, style: str = "") -> None:
-        """Print a line that belongs to no record on the console, and to its copy in the run folder."""
+        """Print a line that belongs to no record, on the console and in its copy in the run folder."""
         for console in self._consoles():
             console.print(text, style)
 
     def _consoles(self) -> list[ConsoleWriter]:
-        return [console for console in (self.console, self._log) if console is not None]
+        return [console for console in (self.console, self._console_copy) if console is not None]
 
     def progress(self, step: int) -> None:
         """Show on the console and in Prometheus that a step has completed."""
@@ -322,4 +328,4 @@ class Metrics:
             writer.finish()  # all at once: each may take a while
         for writer in self._writers:
             writer.close()
-        self._writers, self._log, self._log_file = [], None, None
+        self._writers, self._console_copy, self._log_file = [], None, None

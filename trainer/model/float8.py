@@ -1,10 +1,9 @@
-"""Converts linear layers to run their matrix products in float8, using torchao.
+"""Converts linear layers to compute their matmuls in float8, using torchao.
 
-Only this module imports torchao, and only when needed.
+Weights, gradients and saved activations keep their dtype.  A layer casts its input, its weight and its incoming
+gradient to float8 only for the matmuls, with one scale per tensor or per row.
 
-Weights, gradients and saved activations keep their dtype: only for its matrix products does a layer cast its input,
-weight and incoming gradient to float8, with one scale per tensor or per row.  This module does not depend on recipes or
-meshes.
+Only this module imports torchao, and only when needed.  It does not depend on recipes or meshes.
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, em
     `scaling`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  These are skipped:
     layers with a dimension that is not a multiple of 16, subclasses that override `forward`, blocks that are themselves
     linear layers, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
-    products are computed in float32 from inputs rounded to float8, on any device, for tests.
+    matmuls are computed in float32 from inputs rounded to float8, on any device, for tests.
 
-    Raises UserError if torchao is missing, if the GPU has no float8 support, or if no layer can be replaced.
+    Raises UserError if torchao is missing or cannot be imported, if the device does not support float8, or if no layer
+    can be replaced.
     """
     if scaling == "none":
         return 0

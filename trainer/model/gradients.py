@@ -1,4 +1,4 @@
-"""Gathers the units of a sharded model, reduces gradients over the ranks, and computes their global norm.
+"""Gathers the units of a sharded model, reduces gradients over the ranks, and computes the global gradient norm.
 
 FSDP reduces the gradients of a sharded model.  The gradients of an unsharded model are averaged here, in buckets, while
 the backward pass runs, as in DistributedDataParallel (DDP).  DDP wraps the model in another module; this module only
@@ -22,14 +22,14 @@ from torch.distributed.fsdp import FSDPModule
 
 from trainer.config import FsdpSection
 from trainer.errors import UserError
-from trainer.experts.dispatch import GROUP
+from trainer.experts.dispatch import GROUP_ATTRIBUTE
 from trainer.model.parameters import local, mark_replicated
 from trainer.model.units import ShardUnit, parameters_by_unit
 
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
-    """Reduce gradients in this backward pass if `enabled`, otherwise accumulate them locally.
+    """In the backward pass inside the block, reduce gradients if `enabled`, otherwise accumulate them on this rank.
 
     The reduce-scatter over `shard` and the all-reduce over `replicate` run only in the enabled pass; until then, each
     rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, so ranks
@@ -128,7 +128,7 @@ def forward_is_collective(model: nn.Module) -> bool:
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
     is_sharded = model not in _gathered_models and bool(_fsdp_modules(model))
-    return is_sharded or any(hasattr(module, GROUP) for module in model.modules())
+    return is_sharded or any(hasattr(module, GROUP_ATTRIBUTE) for module in model.modules())
 
 
 _fsdp_modules_of: WeakKeyDictionary[nn.Module, list[ReferenceType[FSDPModule]]] = WeakKeyDictionary()
@@ -145,9 +145,9 @@ def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
 def gradient_norm(gradients: list[torch.Tensor], mesh: DeviceMesh) -> torch.Tensor:
     """Return the 2-norm of all gradients over all ranks: a scalar, the same on every rank.
 
-    `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis; replicas hold equal shards.
-    A non-finite gradient on any rank makes the norm non-finite on the whole `shard` axis and, since gradients have been
-    reduced over replicas, on every rank.
+    `gradients` are this rank's shards.  One all-reduce of a scalar over the `shard` axis, if it has several ranks;
+    replicas hold equal shards.  A non-finite gradient on any rank makes the norm non-finite on the whole `shard` axis
+    and, since gradients have been reduced over replicas, on every rank.
     """
     device = torch.device(mesh.device_type)
     dtype = functools.reduce(torch.promote_types, {gradient.dtype for gradient in gradients}, torch.float32)
@@ -163,8 +163,8 @@ def norm_and_clip_factor(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the global gradient norm, and the factor that clips it to `max_norm`, or None without a `max_norm`.
 
-    Applying the factor is left to the optimizer, whose kernel may do it on a GPU.  One all-reduce of a scalar over the
-    `shard` axis, and no host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
+    Applying the factor is left to the optimizer, whose kernel may do it on a GPU.  No collectives except those of
+    `gradient_norm`, and no host sync.  Works on local shards, since DTensor costs one dispatch per parameter.
     """
     gradients = [local(p.grad) for p in model.parameters() if p.grad is not None]
     if not gradients:

@@ -9,17 +9,17 @@ from torch import nn
 from trainer.loss import linear_cross_entropy
 
 _INITIAL_STD = 0.02
-"""Standard deviation of the initial weights: transformers' default for such heads."""
+"""Standard deviation of the initial weights, as transformers draws those of such heads by default."""
 
 SCORE = "score"
 """Name of the head's parameter in its module, and of the head itself in transformers."""
 
 
 class ScoreHead(nn.Module):
-    """A linear map from hidden states (..., D) to scores (..., outputs), without a bias.
+    """A linear map from hidden states (..., D) to scores (..., num_outputs), without a bias.
 
-    With targets it returns the summed cross-entropy of the scores, like the projection it replaces, so that the
-    functions of `trainer.loss` work with it as well.
+    Given targets, `forward` returns the summed cross-entropy of the scores, like the output projection that the head
+    replaces.  So the functions of `trainer.loss` also work for a model with this head.
     """
 
     def __init__(self, in_features: int, num_outputs: int, dtype: torch.dtype) -> None:
@@ -38,12 +38,12 @@ class ScoreHead(nn.Module):
         return F.linear(hidden, self.score) if targets is None else linear_cross_entropy(hidden, self.score, targets)
 
 
-def is_score(name: str) -> bool:
-    """Return whether a parameter belongs to a `ScoreHead`."""
+def is_score_name(name: str) -> bool:
+    """Return whether `name` is the name of a `ScoreHead`'s parameter."""
     return name.rpartition(".")[2] == SCORE
 
 
-def replaced_output(model: nn.Module) -> str | None:
+def replaced_output_name(model: nn.Module) -> str | None:
     """Return the name of the weight that the model's `ScoreHead` replaced, or None if the model has no such head."""
     heads = [name for name, module in model.named_modules() if isinstance(module, ScoreHead)]
     return f"{heads[0]}.weight" if heads else None

@@ -13,7 +13,7 @@ from trainer.loss import find_loss, per_token_losses, replace_loss
 def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
     """Return the log-probability of each target, (B, T) in fp32, with gradients; 0 for ignored targets.
 
-    batch: as in a training step: `tokens`, `targets`, and any other arguments of the model's `forward`.  The full
+    batch: `tokens`, `targets`, and any other arguments of the model's `forward`, as in a training step.  The full
     logits are never in memory if the model computes its loss with `linear_cross_entropy`.
 
     Raises UserError if the model adds loss terms that belong to no single token, or does not compute its loss with the

@@ -1,9 +1,9 @@
-"""LoRA: adds the product of two small trained matrices to the output of a frozen linear layer.
+"""LoRA: freezes a linear layer, and trains a low-rank update of its weight, the product of two small matrices.
 
-Modules and parameters have peft's names, so adapters can be exchanged with peft: `<layer>.base_layer.weight` is the
-layer's original weight, `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
-the adapter.  The adapters of stacked experts, `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in) and B
-(E, out, rank), are in `trainer.experts`.  This module does not depend on recipes, meshes or files.
+Modules and parameters have peft's names, so that adapters can be exchanged with peft.  `<layer>.base_layer.weight` is
+the layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
+the adapter.  Adapters of stacked experts are in `trainer.experts`: `<experts>.adapters.<matrix>.lora_A.default.weight`
+(E, rank, in), and the same with `lora_B` (E, out, rank).  This module does not depend on recipes, meshes or files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -25,13 +25,13 @@ from torch.distributed.tensor import DTensor
 from trainer.config import LoraSection
 from trainer.errors import UserError, nearest, setting_error
 from trainer.experts import ADAPTER_NAME, ExpertAdapter, ExpertFactor, add_adapter, matrices_of
-from trainer.model.head import is_score
-from trainer.model.packed import PackedLinear, pack_experts, pack_layer
+from trainer.model.head import is_score_name
+from trainer.model.packed import PackedLinear, pack_experts
 
 ALL_LINEAR = "all-linear"
 
 _MIN_SIMILARITY = 0.75
-"""Minimum similarity for suggesting a layer's name; for example, gate_proj is hardly a misspelling of v_proj."""
+"""Minimum similarity for suggesting a layer's name, so that gate_proj is not taken for a misspelling of v_proj."""
 
 _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER_NAME}\.weight")
 
@@ -93,7 +93,7 @@ class AdaptedLinear(nn.Module):
         down, up = self.factors
         packed = self.base_layer if isinstance(self.base_layer, PackedLinear) else None
         is_frozen = packed is not None or (_is_plain_linear(self.base_layer) and not self.weight.requires_grad)
-        # The fused product does not convert dtypes or support DTensors.
+        # The fused operator does not convert dtypes or support DTensors.
         operands = (down, up) if packed is not None else (self.weight, down, up)
         if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in operands):
             bias, flat = self.base_layer.bias, x.flatten(0, -2)
@@ -104,21 +104,21 @@ class AdaptedLinear(nn.Module):
             )
             is_conv = packed is None and not isinstance(self.base_layer, nn.Linear)
             weight = self.weight.t() if is_conv else self.weight
-            output = _AdaptedProduct.apply(flat, dropped, weight, packed, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            output = _AdaptedMatmul.apply(flat, dropped, weight, packed, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
             return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         base_output = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER_NAME](x.to(down.dtype)), down)
-        # A single addmm instead of a product, a scaling and a sum over (..., out).
+        # A single addmm instead of a matmul, a scaling and a sum over (..., out).
         output = torch.addmm(base_output.flatten(0, -2).to(up.dtype), low.flatten(0, -2), up.t(), alpha=self.scaling)
         return output.view(base_output.shape).to(base_output.dtype)
 
 
-class _AdaptedProduct(torch.autograd.Function):
+class _AdaptedMatmul(torch.autograd.Function):
     """A frozen layer and its adapter fused into one differentiable operator, x (N, in) to (N, out).
 
-    Saves the input, the output of the first factor, and the weights (packed ones as bytes).  Each product in the
-    backward pass accumulates into the previous one, which avoids separate sums over (N, in) and (N, out).  Products for
-    unneeded gradients are skipped.
+    Saves the adapter's input, the output of its first factor, and the weights (packed ones as bytes).  The adapter's
+    matmuls accumulate into the layer's, which avoids separate sums over (N, in) and (N, out).  Gradients of inputs are
+    computed only if needed.
     """
 
     @staticmethod
@@ -133,8 +133,8 @@ class _AdaptedProduct(torch.autograd.Function):
         up: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """dropped: x after dropout, the input of the adapter; None if it equals x.  packed: the layer, if `weight` is
-        packed.
+        """dropped: the adapter's input, x after dropout; None if that equals x.
+        packed: the layer, if `weight` is packed.
         """
         adapter_input = x if dropped is None else dropped
         low = F.linear(adapter_input, down)
@@ -170,10 +170,10 @@ def add_adapters(
 ) -> None:
     """Freeze `model`, and add an adapter to each layer that `lora.targets` names, in place.
 
-    `blocks` are the model's repeated blocks; `all-linear` means their linear layers, or all of them in a model without
-    blocks.  `alias` returns a layer's other name, if it has one; targets may use it too.  No-op with `lora.rank=0`.
-    With a packed `lora.base_dtype`, the weights of these layers and of the blocks' other linear layers and experts are
-    packed.
+    `blocks` are the model's repeated blocks.  `all-linear` means the linear layers in the blocks or, in a model without
+    blocks, all linear layers.  `alias` returns a layer's other name, if it has one; targets may use it too.  No-op with
+    `lora.rank=0`.  With a packed `lora.base_dtype`, the weights of the adapted layers are packed, and so are those of
+    all other linear layers and experts in the blocks.
 
     Raises UserError for a target that matches no layer (suggesting the nearest name), for a layer that cannot be
     packed, and for dropout on experts.
@@ -197,7 +197,7 @@ def add_adapters(
         if matrices_of(owner):
             pack_experts(owner, parameter, name, str(lora.base_dtype))
         else:
-            replaced[id(owner)] = pack_layer(owner, owner_name, str(lora.base_dtype))
+            replaced[id(owner)] = PackedLinear(owner, owner_name, str(lora.base_dtype))
     for layer in [model.get_submodule(name) for name in chosen]:
         base_layer = replaced.get(id(layer), layer)
         replaced[id(layer)] = AdaptedLinear(base_layer, lora.rank, lora.alpha / lora.rank, lora.dropout)
@@ -232,8 +232,8 @@ def find_layers(
 ) -> list[str]:
     """Return the names of the layers that `lora.targets` matches.  Raises UserError for a target without a match.
 
-    Only plain linear layers can have adapters; the output projection cannot, since it also computes the loss.
-    Matrices of stacked experts have adapters only if named, as `<experts>.<matrix>` or by their module.
+    Besides stacked experts, only plain linear layers can have adapters: an output projection that also computes the
+    loss cannot.  Matrices of stacked experts get adapters only if named, as `<experts>.<matrix>` or by their module.
     """
     candidates = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
@@ -245,7 +245,11 @@ def find_layers(
         return candidates
     requested = [targets] if isinstance(targets, str) else list(targets)
     names_of = {name: [name, *filter(None, [alias(name)])] for name in candidates}
-    names_of |= {name: _names_of_experts(name, parameter, alias) for name, parameter in expert_matrices(model).items()}
+    for name, parameter in expert_matrices(model).items():
+        module, _, matrix = name.rpartition(".")
+        names_of[name] = [name, module]
+        if other_module := huggingface_module(alias(parameter) or ""):
+            names_of[name] += [f"{other_module}.{matrix}", other_module]
     matches = {
         target: [name for name, spellings in names_of.items() if any(_matches_target(s, target) for s in spellings)]
         for target in requested
@@ -265,15 +269,8 @@ def expert_matrices(model: nn.Module) -> dict[str, str]:
     }
 
 
-def _names_of_experts(name: str, parameter: str, alias: Callable[[str], str | None]) -> list[str]:
-    """Return the names of a matrix of experts and of its module, here and in transformers."""
-    module, _, matrix = name.rpartition(".")
-    other_module = huggingface_module(alias(parameter) or "")
-    return [name, module, *([f"{other_module}.{matrix}", other_module] if other_module else [])]
-
-
 def huggingface_module(parameter: str) -> str:
-    """Return the transformers module that a parameter of experts belongs to; in files, each expert may have its own."""
+    """Return the name of the experts' module in transformers, given a parameter's, in which `*` may be the expert."""
     return parameter.partition(".*.")[0] if ".*." in parameter else parameter.rpartition(".")[0]
 
 
@@ -335,7 +332,7 @@ def name_without_adapters(name: str) -> str:
 
 def is_base_weight(name: str) -> bool:
     """Return whether a parameter belongs to the base model, not to an adapter or a new head."""
-    return parse_adapter(name) is None and not is_score(name)
+    return parse_adapter(name) is None and not is_score_name(name)
 
 
 @contextmanager

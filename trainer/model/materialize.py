@@ -2,8 +2,8 @@
 
 A sharded model is filled module by module.  A module's own parameters are temporarily replaced by full tensors on the
 CPU.  The recipe's ordinary code initializes these, with the generator seeded from (seed, module name), and each rank
-keeps its shard.  Of a large tensor, a rank draws only the rows of its shard: it advances the generator past all others,
-which also lets several threads share the work.  No rank holds more than its shards plus one module, there is no
+keeps its shard.  For a large tensor, a rank draws only the rows of its shard, and advances the generator past all other
+rows.  Several threads can share this work.  No rank holds more than its shards plus one module, there is no
 communication, and the weights depend only on the seed, not on the mesh or the device.  (A GPU's generator would give
 different values.)  This module does not depend on particular recipes.
 """
@@ -242,9 +242,9 @@ def _copy_shard(parameter: torch.Tensor, full: torch.Tensor, deferred: DeferredF
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill a floating-point or complex tensor with NaN, which shows where initialization never writes; return it.
+    """Fill a floating-point or complex tensor with NaN, to find elements that initialization never writes; return it.
 
-    For other tensors, the write itself is detected instead.
+    Tensors of other dtypes are returned unchanged: for these, only whether anything is written is checked.
     """
     return tensor.fill_(torch.nan) if tensor.is_floating_point() or tensor.is_complex() else tensor
 
@@ -253,7 +253,7 @@ def _poison(tensor: torch.Tensor) -> torch.Tensor:
 # Drawing part of a tensor, bit-identical to the same part of the full tensor
 
 MIN_ELEMENTS = 2**23
-"""Minimum number of elements to defer a fill: skipping ahead costs as much as drawing about two million."""
+"""Minimum number of elements for a fill to be deferred; skipping ahead takes as long as drawing about two million."""
 _PIECE_ELEMENTS = 2**24
 """Number of elements that a thread draws in one call."""
 _GROUP_SIZE = 16

@@ -2,9 +2,9 @@
 
 `optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  Each
 parameter's initial values and learning rate are scaled by how much its dimensions have grown from that model.  At every
-width, features then start at the same size and change equally per step, and the same learning rate is optimal.
+width, features then start at the same size and change equally per step, so the same learning rate works for all widths.
 
-Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3: the form without factors in the forward pass.
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which has no factors in the forward pass.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.model.parameters import is_vector, local, tied_names
 
 @dataclass(frozen=True)
 class Growth:
-    """The dimensions of a parameter in this model and in the base model; a vector counts as having one input."""
+    """A parameter's number of outputs and inputs in this model and in the base model; a vector has one input."""
 
     outputs: int
     inputs: int
@@ -60,9 +60,7 @@ class Growth:
 
 
 def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
-    """Compare each parameter of `model` with its counterpart in `optim.base_model`; empty if that is not set.
-
-    The result is by parameter name.
+    """Return the growth of each parameter of `model` over `optim.base_model`, by name; empty if that is not set.
 
     Raises UserError if the base model has different parameters, or if a trained parameter is both an embedding table
     and an output projection, which need different factors.

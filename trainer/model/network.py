@@ -1,7 +1,7 @@
-"""Builds a run's unsharded model: by its recipe, in the run's dtypes, with adapters and frozen parameters.
+"""Builds the unsharded model of a run from its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same model.  The module also translates
-between our tensor names and Hugging Face's, and counts FLOPs per token.
+Training, planning and checks all build the model here, so that they see the same model.  This module also translates
+between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.config import RunConfig
 from trainer.config.pretrained import find_huggingface
 from trainer.config.teacher import teacher_config
 from trainer.errors import UserError, nearest, setting_error
-from trainer.model.head import SCORE, ScoreHead, is_score, replaced_output
+from trainer.model.head import SCORE, ScoreHead, is_score_name, replaced_output_name
 from trainer.model.lora import add_adapters, name_without_adapters, parse_adapter
 from trainer.model.packed import num_weights
 from trainer.model.units import find_blocks
@@ -29,7 +29,7 @@ from trainer.recipe import Recipe, Stacked, Transposed
 def build_network(config: RunConfig) -> nn.Module:
     """Build the model of `config` on the meta device.
 
-    Raises UserError for layers in `lora.targets` or parameters in `train.freeze` that the model does not have.
+    Raises UserError for settings that do not fit the model, such as a layer in `lora.targets` that it does not have.
     """
     # Settings may use Hugging Face's names as well.
     names = None if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model)
@@ -131,10 +131,11 @@ def freeze(model: nn.Module, patterns: Sequence[str], alias: Callable[[str], str
 
 
 class MappedTensor(NamedTuple):
-    """Our counterpart of a Hugging Face tensor.
+    """The recipe's counterpart of a Hugging Face tensor.
 
-    name: the name of our tensor.  is_transposed: whether Hugging Face stores its transpose.  row: the row of our tensor
-    that the Hugging Face tensor represents, or None if it represents the entire tensor.
+    name: the name of the recipe's tensor.
+    is_transposed: whether Hugging Face stores its transpose.
+    row: the row of the recipe's tensor that the Hugging Face tensor represents; None if it represents all of it.
     """
 
     name: str
@@ -159,18 +160,18 @@ class HuggingFaceNames:
                 )
 
     def to_huggingface(self, name: str) -> str | None:
-        """Return Hugging Face's name for our tensor `name` (`Transposed` or `Stacked` if applicable), or None.
+        """Return Hugging Face's name for the recipe's tensor `name`, as `Transposed` or `Stacked` if it is; else None.
 
-        The name of a stacked tensor still has `*` as the row number.
+        The name of a stacked tensor still has `*` in place of the row number.
         """
         for ours, theirs in self._pairs:
             translated = _translate(name, ours, theirs)
             if translated is not None:
                 return type(theirs)(translated[0])
-        return _SCORE if is_score(name) else None
+        return _SCORE if is_score_name(name) else None
 
     def from_huggingface(self, name: str) -> MappedTensor | None:
-        """Return our counterpart of Hugging Face's tensor `name`, with or without the prefix, or None."""
+        """Return the counterpart of Hugging Face's tensor `name`, with or without the prefix; None if there is none."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
                 translated = _translate(full_name, theirs, ours)
@@ -185,7 +186,7 @@ class HuggingFaceNames:
         return any(_translate(n, ignored, ignored) for n in full_names for ignored in self._hf.ignored)
 
     def left_out(self, name: str) -> str | None:
-        """Return the part of the published model that tensor `name` belongs to, if our model lacks this part."""
+        """Return the part of the published model that tensor `name` belongs to, if the recipe leaves it out."""
         full_names = (name, self._hf.prefix + name)
         return next(
             (part for prefix, part in self._left_out.items() if any(n.startswith(prefix) for n in full_names)), None
@@ -193,9 +194,9 @@ class HuggingFaceNames:
 
 
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
-    """Match `name` against `pattern` and return it in the form of `other`, plus any unused match, or None.
+    """Return `name` in the form of `other`, and the first unused match, if any; None if `name` is not like `pattern`.
 
-    The text matched by each * replaces the corresponding * in `other`; any further * in `other` stay.
+    The text matched by each * in `pattern` replaces the corresponding * in `other`; any further * in `other` stay.
     """
     match = re.fullmatch(re.escape(pattern).replace(r"\*", r"([^.]+)"), name)
     if match is None:
@@ -214,8 +215,8 @@ def training_flops_per_token(config: RunConfig, model: nn.Module, seq_len: float
     total += num_extra_forward_passes(config) * _flops_if_all_trained(config.recipe, config.model, model, seq_len) / 3
     if (teacher := teacher_config(config)) is not None:
         total += training_flops_per_token(teacher, build_network(teacher), seq_len) / 3
-    if replaced_output(model) is not None and config.recipe.flops:  # `flops` counts the projection that was replaced
-        width = next(p.shape[1] for name, p in model.named_parameters() if is_score(name))
+    if replaced_output_name(model) is not None and config.recipe.flops:  # `flops` counts the replaced projection
+        width = next(p.shape[1] for name, p in model.named_parameters() if is_score_name(name))
         total -= 6.0 * width * (config.vocab_size or 0)
     return total
 

@@ -3,10 +3,10 @@
 When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
 on a separate stream; when the next block ends, the copies on the device are freed.  In the backward pass, a block's
 tensors are copied back while the block after it runs.  The host never waits: streams wait for each other's events.
-On a CPU the same code makes plain copies: that saves no memory, but lets tests run it.
+On a CPU the same code makes plain copies, which saves no memory but lets tests run the code.
 
-Copies are bit-identical, so losses do not change.  Parameters, buffers and arguments that the model passes to all its
-blocks (rotary tables, masks) stay on the device, because other references keep them there anyway.
+Copies are bit-identical, so losses do not change.  Parameters, buffers and all arguments of a block after the first
+(such as RoPE tables and masks) stay on the device, because other references usually keep them there anyway.
 
 Offloading can be combined with activation checkpointing: with `full`, it offloads a block's input; with `selective` and
 `budget:`, the saved outputs of operators (see `storing_contexts`).  This module does not depend on recipes, meshes
@@ -35,10 +35,10 @@ MIN_BYTES = 4096
 
 
 def offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) -> list[bool]:
-    """Return for each of `num_blocks` blocks whether it is offloaded; fraction: `train.offload_activations`.
+    """Return for each of `num_blocks` blocks whether it is offloaded.  fraction: `train.offload_activations`.
 
-    Offloaded blocks are spaced evenly, so that the blocks in between hide the copies.  The last block is never
-    offloaded (unless `with_last`), since its backward pass immediately follows its forward pass.
+    Offloaded blocks are spaced evenly, so that the blocks in between hide the copies.  The last block is offloaded only
+    if `with_last` is true, since its backward pass immediately follows its forward pass.
     """
     chosen = [int((n + 1) * fraction + 1e-9) > int(n * fraction + 1e-9) for n in range(num_blocks)]
     return [is_chosen and (with_last or n < num_blocks - 1) for n, is_chosen in enumerate(chosen)]
@@ -49,7 +49,7 @@ class _Storage:
     """One storage that autograd saved in a block, shared by all saved tensors that are views of it."""
 
     on_device: torch.Tensor | None
-    """The entire storage, (N,), in the dtype of the first tensor saved; None while only the host has a copy."""
+    """The entire storage, (N,), in the dtype of the first tensor saved; None while it is only on the host."""
     version: int
     """The tensor's version counter (the number of in-place writes) when it was saved."""
     on_host: torch.Tensor | None = None
@@ -176,7 +176,7 @@ class _Call:
 
 
 _DONE = object()
-"""Stands for the event of a finished copy on a CPU, where copies are synchronous."""
+"""Sentinel in place of an event on a CPU, where copies are synchronous."""
 
 _COMPILED_CALL = "_compiled_call_impl"
 """Attribute that `Module.compile` sets to the compiled call; a wrapper inside that would be compiled too."""
@@ -327,9 +327,8 @@ class ActivationOffload:
 
         torch's own selective checkpointing hides these outputs from saved-tensor hooks.
         """
-        call = self._call
         saved: dict[tuple[Any, int], Any] = {}
-        return _SaveOutputs(policy, saved, call), _RestoreOutputs(saved)
+        return _SaveOutputs(policy, saved, self._call), _RestoreOutputs(saved)
 
 
 def _unpack(saved: torch.Tensor | _View) -> torch.Tensor:
@@ -349,7 +348,7 @@ def _prefetch_hook(call: _Call) -> Callable[[torch.Tensor], None]:
 
 
 _IGNORED = {torch.ops.aten.detach.default, torch.ops.prim.device.default}
-"""Operators that autograd and checkpointing also call themselves, not always equally often in each pass."""
+"""Operators that autograd and checkpointing also call themselves, perhaps not equally often in both passes."""
 
 
 class _SaveOutputs(TorchDispatchMode):

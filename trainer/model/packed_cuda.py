@@ -1,4 +1,4 @@
-"""The GPU kernel that unpacks weights (see `trainer.model.packed`).  Imports Triton, so it is only imported on GPUs."""
+"""The GPU kernel that unpacks weights of `trainer.model.packed`.  It needs Triton, so it is only imported on GPUs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,9 @@ def _unpack(  # type: ignore[no-untyped-def]
 def unpack_into(weights: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int, block: int) -> None:
     """Unpack rows (R, bytes) into `weights` (R, width) of any floating dtype.
 
-    values: the value of each code, in float32.  bits: bits per code.  block: number of weights that share a scale.
+    values: the value of each code, in float32.
+    bits: the number of bits per code.
+    block: the number of weights that share a scale.
     """
     (num_rows, width), row_bytes = weights.shape, packed.shape[1]
     grid = (num_rows, triton.cdiv(width * bits // 8, _TILE))

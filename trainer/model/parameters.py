@@ -40,7 +40,7 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters of the full model: shared ones count once, quantized ones by weight, not byte."""
+    """Return the number of parameters in the full model, counting tied ones once, and quantized ones by weight."""
     return sum(num_weights(model).values())
 
 
@@ -69,7 +69,7 @@ are equal keys, and an entry must not disappear with the first of them."""
 
 
 def record_split_mesh(split_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
-    """Record that `split_mesh` is `mesh`, the one of the other parameters, with its last axis split in two."""
+    """Record that `split_mesh` is the mesh of the other parameters, `mesh`, with its last axis split in two."""
     _unsplit_mesh_of[split_mesh] = mesh
 
 

@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, stop) along each dimension."""
 
 _MAX_PADDING = 1 / 8
-"""Dimension 0 is divided if padding adds at most this fraction, because dividing another one costs a copy."""
+"""Dimension 0 is divided if padding adds at most this fraction, because dividing another dimension costs a copy."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Division:
     ranks_per_matrix: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the shard of rank `rank` on the shard axis.  Dimensions are divided as by `torch.chunk`."""
+        """Return where the shard of rank `rank` on the shard axis lies.  Dimensions are divided as by `torch.chunk`."""
         group, expert_rank = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
         if self.ranks_per_matrix > 1:

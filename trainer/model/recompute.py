@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import sdpa_flop
 
-from trainer.experts import GROUPED, GROUPED_PRODUCT, fake_tensors
+from trainer.experts import GROUPED_MM, TORCH_GROUPED_MM, fake_tensors
 from trainer.model.parameters import storage_id
 from trainer.sequence.attention import ATTENTION_OPERATORS
 from trainer.sequence.chunk_states import CHUNK_STATES
@@ -36,15 +36,15 @@ _KIND_OF = {
     _aten.mm.default: "matmul",
     _aten.addmm.default: "matmul",
     _aten.bmm.default: "batched matmul",
-    GROUPED: "grouped matmul",
-    GROUPED_PRODUCT: "torch grouped matmul",
+    GROUPED_MM: "grouped matmul",
+    TORCH_GROUPED_MM: "torch grouped matmul",
     CHUNK_STATES: "linear-attention states",
     **dict.fromkeys(ATTENTION_OPERATORS, "attention"),
 }
 """The kinds of the operators that are expensive to recompute.  Which attention kernel runs depends on the device."""
 
 OperatorId = tuple[str, int]
-"""Identifies an expensive operator by its kind, and its index among those of that kind in a block's forward pass."""
+"""The kind of an expensive operator, and its index among the operators of that kind in a block's forward pass."""
 
 ContextFactory = Callable[[Callable[..., CheckpointPolicy]], Any]
 """Creates the pair of contexts for `torch.utils.checkpoint` from a policy."""
@@ -56,7 +56,7 @@ def save_expensive_operators(make_contexts: ContextFactory = create_selective_ch
     `make_contexts` creates them from the policy; activation offloading passes its own (`trainer.model.offload`).
     """
 
-    expensive = {*_KIND_OF, _aten._scaled_mm.default}  # float8 matrix product
+    expensive = {*_KIND_OF, _aten._scaled_mm.default}  # float8 matmul
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in expensive else CheckpointPolicy.PREFER_RECOMPUTE
@@ -121,8 +121,8 @@ def choose_saved_operators(
     """Choose the operators whose outputs each block saves.
 
     budget: the fraction to save of the bytes that the block saves without checkpointing.  These are all tensors that
-        autograd saves in the block, except its inputs and parameters, for tokens of shape (B, T) and parameters in
-        `dtype`, with CPU kernels.
+        autograd saves in the block, except its inputs, parameters and buffers, for tokens of shape (B, T) and
+        parameters in `dtype`, with CPU kernels.
 
     Operators with the most FLOPs per byte of output come first; if several have equally many, the earlier ones.
     `model` may be on any device and is not changed.  Errors that the model raises on fake tensors propagate.
@@ -204,7 +204,7 @@ def _flops(kind: str, args: Sequence[Any], output: torch.Tensor) -> int:
     """Return the FLOPs of an operator; a causal mask halves those of attention."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor) and arg.is_floating_point()]
     if kind == "linear-attention states":
-        return 4 * tensors[1].numel() * output.shape[-1]  # two products of (S, H) and (H, E) for each chunk
+        return 4 * tensors[1].numel() * output.shape[-1]  # two matmuls of (S, H) and (H, E) for each chunk
     if kind != "attention":
         return 2 * output.numel() * tensors[-1].shape[-2]
     query, key, value = (tensor.shape for tensor in tensors[:3])

@@ -1,4 +1,4 @@
-"""Shards stacks of fewer matrices than ranks, such as 128 experts on 512 ranks, by the rows of each matrix.
+"""Shards stacks with fewer matrices than ranks, such as 128 experts on 512 ranks, by the rows of each matrix.
 
 FSDP alone would divide such a stack, of shape (N, rows, columns), along its rows or columns.  It would then copy the
 stack once more in every all-gather and every reduce-scatter, because the ranks' shards interleave in memory.
@@ -6,7 +6,7 @@ Here, each matrix is split by rows among consecutive ranks instead (`placement.c
 contiguous in the stack, so FSDP handles the stack like a tensor of shape (ranks, rows / ranks per matrix, columns)
 divided along dimension 0.
 
-This replaces attributes of FSDP's private class FSDPParam, which has the same ones in torch 2.11 to 2.14
+This module sets attributes of FSDP's private class FSDPParam, which are the same in torch 2.11 to 2.14
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
 """
 
@@ -47,8 +47,9 @@ def row_shards_of(
 ) -> RowShards:
     """Return this rank's row shards of the stacks in `modules`, to which `fully_shard` has not been applied yet.
 
-    ranks_per_matrix: returns the number of ranks among which each matrix of a parameter is split; 1 leaves it to FSDP.
-    split_mesh: returns the mesh with its last axis split into (outer, inner), for the number of inner ranks.
+    ranks_per_matrix: returns the number of ranks among which each matrix of a parameter is split; if it is 1, the
+        parameter is left to FSDP.
+    split_mesh: returns the mesh with its last axis split into (outer, inner), given the number of inner ranks.
 
     Collective if `split_mesh` creates process groups.
     """

@@ -1,8 +1,9 @@
-"""Generates completions of many prompts at once: for logged samples, the `generate` command, and rollouts.
+"""Generates completions for a batch of prompts: for logged samples, the `generate` command, and rollouts.
 
 This is not a serving engine: all sequences of a batch start together, and the batch runs until the last one ends.
 
-Shape suffixes: B sequences in the batch, T tokens per call, V vocabulary.
+Shape suffixes: B sequences in the batch, R sequences that stay in it, T tokens per call, S tokens so far, V vocabulary,
+K candidates for the next token.
 """
 
 from __future__ import annotations
@@ -25,24 +26,26 @@ from trainer.model.gradients import evaluation_mode, forward_is_collective
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 NO_TOKEN = -1
-"""Stands for a token if the logits are not finite: the completion ends there, and training continues."""
+"""Sentinel in place of a token whose logits are not finite: the completion ends there, but training continues."""
 
 PREFILL_TOKENS = 512
-"""Number of prompt tokens, over all sequences, to process in one call; bounds the memory for activations."""
+"""Maximum number of prompt tokens in one call, over all sequences (but at least one token of each); bounds the memory
+for activations."""
 
-_DEFAULT_CONTEXT = 1024
-"""Window length for a model that has no cache and declares no maximum length."""
+_MIN_CONTEXT = 1024
+"""Minimum context length for a model that declares no maximum length."""
 
 
 @dataclass(frozen=True)
 class Sampling:
     """How to sample tokens.
 
-    temperature: divides the logits; 0 means greedy decoding.  top_k: sample from this many of the likeliest tokens; 0
-    for all.  top_p: sample from the smallest set of likeliest tokens whose total probability reaches this.  Tokens that
-    tie with the least likely of these are kept too.
+    temperature: the logits are divided by this number, which must be at least 0 and finite; 0 means greedy decoding.
+    top_k: the number of most likely tokens to sample from, at least 0; 0 means all.
+    top_p: sample from the smallest set of the most likely tokens whose total probability is at least `top_p`, which
+        must be above 0 and at most 1.
 
-    Raises UserError for other values.
+    Tokens as likely as the least likely one in the set are kept too.  Raises UserError for a value out of range.
     """
 
     temperature: float = 0.8
@@ -59,7 +62,7 @@ class Sampling:
                 raise setting_error(key, getattr(self, key), rule, example=getattr(Sampling, key))
 
     def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """Return one token per sequence, (B,), given the log-probabilities; `noise_BV` is only used for sampling.
+        """Return one token per sequence, (B,), given the log-probabilities, and Gumbel noise unless decoding is greedy.
 
         The token with the largest sum of log-probability and Gumbel noise is a sample of the distribution (Gumbel
         1954; Maddison et al. 2014, arXiv:1411.0030).
@@ -74,23 +77,16 @@ class Sampling:
     def _lowest_score(self, scores_BV: torch.Tensor) -> torch.Tensor:
         """Return the score of the least likely token that may be sampled, (B, 1)."""
         if self.top_k:
-            sorted_BS = scores_BV.topk(min(self.top_k, scores_BV.shape[1])).values
+            sorted_BK = scores_BV.topk(min(self.top_k, scores_BV.shape[1])).values
+        elif scores_BV.device.type == "cpu":
+            # Torch would also sort the indices, which takes ten times as long: 33 ms for 8 rows of 49,152 tokens, as
+            # long as the output projection of a small model.  Both put NaN before all other numbers.
+            sorted_BK = torch.from_numpy(np.sort(scores_BV.detach().numpy(), axis=1)).flip(1)
         else:
-            sorted_BS = _sorted_descending(scores_BV)
-        probs_BS = (sorted_BS - scores_BV.logsumexp(1, keepdim=True)).exp()
-        num_kept_B = (probs_BS.cumsum(1) - probs_BS < self.top_p).sum(1).clamp(min=1)
-        return sorted_BS.gather(1, num_kept_B.unsqueeze(1) - 1)
-
-
-def _sorted_descending(scores_BV: torch.Tensor) -> torch.Tensor:
-    """Return the scores of each row, largest first, with NaN before all others.
-
-    On a CPU, NumPy does the sorting: torch would also sort the indices, which takes ten times as long (33 instead of
-    3.5 ms for 8 rows of 49,152 tokens: as long as the output projection of a small model).
-    """
-    if scores_BV.device.type == "cpu":
-        return torch.from_numpy(np.sort(scores_BV.detach().numpy(), axis=1)).flip(1)
-    return scores_BV.sort(dim=1, descending=True).values
+            sorted_BK = scores_BV.sort(dim=1, descending=True).values
+        probs_BK = (sorted_BK - scores_BV.logsumexp(1, keepdim=True)).exp()
+        num_kept_B = (probs_BK.cumsum(1) - probs_BK < self.top_p).sum(1).clamp(min=1)
+        return sorted_BK.gather(1, num_kept_B.unsqueeze(1) - 1)
 
 
 GREEDY = Sampling(temperature=0.0)
@@ -252,13 +248,13 @@ def _pad_left(prompts: Sequence[Sequence[int]], length: int) -> tuple[torch.Tens
     return torch.tensor(rows), padding
 
 
-def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, context: int | None = None) -> Decoder:
+def build_decoder(model: nn.Module, device: torch.device, num_tokens: int, context: int | None = None) -> Decoder:
     """Return the fastest decoder for sequences of up to `num_tokens` tokens, prompts included.
 
     context: the maximum number of tokens in a forward pass; by default the model's maximum length.  Longer sequences
     use a sliding window of this length.
     """
-    context = context or max_seq_len(model) or max(num_tokens, _DEFAULT_CONTEXT)
+    context = context or max_seq_len(model) or max(num_tokens, _MIN_CONTEXT)
     if num_tokens <= context and supports_kv_cache(model):
         return CachedDecoder(model, device)
     if num_tokens <= context and is_transformers_model(model):
@@ -267,9 +263,9 @@ def find_decoder(model: nn.Module, device: torch.device, num_tokens: int, contex
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
-    """Return whether the model accepts a `Cache` as its documents; transformers models have their own caches.
+    """Return whether the model can use a `Cache`, which it takes as its documents.
 
-    A compiled model does not, because it would be recompiled for every length.
+    Transformers models have their own caches.  A compiled model uses none: it would be recompiled for every length.
     """
     arguments = inspect.signature(model.forward).parameters
     takes_documents = "documents" in arguments and not {"cu_seqlens", "borders"}.isdisjoint(arguments)  # new, old name
@@ -284,9 +280,8 @@ def is_transformers_model(model: nn.Module) -> bool:
 
 
 def last_logits_option(model: nn.Module) -> dict[str, int]:
-    """Return the argument with which a transformers model computes only the last token's logits, if it has one."""
-    name = "logits_to_keep"
-    return {name: 1} if name in inspect.signature(model.forward).parameters else {}
+    """Return the argument that makes a transformers model compute only the last token's logits, if it has one."""
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
 
 
 def max_seq_len(model: nn.Module) -> int | None:
@@ -315,9 +310,10 @@ class Token(NamedTuple):
 class Generated:
     """The completion of one prompt.
 
-    tokens: the generated tokens, including the end token if there is one.  logprobs: their log-probabilities under the
-    model, independent of temperature, top-k and top-p.  finish: why the completion ended: with an end token, at its
-    maximum length, or because the logits were not finite, so that no token could be drawn.
+    tokens: the generated tokens, including the end token if there is one.
+    logprobs: their log-probabilities under the model, independent of temperature, top-k and top-p.
+    finish: why the completion ended: with an end token, at its maximum length, or because the logits were not finite,
+        so that no token could be drawn.
     """
 
     tokens: list[int]
@@ -339,11 +335,12 @@ def generate_batch(
 ) -> list[Generated]:
     """Continue each prompt by up to `max_tokens` tokens, until one of `ends`; return the completions in order.
 
-    max_tokens: one number, or one for each prompt.  seed, indices: the noise for a token depends only on the seed, the
-    index of its prompt (by default its place in `prompts`) and the token's position in the sequence.  So, except for
-    rounding, a completion does not depend on the rest of the batch or on the ranks.  context: see `find_decoder`; by
-    default the maximum length of the model.  device: the device that the model computes on; by default that of its
-    parameters.
+    max_tokens: one number, or one for each prompt.
+    seed, indices: the noise for a token depends only on the seed, the index of its prompt (by default its place in
+        `prompts`) and the token's position in the sequence.  So, except for rounding, a completion does not depend on
+        the rest of the batch or on the ranks.
+    context: see `build_decoder`; by default the maximum length of the model.
+    device: the device that the model computes on; by default that of its parameters.
 
     The KV cache takes 2 x layers x key and value heads x head size elements per token of a sequence.
 
@@ -358,7 +355,7 @@ def generate_batch(
     with evaluation_mode(model), full_sequences():
         rank_sync = RankSync(device) if forward_is_collective(model) else None
         longest = longest_sequence(prompts, limits, rank_sync)
-        decoder = find_decoder(model, device, longest, context)
+        decoder = build_decoder(model, device, longest, context)
         for row, token, logprob in generate_tokens(decoder, prompts, limits, sampling, seed, indices, ends, rank_sync):
             if token == NO_TOKEN:
                 finishes[row] = "not finite"

@@ -1,4 +1,4 @@
-"""Prepares a model for training: activation checkpointing, compilation, `fully_shard` bottom-up, prefetching.
+"""Prepares a model for training: wraps and compiles its blocks, shards its units, and sets up prefetching.
 
 Only this module calls `fully_shard`, and the training step depends on none of these choices.
 """
@@ -50,17 +50,19 @@ def apply_sharding(
     expert_mesh: DeviceMesh | None = None,
     split_mesh: Callable[[DeviceMesh, int], DeviceMesh] = split_last_axis,
 ) -> list[ShardUnit]:
-    """Apply activation checkpointing and compilation to `model`, then shard it: innermost units first, the root last.
+    """Apply the settings for blocks to `model`, then shard it: innermost units first, the root last.  Works in place.
 
-    Works in place.  The mesh is (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or,
-    where that would need a lot of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than
-    ranks is sharded by the rows of each matrix (`row_shards`).  On the meta device nothing is allocated.  A model for
-    which `is_unsharded` is true keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.
-    With an `expert_mesh` (see `World.expert_mesh_of`), the parameters of experts are sharded on that mesh.  Returns the
+    The settings for blocks are float8, activation checkpointing, activation offloading and compilation.  The mesh is
+    (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or, where that would need a lot
+    of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than ranks is sharded by the rows
+    of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` is true, the model keeps
+    plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the
+    parameters of experts are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in two.  Returns the
     units in the order of the forward pass.
 
-    Collective only if process groups are created: one set for integer resharding, shared by all units, and one set for
-    each number of ranks among which matrices are split.
+    Raises UserError for settings that the model or the version of torch does not support.  Collective only if process
+    groups are created: one set for each number of ranks to reshard to, shared by all units, and one set for each number
+    of ranks among which matrices are split.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)
@@ -236,7 +238,7 @@ def _cast_at_boundaries(model: nn.Module, units: Sequence[ShardUnit], config: Ru
 
 
 def check_sharding(config: RunConfig, num_shards: int = 1) -> None:
-    """Build the model on the meta device, and raise UserError if settings for units, blocks or experts do not fit.
+    """Build the model on the meta device, and raise UserError if settings for units, blocks or experts do not fit it.
 
     num_shards: number of ranks on the shard axis, if known.
     """
@@ -339,7 +341,7 @@ def apply_activation_checkpointing(
     """Wrap `blocks` so that the backward pass recomputes what they would otherwise save.
 
     `full` saves only a block's input; a whole number n does so for every n-th block.  `selective` also saves the
-    outputs of matrix products and attention, and recomputes the cheap operators; `budget:<fraction>` saves the
+    outputs of matmuls and attention, and recomputes the cheap operators.  `budget:<fraction>` saves the outputs of the
     operators that `operators_to_save` chose for each block.
 
     This wraps the block's `forward`, not the block, so that names do not change and FSDP's hooks stay outside: the
@@ -375,8 +377,8 @@ def forbid_view_outputs(modules: Iterable[nn.Module]) -> None:
     """Prevent units from returning views.  Call this before sharding, so that these hooks run before FSDP's.
 
     FSDP registers the hook that gathers a unit for the backward pass on the unit's output.  If the output is a view,
-    like that of `nn.Linear` with a bias, an in-place write to it removes the hook.  An unsharded model is treated the
-    same way, so that whatever trains on several ranks also trains on one.
+    like that of `nn.Linear` with a bias, an in-place write to it removes the hook.  An unsharded model gets the same
+    hooks, so that whatever trains on several ranks also trains on one.
     """
     hook: Callable[..., Any] = torch._dynamo.disable(_replace_views)  # like FSDP's own hooks
     for module in modules:

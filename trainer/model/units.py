@@ -38,7 +38,7 @@ class ShardUnit:
 
 
 def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[ShardUnit]:
-    """Return the units for `fsdp.wrap`, in the order of the forward pass, excluding the root.
+    """Return the units for `fsdp.wrap`, without the root, as listed, which should be the order of the forward pass.
 
     Raises UserError for names that the model does not have, and for units that would separate tied parameters.
     """
@@ -89,7 +89,7 @@ def is_embedding_unit(modules: Iterable[nn.Module], model: nn.Module) -> bool:
 
 
 def find_blocks(model: nn.Module, recipe: Recipe) -> list[nn.Module]:
-    """Return the model's repeated blocks: the recipe's units that are elements of a module list.
+    """Return the model's repeated blocks: the recipe's units that are in a ModuleList, ModuleDict or Sequential.
 
     Activation checkpointing and compilation apply to these, whatever units FSDP uses.
     """
@@ -186,11 +186,9 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
                 raise UserError(f"{source}: {name!r} is in two units")
             unit_of[name] = unit
     for group in tied_names(model):
-        innermost = {id(_innermost_unit(name, unit_of)): _innermost_unit(name, unit_of) for name in group}
-        if len(innermost) > 1:
-            where = ", ".join(
-                f"{name!r} in {unit or 'the root'}" for name, unit in zip(group, innermost.values(), strict=False)
-            )
+        innermost = [_innermost_unit(name, unit_of) for name in group]
+        if any(unit is not innermost[0] for unit in innermost):
+            where = ", ".join(f"{name!r} in {unit or 'the root'}" for name, unit in zip(group, innermost, strict=True))
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
                 f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "

@@ -1,7 +1,7 @@
 """Exponential moving average (EMA) of the weights, sharded like the weights.
 
 Each rank averages its own shards, element by element in float32, so the average is the same on any mesh and needs no
-communication.  It starts as the weights after the first step; skipped steps do not change it.
+communication.  It starts as a copy of the weights after the first step; skipped steps do not change it.
 
 Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as an exponential average,
 torch.optim.swa_utils.
@@ -42,7 +42,7 @@ class WeightAverage:
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
-        No host sync, no collectives.
+        The first call copies the weights.  No host sync, no collectives.
         """
         if not self._has_started:
             self._has_started = True
@@ -69,7 +69,7 @@ class WeightAverage:
         """Replace the weights with their average inside the block, which must not modify them.
 
         The weights are copied to restore them afterwards.  This does not raise peak memory, since no gradients
-        exist at that time.
+        exist at that time.  No-op before the first step, and if evaluations do not use the average.
         """
         if not (self._has_started and self._is_evaluated):
             yield

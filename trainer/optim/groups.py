@@ -1,4 +1,4 @@
-"""Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the result as a table.
+"""Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the resulting groups.
 
 The defaults follow common practice.  Weight decay applies to all matrices except embedding tables, but not to vectors
 and biases.  Muon updates the hidden matrices and stacked experts; embeddings, the output projection, routers,
@@ -19,7 +19,7 @@ from torch import nn
 
 from trainer.config import OptimSection
 from trainer.errors import nearest, setting_error
-from trainer.model.head import is_score
+from trainer.model.head import is_score_name
 from trainer.model.mup import Growth
 from trainer.model.parameters import is_vector, tied_names
 from trainer.optim.muon import relative_update
@@ -49,8 +49,8 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
     growth: by name, how much larger each parameter is than in `optim.base_model` (see `find_growth`).  Learning rates
     are scaled for it, and weight decays inversely, so that their product, the relative decay per step, does not change.
 
-    Raises UserError for an entry of `optim.groups` that is malformed, matches no parameter, or gives Muon a parameter
-    that is not a matrix.
+    Raises UserError for an entry of `optim.groups` that is malformed or does not fit the model, for example because it
+    matches no parameter, and for `optim.muon.lr` with a zero `optim.lr`.
     """
     muon = matrices_for_muon(model)
     embeddings = _embeddings(model)
@@ -105,9 +105,9 @@ def _embeddings(model: nn.Module) -> set[int]:
 def matrices_for_muon(model: nn.Module) -> set[int]:
     """Return the ids of the hidden matrices and stacked experts of a model.
 
-    Embedding tables, convolutions, parameters whose matrices have a single row or column, the output projection and
-    routers are excluded.  The output projection has a row for each entry of the largest embedding table, and is
-    outside the numbered layers.  A router has a row for each expert stacked next to it.
+    Embedding tables, convolutions, parameters whose matrices have a single row or column, output projections, score
+    heads and routers are excluded.  An output projection is a matrix outside the numbered layers with as many rows as
+    an embedding table has.  A router has as many rows as there are experts stacked next to it.
     """
     embeddings = _embeddings(model)
     tables = [m.weight.shape[0] for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
@@ -124,7 +124,7 @@ def matrices_for_muon(model: nn.Module) -> set[int]:
         is_router = parameter.ndim == 2 and any(
             stack.startswith(f"{parent}.") and experts == parameter.shape[0] for stack, experts in stacks
         )
-        if not (is_output or is_router or is_score(name)):
+        if not (is_output or is_router or is_score_name(name)):
             matrix_ids.add(id(parameter))
     return matrix_ids
 

@@ -4,7 +4,7 @@ Muon replaces a matrix's momentum with (nearly) the closest orthogonal matrix.  
 rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates
 the momentum of the local parts and sends them to the owners, which orthogonalize the matrices and send the results back
 to all ranks that hold a part.  Each way takes one all-to-all per bucket of matrices, and one bucket is sent while
-another is computed.  No matrix product is split between ranks, so Muon's result does not depend on the mesh.  NorMuon
+another is computed.  No matmul is split between ranks, so Muon's result does not depend on the mesh.  NorMuon
 also sums squared norms over ranks, so its results on two meshes may differ in the last bits.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
@@ -28,10 +28,10 @@ from torch.distributed.tensor import DTensor
 
 from trainer.errors import setting_error
 from trainer.model.parameters import division_of, local, mesh_of
-from trainer.model.placement import Box, Division
+from trainer.model.placement import Division
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
-"""Jordan's polynomial, applied five times, which maps singular values to between 0.7 and 1.2."""
+"""Jordan's polynomial, which is applied five times; it maps singular values to between 0.7 and 1.2."""
 POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -41,7 +41,7 @@ POLAR = (
 )
 """The polynomials of Polar Express, optimal for singular values between 1e-3 and 1."""
 _POLAR_MARGIN = 1.01
-"""The polar polynomials expect singular values of at most 1; rounding in bfloat16 may exceed that slightly."""
+"""Keeps singular values at or below 1, as the polar polynomials expect, despite rounding in bfloat16."""
 COEFFICIENTS = {
     "jordan": JORDAN,
     "polar": tuple((a / _POLAR_MARGIN, b / _POLAR_MARGIN**3, c / _POLAR_MARGIN**5) for a, b, c in POLAR),
@@ -190,7 +190,7 @@ def assign_owners(
 
 
 def bucket_matrices(matrices: Sequence[Matrix], capacity: float) -> list[list[int]]:
-    """Return the indices of the matrices in each bucket of at most `capacity` elements, or a single matrix.
+    """Return the indices of the matrices in each bucket: at most `capacity` elements, or a single larger matrix.
 
     The costliest matrices come first.  Matrices of the same shape are adjacent, since they are computed as one batch.
     """
@@ -208,8 +208,10 @@ def bucket_matrices(matrices: Sequence[Matrix], capacity: float) -> list[list[in
 class Ownership:
     """The part of each parameter that a rank of a mesh holds, and the owner of each matrix.  Pure arithmetic.
 
-    shapes, divisions, matrices: of all parameters.  bucket_numel: maximum number of elements that a rank receives in
-    both messages of a bucket, unless a single matrix exceeds it.
+    shapes, divisions: those of each parameter.
+    matrices: the matrices of all parameters.
+    bucket_numel: maximum number of elements that a rank receives in both messages of a bucket, unless a single matrix
+        exceeds it.
     """
 
     def __init__(
@@ -223,7 +225,7 @@ class Ownership:
     ) -> None:
         self.replicate, self.shard = replicate, shard
         self._boxes = [
-            [_as_stack(division.box(shape, s)) for s in range(shard)]
+            [((0, 1), *division.box(shape, s))[-3:] for s in range(shard)]  # a single matrix counts as a stack
             for shape, division in zip(shapes, divisions, strict=True)
         ]
         owners = assign_owners(matrices, self._local_numel, replicate, shard)
@@ -280,11 +282,6 @@ class Ownership:
         )
 
 
-def _as_stack(box: Box) -> tuple[tuple[int, int], ...]:
-    """Return the box in a matrix as a box in a stack of matrices."""
-    return box if len(box) == 3 else ((0, 1), *box)
-
-
 @dataclass(frozen=True)
 class BucketCosts:
     """The costs of updating one bucket, for one rank.  Sizes are numbers of elements."""
@@ -332,7 +329,13 @@ class _Mesh:
         self.replicate = mesh.size() // self.shard
         order = ranks.flatten().tolist()
         self.replica_rank = order.index(dist.get_rank()) // self.shard
-        self.group = mesh.get_group(0) if mesh.ndim == 1 else _group_of(order)
+        if mesh.ndim == 1:
+            self.group = mesh.get_group(0)
+        elif sorted(order) == list(range(dist.get_world_size())):
+            self.group = dist.group.WORLD
+        else:
+            raise ValueError("muon: the mesh of a parameter must contain all ranks")
+        assert self.group is not None
         self.position = [dist.get_group_rank(self.group, rank) for rank in order]
 
     @property
@@ -360,14 +363,6 @@ def _division_of(parameter: torch.Tensor) -> Division:
         rule = f"a parameter of shape {tuple(parameter.shape)} is sharded in an unknown way"
         raise setting_error("optim.name", "muon", rule, "adamw")
     return division
-
-
-def _group_of(ranks: Sequence[int]) -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    if sorted(ranks) != list(range(dist.get_world_size())):
-        raise ValueError("muon: the mesh of a parameter must contain all ranks")
-    return world
 
 
 class _Bucket:
@@ -435,10 +430,12 @@ class Muon(torch.optim.Optimizer):
     squares of the rows, sharded like them.  As with torch's fused optimizers, nothing changes if the attribute
     `found_inf`, a scalar tensor, is 1, and gradients are divided by the attribute `grad_scale`.
 
-    blocks: the rows of each block of fused parameters, by the parameter's id.  dtype: of messages and iterations.
+    blocks: the rows of each block of fused parameters, by the parameter's id.
+    dtype: the dtype of messages and iterations.
     bucket_bytes: maximum size that a rank receives in both messages of a bucket, unless a single matrix exceeds it.
-    Collectives in a step: two all-to-alls per bucket; for NorMuon also an all-reduce of one number per matrix.
-    Raises UserError for a parameter that is divided in an unknown way, or for NorMuon along its columns.
+    Collectives in a step: two all-to-alls per bucket; for NorMuon also one all-reduce of a number per matrix.
+    The parameters of NorMuon must not be divided along their columns.
+    Raises UserError for a parameter that is divided in an unknown way.
     """
 
     supports_found_inf = True
@@ -539,8 +536,8 @@ class _Step:
     def run(self) -> None:
         """Update all parameters.
 
-        Three buckets are in flight: one is being sent to the owners, one is being computed, and the results of another
-        are being sent back.  All ranks start the collectives in this order.
+        Up to three buckets are in flight: one is being sent to the owners, one is being computed, and the results of
+        another are being sent back.  All ranks start the collectives in this order.
         """
         buckets = self._layout.buckets
         gathering: dict[int, _Message] = {}
@@ -665,8 +662,11 @@ class _Step:
 class _Message:
     """An all-to-all in flight.
 
-    sent_sizes, received_sizes: number of elements for and from each peer, in the caller's order of peers.  positions:
-    the peers' ranks in `group`.  Without a group, the received tensor is the sent one.
+    sent_sizes: number of elements for each peer, in the caller's order of peers.
+    received_sizes: number of elements from each peer, in the same order.
+    positions: the peers' ranks in `group`.
+
+    Without a group, the received tensor is the sent one.
     """
 
     def __init__(

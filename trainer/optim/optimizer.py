@@ -1,8 +1,8 @@
 """Optimizers and learning-rate schedules.
 
-An `Optimizer` is a list of torch optimizers that step together; for example, Muon handles only matrices, and AdamW the
-rest.  A schedule is a stateless, pure function of the step, so that changes to the schedule or the number of steps take
-effect as configured.
+An `Optimizer` wraps torch optimizers that step together; for example, Muon updates only matrices, and AdamW the rest.
+The scheduled learning rate is a pure function of the step, so that a resumed run can change the schedule or the number
+of steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StepListener(Protocol):
     """A callback that runs after every optimizer step."""
 
     def after_step(self, is_finite: torch.Tensor | None) -> None:
-        """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not wait for the device."""
+        """Handle a step, which was skipped if the scalar `is_finite` is false.  Must not block on the device."""
 
 
 class Optimizer:
@@ -74,10 +74,10 @@ class Optimizer:
     def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
         """Update the parameters with their gradients times the scalar `scale`, which is the same on all ranks.
 
-        This may scale the gradients in place.  Nothing changes if the scalar `is_finite`, the same on all ranks, is
-        false.  AdamW and Muon check it on the device, and on a GPU they also apply `scale`, since they read the
-        gradients anyway; elsewhere gradients are multiplied first.  With any other optimizer, or with offloaded
-        parameters, checking `is_finite` needs a host sync.
+        This may scale the gradients in place.  If the scalar `is_finite`, the same on all ranks, is false, weights and
+        states do not change.  AdamW and Muon check it on the device, and on a GPU they also apply `scale`, since they
+        read the gradients anyway; elsewhere gradients are multiplied first.  With any other optimizer, or with
+        offloaded parameters, checking `is_finite` needs a host sync.
         """
         for part in self.parts:
             checks_on_device = getattr(part, "supports_found_inf", False)
@@ -179,7 +179,9 @@ def build_optimizer(
 ) -> Optimizer:
     """Build the configured optimizer for the trainable parameters of `model` (DTensors or plain tensors).
 
-    seed: for stochastic rounding.  blocks: see `Recipe.blocks`.  growth: see `assign`.
+    seed: the seed of stochastic rounding.
+    blocks: see `Recipe.blocks`.
+    growth: see `assign`.
 
     Raises UserError if there is nothing to train, or if `optim.groups` does not fit the model.
     """
@@ -226,8 +228,8 @@ def optimizer_state_sizes(model: nn.Module, config: OptimSection) -> dict[int, t
     return sizes
 
 
-AVERAGE_SIZE = 4
-"""Bytes per element of the weight average."""
+EMA_ELEMENT_SIZE = 4
+"""Bytes per element of the average of the weights (EMA)."""
 
 
 def training_bytes(model: nn.Module, config: OptimSection, has_average: bool = False) -> tuple[int, int, int]:
@@ -239,7 +241,8 @@ def training_bytes(model: nn.Module, config: OptimSection, has_average: bool = F
         num_moments, moment_size = moments.get(id(parameter), (0, 0))
         weights += numel * size
         gradients += numel * size * parameter.requires_grad
-        persistent += int(numel * (num_moments * moment_size + AVERAGE_SIZE * parameter.requires_grad * has_average))
+        average_size = EMA_ELEMENT_SIZE * (parameter.requires_grad and has_average)
+        persistent += int(numel * (num_moments * moment_size + average_size))
     return weights, gradients, persistent
 
 
@@ -303,7 +306,10 @@ def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
 
 
 class Schedule:
-    """The learning rate of every step: linear warmup, then the named shape down to `min_lr_ratio` of the peak."""
+    """The learning rate of every step: a linear warmup, then the named shape, with `min_lr_ratio` of the peak as floor.
+
+    The shape `range` has neither a warmup nor a floor.
+    """
 
     def __init__(self, config: RunConfig) -> None:
         self.peak = config.optim.lr

@@ -18,7 +18,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from typing import NamedTuple, get_args
 
-from trainer.optim.optimizer import AVERAGE_SIZE
+from trainer.optim.optimizer import EMA_ELEMENT_SIZE
 from trainer.plan.kernels import Work
 from trainer.plan.step import Axis, Kind, Layout, Operation, Step, Watcher
 from trainer.plan.trace import Segment, Trace
@@ -136,7 +136,7 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     shards = [(p, layout.shard_numel(p)) for p in parameters]
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
-    average_size = AVERAGE_SIZE * layout.has_average
+    average_size = EMA_ELEMENT_SIZE * layout.has_average
     kinds["optimizer"] = sum(
         int(numel * (p.num_moments * p.moment_size + average_size * p.is_trained)) for p, numel in shards
     )
@@ -414,7 +414,7 @@ def time_of(trace: Trace, layout: Layout, num_micro_batches: int, rates: Rates) 
     average_s_per_byte = layout.has_average / rates.memory
     optimizer_s = sum(
         2 * numel * p.element_size / rates.memory
-        + numel * (p.element_size + 2 * AVERAGE_SIZE) * average_s_per_byte
+        + numel * (p.element_size + 2 * EMA_ELEMENT_SIZE) * average_s_per_byte
         + numel * (3 * p.element_size + 2 * p.num_moments * p.moment_size) / rates.optimizer
         for p, numel in shards
     )

@@ -19,7 +19,7 @@ from trainer.errors import UserError, print_stderr, redact
 from trainer.metrics.console import readable_bytes
 from trainer.metrics.step_metrics import peak_memory_gib, resident_gib
 from trainer.model.parameters import local
-from trainer.optim.optimizer import AVERAGE_SIZE, Optimizer, training_bytes
+from trainer.optim.optimizer import EMA_ELEMENT_SIZE, Optimizer, training_bytes
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, teacher_of
 from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_auto
@@ -132,7 +132,7 @@ class Forecast:
         if any(states):  # a resumed run has loaded them
             tensor_bytes += optimizer_bytes
         elif self._config.train.ema > 0:
-            tensor_bytes += AVERAGE_SIZE * sum(local(p).numel() for p in model.parameters() if p.requires_grad)
+            tensor_bytes += EMA_ELEMENT_SIZE * sum(local(p).numel() for p in model.parameters() if p.requires_grad)
         self._process_gib = max(0.0, resident_gib() - tensor_bytes / GIB)
         self._min_gib = peak_memory_gib(self._world.device)
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, register_flop_formula, sdpa_backward_flop, sdpa_flop
 
 from trainer.distributed.world import EXPERT
-from trainer.experts import GROUPED_PRODUCT
+from trainer.experts import TORCH_GROUPED_MM
 from trainer.loss import use_gpu_chunks
 from trainer.sequence import attention
 
@@ -60,7 +60,7 @@ COLLECTIVES: Mapping[Any, Literal["all_gather", "reduce_scatter", "all_to_all"]]
 _GROUPED_PRODUCTS = {
     torch.ops.meshtrainer.grouped_mm,
     torch.ops.meshtrainer.grouped_outer,
-    GROUPED_PRODUCT.overloadpacket,
+    TORCH_GROUPED_MM.overloadpacket,
 }
 
 _WITHOUT_KERNEL = {  # operators that launch nothing
@@ -80,8 +80,8 @@ def _grouped_flop(first: Sequence[int], second: Sequence[int], *others: Any, **o
     return 2 * num_groups * first[-2] * first[-1] * second[-1]
 
 
-if GROUPED_PRODUCT.overloadpacket not in flop_registry:
-    register_flop_formula(GROUPED_PRODUCT.overloadpacket)(_grouped_flop)
+if TORCH_GROUPED_MM.overloadpacket not in flop_registry:
+    register_flop_formula(TORCH_GROUPED_MM.overloadpacket)(_grouped_flop)
 
 
 def work_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> Work:

@@ -19,7 +19,7 @@ from trainer.config.teacher import teacher_config
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.placement import divide, num_dims_to_divide
 from trainer.model.shard import is_unsharded, resolve_resharding
-from trainer.optim.optimizer import AVERAGE_SIZE
+from trainer.optim.optimizer import EMA_ELEMENT_SIZE
 from trainer.plan.estimates import (
     Collective,
     Memory,
@@ -164,7 +164,7 @@ class Plan:
         config = self.config
         has_stored_base = config.lora.rank > 0 and (config.train.init_from or config.model_path) is not None
         parameters = [p for unit in self.trace.units for p in unit.parameters if p.is_trained or not has_stored_base]
-        average_size = AVERAGE_SIZE * (config.train.ema > 0)
+        average_size = EMA_ELEMENT_SIZE * (config.train.ema > 0)
         return sum(
             int(p.numel * (p.element_size + p.num_moments * p.moment_size + average_size * p.is_trained))
             for p in parameters

@@ -1,7 +1,7 @@
 """Draws the charts of a report as one PNG image, with matplotlib, which is imported only when charts are drawn.
 
-A long series is reduced to about one column per pixel, and drawn as a line through the columns' means, with a band from
-minimum to maximum.
+A long series is reduced to about one column for every two pixels.  It is drawn as a line through the columns' means,
+with a band from minimum to maximum.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.history import Column, RecordedRun
 
 NUM_COLUMNS = 400
-"""Number of columns in a chart, about one per pixel.  A series of up to twice this many values is not reduced."""
+"""Maximum number of columns to which a long series is reduced.  A series of up to twice as many values is unchanged."""
 
 COLORS = {
     "ink": "#1b1f24",
@@ -36,8 +36,8 @@ COLORS = {
     "olive": "#8c8a00",
     "black": "#3d4650",
 }
-"""Colors by name, the same as in the page's style sheet.  Most hues are from the colorblind-safe palette of Okabe and
-Ito (https://jfly.uni-koeln.de/color/)."""
+"""Colors by name, the same as in the light theme of the page's style sheet.  Most hues are from the colorblind-safe
+palette of Okabe and Ito (https://jfly.uni-koeln.de/color/)."""
 RUN_COLORS = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
 """Colors of the compared runs, in order."""
 PART_STYLES = {
@@ -55,7 +55,7 @@ PART_STYLES = {
 
 @dataclass(frozen=True)
 class Columns:
-    """A series reduced to columns: the mean x of each, and the mean, minimum and maximum of its values."""
+    """A series reduced to columns: for each column, its mean x and the mean, minimum and maximum of its values."""
 
     x: Column
     mean: Column
@@ -64,7 +64,7 @@ class Columns:
 
     @property
     def has_band(self) -> bool:
-        """Whether each column summarizes several values, so that a band shows their range."""
+        """Whether the series was reduced, so that a band shows the range of the values in each column."""
         return self.low is not self.high
 
 

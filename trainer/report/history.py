@@ -1,4 +1,4 @@
-"""Reads the history of a run (attempts, metrics, current state) from its folder, and prepares series for the HTML page.
+"""Reads a run's attempts, metrics and current state from its folder, and prepares its series for the HTML page.
 
 No file is assumed to be complete: the run may be in progress, or may have been killed while it was writing a line.
 """
@@ -29,6 +29,7 @@ Column = NDArray[np.float64]
 _PERFORMANCE = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
 TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE, "time")
 EVAL_COLUMNS = ("step", "loss", "bits_per_byte", "time")
+"""The fields of `train` and `eval` records that are columns of every run's tables."""
 _STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 
@@ -290,7 +291,7 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
 
 
 def _nearest_run(folder: Path) -> Path | None:
-    """Return the run folder with the most similar name, for an error message to suggest, or None."""
+    """Return the run folder with the most similar name, to suggest in an error message; None if there is none."""
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     parents = (folder, folder.parent, Path("runs"))

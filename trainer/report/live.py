@@ -48,7 +48,7 @@ def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 class PageCache:
-    """Generates the page of the given runs, and caches it for `REFRESH_S` seconds or until a run has new data."""
+    """Generates the page of the given runs, and caches it until a run has new data, for at most `REFRESH_S` seconds."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)
@@ -65,7 +65,10 @@ class PageCache:
         return self._page
 
     def file(self, path: str) -> Path | None:
-        """Return the profile file for the path of a request; None if there is no such file, or several runs."""
+        """Return the profile file that a request's path names.
+
+        Returns None if there is no such file, or if the page shows several runs.
+        """
         parts = path.strip("/").split("/")
         if len(self._folders) != 1 or len(parts) != 2 or parts[0] != "profile":
             return None

@@ -1,6 +1,7 @@
 """Generates the report page, a single self-contained HTML file.
 
-All text from a run (its name, reason, configuration) is passed through `html.escape`.
+All text from a run, such as its name, reason and configuration, is escaped: by `html.escape` in the HTML, and by
+`page_data` in the data for the page's script.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -34,7 +35,7 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
     """Return the page of one run.
 
     page_folder: the folder of the page, to which links are relative; None for a page without links.
-    is_served: whether to link only to traces, because a browser on another machine cannot open a checkpoint folder.
+    is_served: whether to link to traces only, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
     parts = [
@@ -169,7 +170,15 @@ _CHARTS = """\
 
 def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> str:
     """Return a table of the settings that differ between the runs, other than their names and folders."""
-    settings = [dict(_flatten(run.settings)) for run in runs]
+    settings = [
+        {
+            f"{section}.{key}": value
+            for section, values in run.settings.items()
+            if isinstance(values, Mapping)
+            for key, value in values.items()
+        }
+        for run in runs
+    ]
     keys = dict.fromkeys(key for values in settings for key in values)
     differing = [
         key
@@ -195,13 +204,6 @@ def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> s
 _LONG_SETTING = 120
 """Settings longer than this many characters are truncated in a table, and expand when clicked.  A setting may hold a
 model's entire `config.json`."""
-
-
-def _flatten(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield (`section.key`, value) for each setting."""
-    for section, values in settings.items():
-        if isinstance(values, Mapping):
-            yield from ((f"{section}.{key}", value) for key, value in values.items())
 
 
 def _format_setting(values: Mapping[str, Any], key: str) -> str:
@@ -315,7 +317,7 @@ def _attempts_section(run: RecordedRun) -> str:
 
 
 def save_costs_of(run: RecordedRun) -> dict[str, str]:
-    """Describe how saves and failures affect the run's goodput, given its history: texts by topic.
+    """Return texts by topic that describe how saves and failures affect the run's goodput, given its history.
 
     Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
     nodes.

@@ -24,15 +24,16 @@ class WidthCurves:
     """The model field that was varied."""
     widths: Sequence[int]
     at_init: Mapping[str, Sequence[float]]
+    """The activations at initialization: one number per width, by layer."""
     after_steps: Mapping[str, Sequence[float]]
-    """Mean absolute activations at initialization and after the training steps: one number per width, by layer."""
+    """The activations after the training steps, in the same form."""
 
     @property
     def layers(self) -> list[str]:
         return list(self.after_steps)
 
     def exponent(self, layer: str) -> float:
-        """Return the exponent of the power of the width with which a layer's activations grow, after the steps."""
+        """Return the p for which a layer's activations, after the steps, grow like width ** p."""
         return float(np.polyfit(np.log(self.widths), np.log(self.after_steps[layer]), 1)[0])
 
 
@@ -63,7 +64,7 @@ def write_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> 
 
 
 def draw_widths(curves: Sequence[WidthCurves], steps: int) -> bytes:
-    """Return a PNG with one row per parametrization: at initialization, and after the steps."""
+    """Return a PNG with two charts per parametrization: the activations at initialization, and after the steps."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 

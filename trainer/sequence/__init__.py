@@ -68,11 +68,14 @@ def attend(
 ) -> torch.Tensor:
     """Return the output of causal attention within each document, of shape (B, N, T, H).
 
-    Query heads may share key and value heads.  Values may be narrower than keys; the output is as wide as the values.
-    dropout: the fraction of attention weights to drop.  window: the maximum number of tokens that a token attends to,
-    including itself.  scale: the factor of the scores; by default 1 / sqrt(H).  sinks_N: for each query head, the score
-    of an additional key without a value, so that attention weights sum to less than 1 (OpenAI 2025, "gpt-oss-120b &
-    gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
+    Query heads may share key and value heads.  The head size of values may be smaller than that of keys; the output has
+    that of the values.
+
+    dropout: the fraction of attention weights to drop.
+    window: the maximum number of tokens that a token attends to, including itself.
+    scale: the factor of the scores; by default 1 / sqrt(H).
+    sinks_N: for each query head, the score of an additional key without a value, so that attention weights sum to less
+        than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
 
     Without documents, attention is plain causal attention.  With them, on a GPU in half precision and without dropout,
     one kernel processes all documents, with no host sync if the batch has `cu_seqlens`.  On a CPU, a loop over the

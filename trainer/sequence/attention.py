@@ -1,9 +1,9 @@
 """Causal attention: on one rank that holds all keys and values, and under context parallelism, where each rank holds a
 slice of the sequence.
 
-Shape suffixes: B batch, T tokens of a full sequence, t of a slice, S of a piece, Q queries, N query heads,
-K key and value heads, H head size, M tokens of all rows, C slices, W window.  The head size of values may differ from
-that of keys; the output has that of the values.
+Shape suffixes: B batch, T tokens of a full sequence, t tokens of a slice, S tokens of a piece, L tokens of a document,
+M tokens of all rows, Q queries, N query heads, K key and value heads, n and k heads on one rank, H head size, C slices,
+W window.  The head size of values may differ from that of keys; the output has that of the values.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ KERNELS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Names of the attention kernels; the device determines which one runs.  Backward kernels add `_backward`."""
+"""Names of the attention kernels; the device determines which one runs.  A backward kernel's name adds `_backward`."""
 
 ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}

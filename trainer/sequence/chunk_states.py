@@ -1,11 +1,11 @@
 """The recurrent state of linear attention, passed from chunk to chunk of tokens by differentiable operators.
 
-Within a chunk, everything is computed with matrix products; a loop passes the state from chunk to chunk.  Each loop is
+Within a chunk, everything is computed with matmuls; a loop passes the state from chunk to chunk.  Each loop is
 one operator, so that autograd keeps only the states that it needs, and neither `torch.compile` nor the planner unrolls
 the thousands of iterations over a long sequence.
 
-A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may be narrower than states;
-they are then added to the last columns only.
+A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may have fewer columns
+than states; they are then added to the last columns only.
 
 Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
 """
@@ -137,7 +137,7 @@ def _input_gradients(
         decay_BNC, keys_BNCSH, seen_BNCSH, grad_states_BNCHX, grad_last_BNHX
     )
     width = writes_BNCSE.shape[-1]
-    # A product of vectors, since the elementwise product would take the memory of all states.
+    # A dot product, since the elementwise product would take the memory of all states.
     grad_decay_BNC = (grads_BNCHX.flatten(-2).unsqueeze(-2) @ states_BNCHX.flatten(-2).unsqueeze(-1))[..., 0, 0]
     new_BNCSX = F.pad(writes_BNCSE, (states_BNCHX.shape[-1] - width, 0)) - seen_BNCSH @ states_BNCHX
     grad_keys_BNCSH = new_BNCSX @ grads_BNCHX.mT
@@ -174,7 +174,7 @@ last_state.register_autograd(
 
 
 def _flops(decay: torch.Size, keys: torch.Size, seen: torch.Size, *others: Any, **options: Any) -> int:
-    """Return the FLOPs of a loop: two products of (S, H) and (H, X) per iteration."""
+    """Return the FLOPs of a loop: two matmuls of (S, H) and (H, X) per iteration."""
     return 4 * math.prod(keys) * others[-1][-1]
 
 

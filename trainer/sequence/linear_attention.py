@@ -1,13 +1,13 @@
 """The gated delta rule (linear attention with a matrix-valued state), and short causal convolutions.
 
-Masks separate the documents in a row, so that shapes do not depend on them.  Under context parallelism, each rank
-computes how its pieces of a sequence change the state.  This change is an affine map, so after one all-gather of the
-maps of all pieces, each rank can compute the initial states of its pieces.
+Masks separate the documents of each row, so that shapes do not depend on the documents.  Under context parallelism,
+each rank computes how its pieces of a sequence change the state.  This change is an affine map, so after one all-gather
+of the maps of all pieces, each rank can compute the initial states of its pieces.
 
-Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the chunkwise products, Yang
+Sources: Yang, Kautz and Hatamizadeh 2024, "Gated Delta Networks", arXiv:2412.06464; for the chunkwise matmuls, Yang
 et al. 2024, "Parallelizing Linear Transformers with the Delta Rule over Sequence Length", arXiv:2406.06484.
 
-Shape suffixes: B rows, or pieces of rows, T tokens, D channels, W taps of a convolution, N heads, H key size, E value
+Shape suffixes: B rows or pieces of rows, T tokens, D channels, W taps of a convolution, N heads, H key size, E value
 size, C chunks of S tokens each, P pieces of a sequence.
 """
 
@@ -24,7 +24,7 @@ from trainer.sequence.chunk_states import chunk_states, last_state
 from trainer.sequence.row_layout import Cache, Documents, current_slices
 
 _CHUNK_TOKENS = 64
-"""Number of tokens to process at once with matrix products; the state is computed only between chunks."""
+"""Number of tokens to process at once with matmuls; the state is computed only between chunks."""
 
 
 def causal_convolution(

@@ -1,6 +1,7 @@
 """How the rows of a batch are laid out: slices under context parallelism, packed documents, and the generation cache.
 
-Shape suffixes: B batch, T time, Q queries, K key and value heads, H head size.
+Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (or documents as rows), L their length,
+K key and value heads, H head size, M tokens of all rows.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def current_slices() -> Slices | None:
 def slice_sequences(config: RunConfig, world: World) -> None:
     """From now on, treat the inputs of models as slices of sequences if `mesh.context` is above 1.
 
-    Creates the process group of the ranks that share sequences.  Collective.
+    In that case, create the process group of the ranks that share sequences, which is collective.
     """
     global _current_slices
     _current_slices = find_slices(config, world.rank)
@@ -224,13 +225,13 @@ class Cache(Documents):
     positions count from the first token after it.  Positions are limited to `max_tokens` - 1, since a finished sequence
     is fed more tokens until the whole batch has finished.
 
-    A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens`, and doubled when
-    full.  New keys and values are written in place, so earlier ones are copied only when the memory grows.
+    A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens` and the padding,
+    and doubled when full.  New keys and values are written in place; earlier ones are copied only when it grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:
-        """padding: number of padding tokens per row.  max_tokens: length of the longest sequence, without padding; 0 if
-        unknown.
+        """padding: the number of padding tokens of each row.
+        max_tokens: the length of the longest sequence, without padding; 0 if unknown.
         """
         self.num_tokens = 0
         """Number of tokens in finished calls, including padding."""

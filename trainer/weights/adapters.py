@@ -21,7 +21,7 @@ from trainer.config.pretrained import find_huggingface
 from trainer.errors import UserError
 from trainer.experts import ADAPTER_NAME
 from trainer.files import crc32
-from trainer.model.head import is_score
+from trainer.model.head import is_score_name
 from trainer.model.lora import name_without_adapters, parse_adapter, transposed_layers
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
@@ -199,7 +199,7 @@ class MergedSource:
         experts: Mapping[str, ExpertMatrix] | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
-        self._new_head = {name for name in adapters.shapes if is_score(name)}
+        self._new_head = {name for name in adapters.shapes if is_score_name(name)}
         self._base_weights, self._scaling, self._transposed = base, scaling, frozenset(transposed)
         self._packings = packings or {}
         self._layers = {f"{layer}.weight": layer for layer in adapted_layers(adapters.shapes)}
@@ -279,10 +279,10 @@ def export_adapter(
             layer, letter = part
             exported_name = f"base_model.model.{prefixes[layer]}.lora_{letter}.weight"
             tensors.append(ExportedTensor(name, exported_name, shape, dtype or source.dtypes[name]))
-        elif is_score(name):
+        elif is_score_name(name):
             head_name = f"base_model.model.{names.to_huggingface(name)}"
             tensors.append(ExportedTensor(name, head_name, shape, dtype or source.dtypes[name]))
-    has_head = any(is_score(tensor.name) for tensor in tensors)
+    has_head = any(is_score_name(tensor.name) for tensor in tensors)
     all_names = [names.to_huggingface(name) or name for name in model.state_dict(keep_vars=True)]
     alpha = int(lora.alpha) if lora.alpha == int(lora.alpha) else lora.alpha
     settings = {

@@ -24,7 +24,7 @@ from trainer.config.pretrained import CONFIG_JSON, INDEX, WEIGHTS, check_links, 
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
-from trainer.model.head import is_score
+from trainer.model.head import is_score_name
 from trainer.model.network import HuggingFaceNames, replace_head
 from trainer.recipe import Recipe, Stacked, Transposed
 from trainer.weights.sources import DTYPE_NAMES, WeightSource, find_weights, named_weights, row_blocks
@@ -290,7 +290,7 @@ def export(
     """
     path = Path(folder).expanduser()
     names = HuggingFaceNames(recipe, model_config)
-    heads = [shape for name, shape in source.shapes.items() if is_score(name)]
+    heads = [shape for name, shape in source.shapes.items() if is_score_name(name)]
     stored = recipe.stored_weights(model_config, source)
     if stored is not None:  # already with the exported names and shapes
         source, dtypes = stored, stored.dtypes
@@ -369,7 +369,7 @@ def _list_tensors(
     """Return the tensors to write, in the model's order.  Raises UserError if the source or the names do not fit."""
     with torch.device("meta"):
         model = recipe.build_model(model_config)
-        if heads := [shape for name, shape in source.shapes.items() if is_score(name)]:
+        if heads := [shape for name, shape in source.shapes.items() if is_score_name(name)]:
             replace_head(model, recipe, model_config, heads[0][0])
     shapes = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -31,7 +31,7 @@ from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
 from trainer.experts import ADAPTERS
-from trainer.model.head import is_score
+from trainer.model.head import is_score_name
 from trainer.model.lora import is_base_weight, name_without_adapters, transposed_layers, weights_to_pack
 from trainer.model.materialize import materialize
 from trainer.model.mup import scale_initial_weights
@@ -347,7 +347,7 @@ def open_base(stored: StoredWeights, recipe: Recipe, model_config: Any, path: st
         )
     source = open_weights(locate(base_path), recipe, model_config, "base")
     model = build_meta_model(recipe, model_config)
-    if heads := [shape for name, shape in stored.shapes.items() if is_score(name)]:
+    if heads := [shape for name, shape in stored.shapes.items() if is_score_name(name)]:
         replace_head(model, recipe, model_config, heads[0][0])
     names = find_weights(model, source, "base").values()
     checksum = combine_checksums([checksum_lines(source, names)])

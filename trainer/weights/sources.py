@@ -32,7 +32,7 @@ from trainer.config.pretrained import (
 )
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import read_json
-from trainer.model.head import is_score, replaced_output
+from trainer.model.head import is_score_name, replaced_output_name
 from trainer.model.lora import is_base_weight
 from trainer.model.network import HuggingFaceNames, MappedTensor
 from trainer.model.packed import find_packings
@@ -141,9 +141,9 @@ def find_weights(
             # A source may have equal copies of a tied weight.  If they differ, all but one would be lost.
             others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
             untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
-        elif name in parameters and not is_score(name):
+        elif name in parameters and not is_score_name(name):
             missing.append(f"missing there: {name} {model_weights[name]}")
-    dtypes, expected = source.dtypes, {*model_weights, replaced_output(model)}
+    dtypes, expected = source.dtypes, {*model_weights, replaced_output_name(model)}
     integers = [
         f"{stored}: {str(dtypes[stored]).removeprefix('torch.')} there, as in a quantized folder whose scales are "
         "missing; floating point here"

@@ -1,14 +1,14 @@
-"""A cache of remote shard files, in a folder shared by all processes of this machine.
+"""A cache of remote files (shards or text), in a folder shared by all processes of this machine.
 
     NAME          a complete file, whose size and checksum were verified when it was downloaded
-    .NAME.crc     the checksum of NAME, if its source provides none
+    .NAME.crc     the checksum of NAME as downloaded, if its source provides none
     .NAME.part    a file being downloaded; the process that downloads it holds a lock on it
     .lock         locked while files are evicted
 
-The name of a shard file ends in its size, so that a file being downloaded counts at its full size from the start.  If
-the cache is full, the token files needed furthest in the future are evicted; indices stay.
+The name of a shard file contains its size, so that a file being downloaded counts at its full size from the start.  If
+the cache is full, the token files needed furthest in the future are evicted.  Indices are never evicted.
 
-A process verifies the checksum of a file before it first reads it.  A corrupt file is downloaded again.
+Before a process first reads a file, it verifies the checksum.  A corrupt file is downloaded again.
 """
 
 from __future__ import annotations
@@ -40,13 +40,15 @@ _BLOCK = 1 << 20
 
 
 class CacheFull(Exception):
-    """The cache is full of shards that are needed sooner."""
+    """The cache is full of files that are needed at least as soon as the new one."""
 
 
 @dataclass(frozen=True)
 class RemoteFile:
     """A remote file.
 
+    name: the file's name in the cache.
+    size: in bytes.
     checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
     version: the file's version on the server (ETag, modification time) when it was looked up; None if it never was.
     """
@@ -66,17 +68,17 @@ class ShardCache:
         self._cached: dict[str, FileVersion] = {}
         self._fetching = threading.Lock()
         self.prefetchers: weakref.WeakSet[ShardPrefetcher] = weakref.WeakSet()
-        """The prefetchers, which know when each file is needed; this determines which files are evicted."""
+        """The prefetchers that use this cache.  They know when each file is needed, which decides what is evicted."""
 
     def read_into(self, buffer: NDArray[Any], file: RemoteFile, offset: int) -> int:
         """Fill `buffer` with bytes of a file, downloading the file if needed; see `DescriptorCache.read_into`.
 
-        Raises OSError, and ShardError if the file cannot be downloaded.
+        Raises ShardError or OSError as `fetch` does.
         """
         while True:
             try:
                 return SHARD_FILES.read_into(buffer, self._cached.get(file.name) or self.fetch(file), offset)
-            except FileNotFoundError:  # another process has just evicted it
+            except FileNotFoundError:  # another process has just evicted the file
                 self._cached.pop(file.name, None)
 
     def has(self, name: str) -> bool:
@@ -87,9 +89,11 @@ class ShardCache:
         """Return the cached version of a file, downloading it first if needed.
 
         num_steps: the number of steps until the file is needed.  Only files that are needed later are evicted to make
-            room; raises CacheFull if that is not enough.  Negative: the file is needed now.
+            room; raises CacheFull if that is not enough.  If negative, the file is needed now, and is downloaded even
+            if the cache is full.
 
-        Raises Unreachable if the file cannot be downloaded, and OSError if the cache folder cannot be used.
+        Raises ShardError if the file cannot be downloaded or has changed since it was looked up, and OSError if the
+        cache folder cannot be used.
         """
         path = self._folder / file.name
         with self._fetching:
@@ -98,7 +102,7 @@ class ShardCache:
                 checksum = file.checksum()
 
                 def check(path: Path) -> None:
-                    """Raise ValueError or OSError unless the file is intact."""
+                    """Raise ValueError or OSError unless the cached file is intact."""
                     expected = read_value(checksum_path(path)) if checksum is None else checksum
                     if _size_and_crc(path) != (file.size, expected):
                         raise ValueError("its size or checksum is wrong")
@@ -111,7 +115,7 @@ class ShardCache:
                     check(path)
                 except CORRUPTION_ERRORS:  # missing or corrupt: `build_entry` checks again, under a lock
                     partial = self._folder / f".{file.name}{_PART}"
-                    build_entry(path, build, check, partial=partial, damaged="is damaged; downloading it again")
+                    build_entry(path, build, check, partial=partial, complaint="is damaged; downloading it again")
             stat = os.stat(path)
             return self._cached.setdefault(file.name, (str(path), stat.st_ino, stat.st_ctime_ns))
 
@@ -127,7 +131,7 @@ class ShardCache:
             SHARD_FILES.forget(version)
 
     def _evict(self, size: int, num_steps: float) -> None:
-        """Evict the files needed furthest in the future until `size` more bytes fit.  Raises CacheFull."""
+        """Evict the files needed furthest in the future until `size` more bytes fit; see `fetch`."""
         if self._limit is None:
             return
         with locked(self._folder / ".lock", is_required=True):
@@ -147,7 +151,7 @@ class ShardCache:
                 self._forget(name)
 
     def _names(self) -> Sequence[str]:
-        """Return the names of the files that are cached or being downloaded; remove those left by dead processes."""
+        """Return the names of the files that are cached or being downloaded; remove partial files of dead processes."""
         names = []
         for entry in os.scandir(self._folder):
             if entry.name.endswith(_PART) and remove_unlocked(Path(entry.path)):
@@ -157,7 +161,7 @@ class ShardCache:
         return names
 
     def _least_urgent_first(self) -> list[tuple[str, float]]:
-        """Return the token files with the steps until each is needed: the least urgent first, then the oldest."""
+        """Return each token file with the steps until it is needed: the least urgent first, then the oldest."""
         files, prefetchers = [], list(self.prefetchers)
         for name in self._names():
             if name.endswith(".bin"):
@@ -168,14 +172,15 @@ class ShardCache:
 
 
 def _size_of(name: str) -> int:
-    """Return the size of a file, which is part of its name."""
+    """Return the size of a shard file, which is part of its name."""
     return int(name.removesuffix(_PART).rpartition("-")[2].partition(".")[0])
 
 
 def _download(file: RemoteFile, checksum: int | None, path: Path) -> None:
-    """Download a file and verify its checksum; if `checksum` is None, store the checksum next to the file.
+    """Download a file and verify its checksum.  If `checksum` is None, store the checksum in the cache instead.
 
-    Raises DamagedDownload if the size or checksum is wrong, FileChanged if the server has a different version.
+    Raises DamagedDownload if the size or checksum is wrong, FileChanged if the file has changed since it was looked up,
+    or any exception of `download`.
     """
     version = download(file.url, path, with_version=file.version is not None)
     has_versions = (version or "").strip() and (file.version or "").strip()  # not all servers report them

@@ -1,12 +1,12 @@
-"""Datasets on the Hugging Face Hub: finds the files that a name refers to, and fetches them.
+"""Datasets on the Hugging Face Hub: finds the files that an hf:// URL names, and fetches them.
 
     hf://datasets/org/name                                   the split `train` of the default configuration
     hf://datasets/org/name?config=en&split=validation        another configuration or split
     hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, selected by path, folder or glob
     hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
 
-Configurations and splits are those declared in the repository's README.md, otherwise those suggested by the names of
-its files, as in the `datasets` library: https://huggingface.co/docs/hub/datasets-data-files-configuration.
+Configurations and splits are those declared in the repository's README.md, or else those suggested by the names of its
+files, as in the `datasets` library: https://huggingface.co/docs/hub/datasets-data-files-configuration.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _SPLITS = {
     "validation": ("validation", "valid", "dev", "val"),
     "test": ("test", "testing", "eval", "evaluation"),
 }
-"""Words in file names that identify a split."""
+"""For each split, the words in a file's path that identify it."""
 
 
 @dataclass(frozen=True)
 class HubData:
-    """The files that the name of a dataset refers to.
+    """The files that the URL of a dataset names.
 
     repository: the repository, at one commit.
     files: their entries in the repository, in order.
@@ -58,7 +58,10 @@ class HubData:
         return [str(self.repository.folder / file.path) for file in self.files]
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the files that hold documents; their checksums identify them."""
+        """Return the files that hold documents, identified by their checksums.
+
+        key: the setting that names them, for messages.
+        """
         inputs = []
         for file, path in zip(self.files, self.paths(), strict=True):
             kind, compression = kind_of(file.path) or ("tokens", "")
@@ -67,15 +70,15 @@ class HubData:
         return inputs
 
     def names(self) -> list[hub.HubName]:
-        """Return the names of the files."""
+        """Return the name of each file on the Hub."""
         return [replace(self.repository.name, path=file.path, options="") for file in self.files]
 
     def settings(self, data: DataSection) -> DataSection:
-        """Return the data settings, with the column that the name of the dataset specifies."""
+        """Return the data settings, with `data.text_key` replaced by the column that the URL specifies, if any."""
         return data if self.column is None else replace(data, text_key=self.column)
 
     def fetch(self) -> None:
-        """Fetch the files that are missing, one after another.  Raises UserError."""
+        """Download the files that are missing.  Raises UserError; see `hub.Repository.fetch`."""
         self.repository.fetch(self.files)
 
 
@@ -108,12 +111,12 @@ def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     return replace(config, data=replace(config.data, **pinned))
 
 
-def find_data(setting: str, key: str) -> HubData:
-    """Return the files that the name of a dataset refers to.  Fetches only the list of files, and README.md.
+def find_data(url: str, key: str) -> HubData:
+    """Return the files that the URL of a dataset names.  Downloads at most the list of files and README.md.
 
     Raises UserError that names the setting `key` if there are none.
     """
-    name = _parse(setting, key)
+    name = _parse(url, key)
     options = dict(urllib.parse.parse_qsl(name.options, keep_blank_values=True))
     repository = hub.open_repository(name, key)
     if name.path:
@@ -124,32 +127,37 @@ def find_data(setting: str, key: str) -> HubData:
         ]
         if unused := [option for option in ("config", "split") if option in options]:
             rule = f"names files by their path, so {' and '.join(unused)} mean nothing"
-            raise setting_error(key, setting, rule, fix="leave out one of the two")
+            raise setting_error(key, url, rule, fix="leave out one of the two")
     else:
-        chosen = _files_of_split(repository, options.get("config"), options.get("split", "train"), setting, key)
+        chosen = _files_of_split(repository, options.get("config"), options.get("split", "train"), url, key)
     usable = [file for file in chosen if _is_data(file.path)]
     if not usable:
         paths = ", ".join(file.path for file in (chosen or repository.files)[:8])
         rule = f"names no file that ends in {SUPPORTED_SUFFIXES}; there are {paths or 'none'}"
-        raise setting_error(key, setting, rule, fix=f"name a path in it: hf://datasets/{name.repo}/PATH")
+        raise setting_error(key, url, rule, fix=f"name a path in it: hf://datasets/{name.repo}/PATH")
     return HubData(repository, usable, options.get("column"))
 
 
-def _parse(setting: str, key: str) -> hub.HubName:
-    name = hub.parse_name(setting)
+def _parse(url: str, key: str) -> hub.HubName:
+    name = hub.parse_name(url)
     if name is None or name.kind != "dataset":
         rule = "is not a data set of the Hugging Face Hub"
-        raise setting_error(key, setting, rule, example="hf://datasets/roneneldan/TinyStories")
+        raise setting_error(key, url, rule, example="hf://datasets/roneneldan/TinyStories")
     for option in urllib.parse.parse_qs(name.options, keep_blank_values=True):
         if option not in _OPTIONS:
-            raise setting_error(key, setting, f"has no option {option}; there are {', '.join(_OPTIONS)}")
+            raise setting_error(key, url, f"has no option {option}; there are {', '.join(_OPTIONS)}")
     return name
 
 
 def _files_of_split(
-    repository: hub.Repository, config: str | None, split: str, setting: str, key: str
+    repository: hub.Repository, config: str | None, split: str, url: str, key: str
 ) -> list[hub.HubFile]:
-    """Return the files of one split, according to README.md or the names of the files."""
+    """Return the files of one split, according to README.md or the paths of the files.
+
+    config: the configuration; None for the default one.
+
+    Raises UserError if there is no such configuration or split.
+    """
     declared = _declared_configs(repository)
     if declared:
         names = [str(declaration.get("config_name", "default")) for declaration in declared]
@@ -161,12 +169,12 @@ def _files_of_split(
             rule = f"has the configurations {', '.join(names)}" + (
                 f", not {config}" if config else "; name one of them"
             )
-            raise setting_error(key, setting, rule, example=_with_option(setting, "config", names[0]))
+            raise setting_error(key, url, rule, example=_with_option(url, "config", names[0]))
         patterns = _split_patterns(declared[names.index(chosen)])
         if patterns is not None:
             if split not in patterns:
                 rule = f"has the splits {', '.join(patterns)}, not {split}"
-                raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(patterns))))
+                raise setting_error(key, url, rule, example=_with_option(url, "split", next(iter(patterns))))
             return [file for pattern in patterns[split] for file in repository.files if _matches(file.path, pattern)]
         config = None
     files = [file for file in repository.files if _is_data(file.path)]
@@ -175,7 +183,7 @@ def _files_of_split(
         if not files_in_config:
             folders = sorted({file.path.split("/")[0] for file in files if "/" in file.path})
             rule = f"has no configuration {config}" + (f"; its folders are {', '.join(folders)}" if folders else "")
-            raise setting_error(key, setting, rule)
+            raise setting_error(key, url, rule)
         files = files_in_config
     by_split = {name: [file for file in files if _has_word(file.path, words)] for name, words in _SPLITS.items()}
     existing = {name: split_files for name, split_files in by_split.items() if split_files}
@@ -183,11 +191,12 @@ def _files_of_split(
         existing = {"train": files}
     if split not in existing:
         rule = f"has the splits {', '.join(existing)}, not {split}"
-        raise setting_error(key, setting, rule, example=_with_option(setting, "split", next(iter(existing))))
+        raise setting_error(key, url, rule, example=_with_option(url, "split", next(iter(existing))))
     return existing[split]
 
 
 _NOT_DATA = ("README.md", "LICENSE.txt", "dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
+"""Names of files that hold no documents, in spite of their suffix."""
 
 
 def _is_data(path: str) -> bool:
@@ -208,7 +217,7 @@ def _matches(path: str, pattern: str) -> bool:
 
 
 def _declared_configs(repository: hub.Repository) -> list[Mapping[str, Any]]:
-    """Return the configurations that README.md declares, possibly none."""
+    """Return the configurations that README.md declares.  There may be none."""
     readme = next((file for file in repository.files if file.path == "README.md"), None)
     if readme is None:
         return []
@@ -225,7 +234,7 @@ def _declared_configs(repository: hub.Repository) -> list[Mapping[str, Any]]:
 
 
 def _split_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the patterns of each split of a declared configuration, or None if they depend on file names."""
+    """Return the patterns for the files of each split of a declared configuration, or None if it names no files."""
     files = config.get("data_files")
     folder = str(config.get("data_dir", "")).strip("/")
     if files is None:
@@ -242,7 +251,7 @@ def _split_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
     return patterns
 
 
-def _with_option(setting: str, option: str, value: str) -> str:
-    location, _, query = setting.partition("?")
+def _with_option(url: str, option: str, value: str) -> str:
+    location, _, query = url.partition("?")
     other_options = [(name, text) for name, text in urllib.parse.parse_qsl(query) if name != option]
     return f"{location}?{urllib.parse.urlencode([*other_options, (option, value)])}"

@@ -1,6 +1,6 @@
-"""Remote token shards: finds the shards at a URL, reads them through a cache, and prefetches upcoming ones.
+"""Finds the token shards at a URL, reads them through a cache, and prefetches the next ones that a run needs.
 
-A URL may point to one shard, to a manifest or to a folder, or be a glob.
+The URL may be that of a shard, a manifest or a folder, or a glob.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from trainer.data.cache import read_value, write_value
 from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
-from trainer.data.remote.transport import MANY_TRIES, Unreachable, find_urls, map_urls, read, read_range
+from trainer.data.remote.transport import MANY_TRIES, RemoteReadError, find_urls, map_urls, read_range, read_url
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardInfo, ShardManifest, ShardSet, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
@@ -35,25 +35,26 @@ class NoShardsFound(Exception):
     """There are no token shards at a URL."""
 
 
-def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardSet:
-    """Return the shards at a URL.  Each is downloaded into the cache when it is first read.
+def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | None) -> ShardSet:
+    """Return the shards at a URL.  Each is downloaded into the cache when it is first read or prefetched.
 
-    setting, key: the URL, and the configuration key whose value it is.
+    url: the URL of a shard, a manifest or a folder, or a glob.
+    key: the configuration key whose value it is, for messages.
 
-    Raises NoShardsFound if there are none, ShardError if they are unusable, and UserError if the cache is unusable or
-    too small.
+    Raises NoShardsFound if there are none.  Raises ShardError if they cannot be reached or used.  Raises UserError if
+    the URL is that of a shard's metadata, or if the cache is not writable or too small.
     """
     cache_settings = CacheSettings(
-        find_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
+        make_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
     )
-    url_path, query = split_query(setting)
-    url = url_path.rstrip("/") + query
+    path, query = split_query(url)
+    url = path.rstrip("/") + query
     content = None
-    if url_path.endswith(".json"):
-        content = _read_manifest(setting, url, key)
-    elif not url_path.endswith(".bin") and not has_pattern(url):
-        with contextlib.suppress(Unreachable):  # missing, or unreadable: list the folder
-            content = read(join(url, MANIFEST))
+    if path.endswith(".json"):
+        content = _read_manifest(url, key)
+    elif not path.endswith(".bin") and not has_pattern(url):
+        with contextlib.suppress(RemoteReadError):  # missing, or unreadable: list the folder
+            content = read_url(join(url, MANIFEST))
             url = join(url, MANIFEST)
     shards = (
         _shards_in_manifest(url, content, cache_settings)
@@ -65,12 +66,12 @@ def open_remote(setting: str, key: str, cache_dir: str | None, cache_gib: float 
     return shards
 
 
-def _read_manifest(setting: str, url: str, key: str) -> bytes:
-    content = read(url)
+def _read_manifest(url: str, key: str) -> bytes:
+    content = read_url(url)
     with contextlib.suppress(ShardError):
         parse_info(content, url)
         token_file = with_suffix(url, ".json", ".bin")
-        raise setting_error(key, setting, "is the metadata of a token shard; give its .bin file", meant=token_file)
+        raise setting_error(key, url, "is the metadata of a token shard; give its .bin file", meant=token_file)
     return content
 
 
@@ -97,7 +98,7 @@ def _shards_in_folder(url: str, cache_settings: CacheSettings) -> ShardSet:
     urls = [url] if is_single else [match for match in find_urls(url) if split_query(match)[0].endswith(".bin")]
     if not urls:
         raise NoShardsFound
-    metadata = map_urls(read, [with_suffix(url, ".bin", ".json") for url in urls])
+    metadata = map_urls(read_url, [with_suffix(url, ".bin", ".json") for url in urls])
     shards: list[Shard] = [
         RemoteShard(url, parse_info(content, url), cache_settings, hashlib.blake2b(content, digest_size=12).hexdigest())
         for url, content in zip(urls, metadata, strict=True)
@@ -108,7 +109,7 @@ def _shards_in_folder(url: str, cache_settings: CacheSettings) -> ShardSet:
 
 
 def _cached_content(shards: Sequence[Shard], metadata: bytes, cache_settings: CacheSettings) -> str:
-    """Return the `sample_content` of shards, from the cache if it was computed before for the same metadata."""
+    """Return the `sample_content` of shards; from the cache, if it has been computed for the same metadata before."""
     digest = hashlib.blake2b(metadata, digest_size=12)
     digest.update("\n".join(shard.name for shard in shards).encode())
     path = cache_settings.folder.with_name(f"content-{digest.hexdigest()}")
@@ -120,8 +121,8 @@ def _cached_content(shards: Sequence[Shard], metadata: bytes, cache_settings: Ca
     return content
 
 
-def find_cache_subfolder(cache_dir: str | None, name: str) -> Path:
-    """Return the cache's subfolder `name`, for downloads.
+def make_cache_subfolder(cache_dir: str | None, name: str) -> Path:
+    """Create the subfolder `name` of the cache, for downloads, and return it.
 
     Raises UserError if no cache folder is writable.
     """
@@ -152,7 +153,11 @@ def _check_capacity(shards: Sequence[Shard], cache_gib: float) -> None:
 
 @dataclass(frozen=True)
 class CacheSettings:
-    """The cache folder, and the maximum number of bytes in it."""
+    """The settings of a cache of shards.
+
+    folder: the folder of the cache, shared by all processes of this machine.
+    limit: the maximum number of bytes in it; None for no limit.
+    """
 
     folder: Path
     limit: int | None
@@ -171,9 +176,10 @@ _CACHES: dict[tuple[CacheSettings, int], ShardCache] = {}
 
 
 class RemoteShard(Shard):
-    """The shard at a URL, with the metadata `info`.  Nothing is downloaded until it is read.
+    """The shard at a URL, with the metadata `info`.  Nothing is downloaded until the shard is read or prefetched.
 
-    version: a string that changes with the manifest or metadata that lists the shard, so that no stale file is used.
+    version: a string that changes with the file that describes the shard (the manifest or the metadata), so that no
+        stale file in the cache is used.
     """
 
     is_remote = True
@@ -193,7 +199,7 @@ class RemoteShard(Shard):
         return self._remote_file(".idx", (self.info.num_documents + 1) * 8, slice(8, 16))
 
     def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return a few tokens.  Only these are downloaded, if the server supports range requests."""
+        """Return a few tokens.  If the server supports range requests, only these are downloaded."""
         if not self.cache_settings.cache.has(self.tokens.name):
             size = self.dtype.itemsize
             content = read_range(self._url, start * size, (start + count) * size)
@@ -221,7 +227,7 @@ class RemoteShard(Shard):
     def _metadata(self) -> ShardInfo:
         """The content of the shard's metadata file.  Raises ShardError if it differs from `info`."""
         url = with_suffix(self._url, ".bin", ".json")
-        metadata = parse_info(read(url, MANY_TRIES), without_credentials(url))
+        metadata = parse_info(read_url(url, MANY_TRIES), without_credentials(url))
         if replace(metadata, checksum="") != replace(self.info, checksum=""):
             raise ShardError(f"{self.name} has changed: its metadata does not match the manifest")
         return metadata
@@ -235,9 +241,10 @@ _NUM_SAMPLES_AHEAD = 4096
 """Number of samples to look ahead, rounded up to complete steps."""
 
 _RETRY_DELAY_S = 1.0
-"""Seconds until the next attempt if the cache is full: by then, other processes may have evicted files."""
+"""Maximum seconds until the next attempt if nothing is missing or an attempt has failed.  If the cache was full, other
+processes may have evicted files by then."""
 
-Samples: TypeAlias = "NDArray[np.int64]"
+SampleIndices: TypeAlias = "NDArray[np.int64]"
 
 
 @dataclass(frozen=True)
@@ -255,8 +262,8 @@ class _Step:
 class ShardPrefetcher:
     """Prefetches the token files of upcoming steps in a thread, which runs while `follow` is being iterated over.
 
-    shards: the source's shards; only remote ones are downloaded.
-    find_shards: maps samples to the positions of their remote shards, in order.
+    shards: the source's shards, all of them remote.
+    shards_of: returns the positions in `shards` of the shards that contain given samples, in the order of the samples.
     steps: the samples of each step, over all ranks.
     rank_slice: this rank's slice of a step's samples.
     """
@@ -264,12 +271,12 @@ class ShardPrefetcher:
     def __init__(
         self,
         shards: Sequence[Shard],
-        find_shards: Callable[[Samples], list[int]],
-        steps: Iterator[Samples],
+        shards_of: Callable[[SampleIndices], list[int]],
+        steps: Iterator[SampleIndices],
         rank_slice: slice,
     ) -> None:
         remote_shards = [shard for shard in shards if isinstance(shard, RemoteShard)]
-        self._files, self._find_shards = [shard.tokens for shard in remote_shards], find_shards
+        self._files, self._shards_of = [shard.tokens for shard in remote_shards], shards_of
         self._cache, self._steps, self._rank_slice = remote_shards[0].cache_settings.cache, steps, rank_slice
         self._steps_ahead: deque[_Step] = deque()
         self._steps_until: dict[str, int] = {}
@@ -283,7 +290,7 @@ class ShardPrefetcher:
         """Return the number of steps until a file is needed, or infinity if that is not known."""
         return self._steps_until.get(name, math.inf)
 
-    def follow(self, indices: Iterator[Samples]) -> Iterator[Samples]:
+    def follow(self, indices: Iterator[SampleIndices]) -> Iterator[SampleIndices]:
         """Yield the samples of each micro-batch in `indices` unchanged, prefetching files in the background."""
         threading.Thread(target=self._fetch, name="fetch", daemon=True).start()
         try:
@@ -307,8 +314,8 @@ class ShardPrefetcher:
     def _look_ahead(self) -> None:
         size = 0
         for samples in self._steps:
-            files = [self._files[number] for number in self._find_shards(samples[self._rank_slice])]
-            names = frozenset(self._files[number].name for number in self._find_shards(np.unique(samples)))
+            files = [self._files[number] for number in self._shards_of(samples[self._rank_slice])]
+            names = frozenset(self._files[number].name for number in self._shards_of(np.unique(samples)))
             self._steps_ahead.append(_Step(names, list({file.name: file for file in files}.values())))
             size = len(samples)
             if len(self._steps_ahead) * size >= _NUM_SAMPLES_AHEAD:
@@ -330,7 +337,7 @@ class ShardPrefetcher:
             self._cache.close_evicted()
 
     def _fetch_next(self) -> bool:
-        """Download the first missing file; return whether there was one."""
+        """Download the first missing file that this rank needs; return whether there was one."""
         with self._changed:
             steps = list(self._steps_ahead)
         for num_steps, step in enumerate(steps):

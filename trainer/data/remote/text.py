@@ -11,8 +11,8 @@ from pathlib import Path
 from trainer.data.cache import read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
-from trainer.data.remote.shards import find_cache_subfolder
-from trainer.data.remote.transport import Unreachable, find_urls, look_up, map_urls, unusable_url
+from trainer.data.remote.shards import make_cache_subfolder
+from trainer.data.remote.transport import RemoteReadError, find_urls, look_up, map_urls, unusable_url_error
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import local_path
@@ -21,18 +21,24 @@ from trainer.stopping import stop_if_asked
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
 _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
-"""Suffixes of files that may be web pages."""
+"""Suffixes of files that are expected to contain HTML or XML; in other files, a web page is an error."""
 
 
 @dataclass(frozen=True)
 class RemoteText:
-    """Text files at URLs, and the folder to download them to, which all processes of this machine share."""
+    """Text files at URLs.
+
+    folder: the folder to download them to, shared by all processes of this machine.
+    """
 
     items: Sequence[RemoteFile]
     folder: Path
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the local files, which may not exist yet.  Their names change with the content at their URLs."""
+        """Return the local files, which may not exist yet.  Their names change with the content at their URLs.
+
+        key: the setting that names the files, for messages.
+        """
         inputs = []
         for item in self.items:
             if (kind_and_compression := kind_of(item.name)) is not None:
@@ -41,20 +47,24 @@ class RemoteText:
         return inputs
 
     def fetch(self) -> None:
-        """Download the files that are missing or corrupt.  Raises Unreachable; OSError if the folder is unusable."""
+        """Download the files that are missing or corrupt.
+
+        Raises RemoteReadError if a file cannot be downloaded or is a web page, FileChanged if a file has changed since
+        it was looked up, and OSError if the folder cannot be used.
+        """
         cache = ShardCache(self.folder, None)
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)
-            files = "a file" if len(missing) == 1 else f"{len(missing)} files"
-            print_stderr(f"downloading {files} of text, {size / 1e6:,.1f} MB, to {self.folder}")
+            files = "a text file" if len(missing) == 1 else f"{len(missing)} text files"
+            print_stderr(f"downloading {files}, {size / 1e6:,.1f} MB, to {self.folder}")
         for item in self.items:  # includes cached files, to verify them
             stop_if_asked()
             cache.fetch(item)
             self._reject_web_page(item)
 
     def _reject_web_page(self, item: RemoteFile) -> None:
-        """Remove a file and raise Unreachable if it turns out to be a web page, such as a login or error page."""
+        """Remove a file and raise RemoteReadError if it is unexpectedly a web page, such as a login or error page."""
         path = self.folder / item.name
         with open(path, "rb") as file:
             start = file.read(1024).lstrip(b"\xef\xbb\xbf \t\r\n").lower()
@@ -64,13 +74,14 @@ class RemoteText:
             path.unlink(missing_ok=True)
             checksum_path(path).unlink(missing_ok=True)
             rule = "is a web page (HTML), unlike its name; does the server require a login?"
-            raise Unreachable(f"{masked(item.url)} {rule}")
+            raise RemoteReadError(f"{masked(item.url)} {rule}")
 
     @contextmanager
     def kept_until_built(self) -> Iterator[None]:
         """Keep the files during a block, and remove them afterwards, unless another process needs them.
 
-        In the message of a UserError, the local paths of files are replaced by their URLs.
+        In the message of a UserError, the local paths of files are replaced by their URLs.  After any other error, the
+        files stay for the next start.
         """
         names = " ".join(item.name for item in self.items)
         lock = self.folder / f".{hashlib.blake2b(names.encode(), digest_size=12).hexdigest()}.lock"
@@ -86,39 +97,44 @@ class RemoteText:
                 for item, path in zip(self.items, local_paths, strict=True):
                     text = text.replace(str(path), masked(item.url))
                 raise UserError(text) from error
-            finally:  # after other errors the files stay, for the next start
+            finally:
                 if file_lock.make_exclusive():
                     for path in (*files, *map(checksum_path, files)):
                         path.unlink(missing_ok=True)
 
 
 def is_text(url: str) -> bool:
-    """Return whether a URL, which may be a glob, names text files, judging by its suffix."""
+    """Return whether a URL, which may be a glob, names text files, judging by its suffix.
+
+    An uncompressed .json file does not count, since it may be a manifest.
+    """
     kind = kind_of(split_query(url)[0])
     may_be_manifest = kind == ("records", "") and not split_query(url)[0].lower().endswith((".csv", ".tsv"))
     return kind is not None and kind[0] != "tokens" and not may_be_manifest
 
 
-def find_text(setting: str, cache_dir: str | None) -> RemoteText:
-    """Return the text files that a URL, which may be a glob or a folder, names; possibly none.
+def find_text(url: str, cache_dir: str | None) -> RemoteText:
+    """Return the text files that a URL names, which may be a glob or a folder.  There may be none.
 
     If the server cannot be reached, prints a message and returns the files of the last look-up with the same cache,
-    since their tokens may be cached.  Raises ShardError if there was no look-up, and UserError if there is no folder to
-    download them to.
+    since their tokens may be cached.
+
+    Raises RemoteReadError if the files can neither be looked up nor taken from an earlier look-up, and UserError if no
+    cache folder is writable.
     """
-    folder = find_cache_subfolder(cache_dir, "text")
-    digest = hashlib.blake2b(without_credentials(setting).encode(), digest_size=12).hexdigest()
+    folder = make_cache_subfolder(cache_dir, "text")
+    digest = hashlib.blake2b(without_credentials(url).encode(), digest_size=12).hexdigest()
     listing_path = folder.with_name(f"listed-{digest}.json")
     try:
-        is_single = is_text(setting) and not has_pattern(setting)
-        urls = [setting] if is_single else [url for url in find_urls(setting) if is_text(url)]
+        is_single = is_text(url) and not has_pattern(url)
+        urls = [url] if is_single else list(filter(is_text, find_urls(url)))
         looked_up = zip(urls, map_urls(look_up, urls), strict=True)
-        items = [_remote_file(url, size, version) for url, (size, version) in looked_up]
-    except Unreachable as error:
+        items = [_remote_file(file_url, size, version) for file_url, (size, version) in looked_up]
+    except RemoteReadError as error:
         listing = read_value(listing_path) or [] if error.is_unavailable else []
         if not listing:
             raise
-        items = [_remote_file(with_credentials_of(url, setting), size, version) for url, size, version in listing]
+        items = [_remote_file(with_credentials_of(file_url, url), size, version) for file_url, size, version in listing]
         print_stderr(f"{error}; assuming that it has not changed since the last check")
     else:
         listing = [[without_credentials(item.url), item.size, item.version] for item in items]
@@ -129,43 +145,44 @@ def find_text(setting: str, cache_dir: str | None) -> RemoteText:
 
 
 @contextmanager
-def text_files(settings: Sequence[str], key: str) -> Iterator[tuple[list[InputFile], Callable[[], None]]]:
+def text_files(locations: Sequence[str], key: str) -> Iterator[tuple[list[InputFile], Callable[[], None]]]:
     """Find the text files that paths, folders, globs and URLs name, without duplicates.
 
     Yields the files, and a function that downloads the remote ones.  After the block, downloaded files are removed,
-    unless another process needs them.  Finding and downloading raise UserError that names the setting `key`.
+    unless another process needs them.  Finding and downloading files may raise a UserError that names the setting
+    `key`.
     """
     with ExitStack() as stack:
         inputs: list[InputFile] = []
         remote_texts: dict[str, RemoteText] = {}
-        for setting in settings:
-            if local_path(setting) is not None:
-                inputs += find_inputs([setting.removeprefix("file://")], key)
+        for location in locations:
+            if local_path(location) is not None:
+                inputs += find_inputs([location.removeprefix("file://")], key)
                 continue
-            with _as_user_error(key, setting):
-                text = remote_texts[setting] = find_text(setting, None)
+            with _as_user_error(key, location):
+                text = remote_texts[location] = find_text(location, None)
             if not text.items:
                 raise setting_error(
-                    key, setting, "there is no text", fix=f"give files that end in {SUPPORTED_SUFFIXES}"
+                    key, location, "there is no text", fix=f"give files that end in {SUPPORTED_SUFFIXES}"
                 )
             inputs += text.inputs(key)
             stack.enter_context(text.kept_until_built())
 
         def fetch() -> None:
-            for setting, text in remote_texts.items():
-                with _as_user_error(key, setting):
+            for url, text in remote_texts.items():
+                with _as_user_error(key, url):
                     text.fetch()
 
         yield list({file.path: file for file in inputs}.values()), fetch
 
 
 @contextmanager
-def _as_user_error(key: str, setting: str) -> Iterator[None]:
-    """Context manager that turns a ShardError into a UserError that names the setting."""
+def _as_user_error(key: str, url: str) -> Iterator[None]:
+    """Context manager that turns a ShardError into a UserError for the setting `key`, whose value is `url`."""
     try:
         yield
     except ShardError as error:
-        raise unusable_url(key, setting, error) from error
+        raise unusable_url_error(key, url, error) from error
 
 
 def _remote_file(url: str, size: int, version: str) -> RemoteFile:

@@ -1,6 +1,6 @@
-"""Downloads files: over HTTP with the standard library, from all other URLs with fsspec.
+"""Downloads files: over HTTP with the standard library, and from all other URLs with fsspec.
 
-Failed attempts are reported, and repeated after increasing pauses unless retrying is pointless, as for a missing file.
+`with_retries` repeats failed attempts after increasing pauses, unless retrying is pointless, as for a missing file.
 """
 
 from __future__ import annotations
@@ -46,23 +46,32 @@ MIN_BYTES_PER_S = 1 << 10
 MAX_PAUSE_S = 60.0
 """Maximum pause between attempts in seconds; pauses start at one second and double."""
 
-FEW_TRIES, MANY_TRIES = 3, 12
-"""Number of attempts: few while the data are opened, when the URL may be wrong; many during a run (about 6 minutes)."""
+FEW_TRIES = 3
+"""Number of attempts while the data are opened, when the URL may be wrong."""
+
+MANY_TRIES = 12
+"""Number of attempts during a run; the pauses between them take about 6 minutes."""
 
 _NUM_THREADS = 16
-"""Number of files that are looked up at the same time."""
+"""Maximum number of URLs that are read at the same time."""
 
 _BLOCK = 1 << 20
+"""Maximum number of bytes to read at once."""
+
 _RETRY_STATUSES = (408, 425, 429)
+"""HTTP statuses from 400 to 499 after which retrying may help."""
+
 _LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EISDIR)
+"""Errors of the local file system, which retrying does not mend."""
 
 Result = TypeVar("Result")
 
 
-class Unreachable(ShardError):
-    """A remote file cannot be read.
+class RemoteReadError(ShardError):
+    """A remote file cannot be read, or is not what its name says.
 
-    is_missing: whether it does not exist.  is_unavailable: whether its server or the network is down.
+    is_missing: whether the file does not exist.
+    is_unavailable: whether its server or the network seems to be down, so that a later attempt may succeed.
     """
 
     def __init__(self, message: str, is_missing: bool = False, is_unavailable: bool = False) -> None:
@@ -74,44 +83,57 @@ class FileChanged(ShardError):
     """A remote file has changed since it was looked up."""
 
 
-def unusable_url(key: str, url: str, error: ShardError) -> UserError:
+def unusable_url_error(key: str, url: str, error: ShardError) -> UserError:
     """Return the UserError for a setting whose URL cannot be used."""
     fix = "start again" if isinstance(error, FileChanged) else ""
-    if isinstance(error, Unreachable):
+    if isinstance(error, RemoteReadError):
         fix = "check the URL" if error.is_missing else "check the URL, and whether this machine can reach it"
     return setting_error(key, url, str(error).removeprefix(f"{masked(url)} "), fix=fix)
 
 
 class SlowServer(OSError):
-    """A server sends data too slowly."""
+    """The server sends data too slowly."""
 
 
 class DamagedDownload(OSError):
     """A download is incomplete or damaged."""
 
 
-def read(url: str, tries: int = FEW_TRIES) -> bytes:
-    """Return the content of a small file.  Raises Unreachable."""
+def read_url(url: str, tries: int = FEW_TRIES) -> bytes:
+    """Return the content of a small file.  Raises RemoteReadError."""
     return with_retries(url, tries, lambda: b"".join(_read_blocks(url)))
 
 
-def read_range(url: str, start: int, stop: int, tries: int = FEW_TRIES) -> bytes | None:
-    """Return bytes `start` to `stop` of a file; None if its server sends only complete files.  Raises Unreachable."""
-    return with_retries(url, tries, lambda: _read_range(url, start, stop))
+def read_range(url: str, start: int, stop: int) -> bytes | None:
+    """Return bytes `start` to `stop` (exclusive) of a file, or None if its server sends only complete files.
 
-
-def look_up(url: str, tries: int = FEW_TRIES) -> tuple[int, str]:
-    """Return the size of a file and its version, a string that changes with its content, or "" if the server has none.
-
-    Raises Unreachable.
+    Raises RemoteReadError.
     """
-    return with_retries(url, tries, lambda: _size_and_version(url))
+
+    def read() -> bytes | None:
+        if not is_http(url):
+            system, name = open_filesystem(url)
+            return bytes(system.cat_file(name, start=start, end=stop))
+        with _open_url(url, Range=f"bytes={start}-{stop - 1}") as response:
+            return b"".join(_body_blocks(response)) if response.status == 206 else None
+
+    return with_retries(url, FEW_TRIES, read)
+
+
+def look_up(url: str) -> tuple[int, str]:
+    """Return the size of a file, and its version: a string that changes with the content, or "" if none is known.
+
+    Raises RemoteReadError.
+    """
+    return with_retries(url, FEW_TRIES, lambda: _size_and_version(url))
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
-    """Download a file to `path` in a single attempt.  Raises any exception of the file system or the connection.
+    """Download a file to `path` in a single attempt, and return its version as `look_up` does, or None.
 
-    with_version: whether to return the version of the downloaded content, as `look_up` does.
+    with_version: whether to return the version of the downloaded content.
+
+    Raises any exception of the file system or the connection.
     """
     if not is_http(url):
         system, name = open_filesystem(url)
@@ -127,9 +149,9 @@ def download(url: str, path: Path, with_version: bool = False) -> str | None:
 
 
 def find_urls(url: str) -> list[str]:
-    """Return the sorted URLs of the files that a glob or a folder names.
+    """Return the sorted URLs of the files that a glob matches or a folder contains.
 
-    On a web server, these are the links on the folder's page.  Raises Unreachable.
+    On a web server, these are taken from the links on the folder's page.  Raises RemoteReadError.
     """
     return sorted(with_retries(url, FEW_TRIES, lambda: _list_urls(url)))
 
@@ -140,7 +162,7 @@ def _version_of(response: http.client.HTTPResponse) -> str:
 
 
 _SAFE_CHARACTERS = string.punctuation
-"""Characters of a URL that are not percent-encoded, unlike spaces and non-ASCII letters."""
+"""Characters of a URL, besides ASCII letters and digits, that are not percent-encoded."""
 
 _VERSION_KEYS = (
     "ETag",
@@ -153,10 +175,10 @@ _VERSION_KEYS = (
     "updated",
     "created",
 )
-"""Metadata keys with values that change with a file's content, most reliable first.
+"""Keys of a file's metadata whose values change with the content, most reliable first.
 
-A file system provides some of them.  Only the first of these is compared: listings and single files report times in
-different formats.
+Each file system provides some of them.  Only the first of these is used, since a listing and a query for a single file
+report times in different formats.
 """
 
 
@@ -186,10 +208,11 @@ def _list_urls(url: str) -> list[str]:
 
 
 def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
-    """Call `attempt` until it succeeds, at most `tries` times, or `FEW_TRIES` times if the server is too slow.
+    """Call `attempt` until it succeeds, and return its result.
 
-    Raises Unreachable with the last error.  An OSError about a full disk is raised unchanged, since the URL is not its
-    cause.
+    At most `tries` attempts are made, but only FEW_TRIES if the server is too slow, and no further one if retrying is
+    pointless.  Raises RemoteReadError with the reason of the last failure.  A ShardError, and an OSError about a full
+    disk, are raised unchanged.
     """
     for num_retries in range(tries - 1, -1, -1):
         stop_if_asked()
@@ -206,7 +229,7 @@ def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
                 message = redact(f"{masked(url)} cannot be read ({_reason(error)})")
                 is_404 = isinstance(error, urllib.error.HTTPError) and error.code == 404
                 is_missing = is_404 or isinstance(error, FileNotFoundError)
-                raise Unreachable(message, is_missing, is_unavailable=not _is_final(error)) from error
+                raise RemoteReadError(message, is_missing, is_unavailable=not _is_final(error)) from error
             pause = min(MAX_PAUSE_S, 2.0 ** (tries - 1 - num_retries))
             tries_left = f"{num_retries} more {'try' if num_retries == 1 else 'tries'}"
             print_stderr(f"{masked(url)}: {_reason(error)}; trying again ({tries_left})")
@@ -265,6 +288,7 @@ def _is_final(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
+    """Return a short reason for an error, for messages."""
     if isinstance(error, ImportError):
         return f"{error}: pip install 'meshtrainer[remote]'"
     cause = error.reason if isinstance(error, urllib.error.URLError) else error
@@ -286,14 +310,6 @@ def _read_blocks(url: str) -> Iterator[bytes]:
         yield from _body_blocks(response)
 
 
-def _read_range(url: str, start: int, stop: int) -> bytes | None:
-    if not is_http(url):
-        system, name = open_filesystem(url)
-        return bytes(system.cat_file(name, start=start, end=stop))
-    with _open_url(url, Range=f"bytes={start}-{stop - 1}") as response:
-        return b"".join(_body_blocks(response)) if response.status == 206 else None
-
-
 @contextmanager
 def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
     import urllib.request  # slow to import (ssl): only when needed
@@ -303,7 +319,7 @@ def _open_url(url: str, **headers: str) -> Iterator[http.client.HTTPResponse]:
         urllib.parse.quote(url_without_login, safe=_SAFE_CHARACTERS), headers={"Accept-Encoding": "identity", **headers}
     )
     for name, value in login.items():
-        request.add_unredirected_header(name, value)  # not sent to a server that this one redirects to
+        request.add_unredirected_header(name, value)  # not sent to the target of a redirect
     with urllib.request.urlopen(request, timeout=STALL_S) as response:
         yield response
 
