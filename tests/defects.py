@@ -916,8 +916,8 @@ DEFECTS: list[Defect] = [
         "damaged-left-there",
         "damage",
         "CheckpointReader.restore",
-        "self.world.agreed(lambda: self._quarantine(damaged, DAMAGED))",
-        "self.world.agreed(lambda: self._quarantine((), DAMAGED))",
+        "self.world.agreed(lambda: self._quarantine_damaged(damaged))",
+        "self.world.agreed(lambda: self._quarantine_damaged(()))",
     ),
     Defect(
         "begins-anew-without-a-word",
@@ -1141,7 +1141,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "lost-folder-not-followed",
         "lost-folders",
-        "Relocation.check",
+        "Relocation.move_if_lost",
         "self._checkpoints.move_to(storage)",
         "pass",
     ),

@@ -75,7 +75,7 @@ class Trainer:
 
         slice_sequences(self.config, self.world)
         self.mesh = self.build_mesh()
-        self.expert_mesh = self.world.expert_mesh_of(self.shape, self.config.expert)
+        self.expert_mesh = self.world.build_expert_mesh(self.shape, self.config.expert)
         self.units: list[ShardUnit] = []
         self.ties: list[list[str]] = []
         self.model = self.build_model()
@@ -107,7 +107,7 @@ class Trainer:
 
     def build_mesh(self) -> DeviceMesh:
         """Return the device mesh: axes (shard,), or (replicate, shard)."""
-        return self.world.mesh_of(self.shape)
+        return self.world.build_mesh(self.shape)
 
     def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
         """Return the sharded, initialized model of `config` (default: this run's).
@@ -368,8 +368,8 @@ class Trainer:
         if loaded_step is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.step_metrics.discard_pending_step()
-            self.saver.record_loaded(self.state, self.resume.is_same_run)
-            self.stop_criterion.after_load(self.resume.is_same_run)
+            self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
+            self.stop_criterion.after_load(self.resume.is_own_checkpoint)
             if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
                 store_tokenizer(self.model_files, self.config, self.world)
             self.lifecycle.restore()

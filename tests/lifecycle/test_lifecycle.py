@@ -98,7 +98,7 @@ class Run:
             quarantine_since=lambda step: None,
         )
         forecast = SimpleNamespace(result=dict, mismatches=list, explain=lambda error: None)
-        relocation = SimpleNamespace(has_moved=False, check=lambda: False)
+        relocation = SimpleNamespace(has_moved=False, move_if_lost=lambda: False)
         parts: Any = SimpleNamespace(
             config=config,
             world=self.world,

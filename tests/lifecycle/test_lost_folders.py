@@ -259,7 +259,7 @@ def relocate(base: Path, is_refused: bool) -> tuple[str, list[Path]]:
     metrics: Any = SimpleNamespace(move_to=lambda path: None)
     said = ""
     try:
-        assert Relocation(world, folder, checkpoints, metrics).check()
+        assert Relocation(world, folder, checkpoints, metrics).move_if_lost()
     except (TrainingFailed, PeerFailed) as error:
         said = str(error)
     folder.release()

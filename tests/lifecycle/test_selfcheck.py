@@ -77,7 +77,7 @@ class OnAnotherMesh(Trainer):
     """The model is sharded over all ranks, not over pairs of them."""
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        mesh, self.mesh = self.mesh, self.world.mesh_of(MeshShape(1, self.world.size))
+        mesh, self.mesh = self.mesh, self.world.build_mesh(MeshShape(1, self.world.size))
         model = super().build_model(config)
         self.mesh = mesh
         return model

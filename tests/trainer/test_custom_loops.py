@@ -76,7 +76,7 @@ def _no_group_is_left_open() -> Iterator[None]:
 
 class OwnMesh(Trainer):
     def build_mesh(self) -> Any:
-        self.own = self.world.mesh_of(MeshShape(1, self.world.size))
+        self.own = self.world.build_mesh(MeshShape(1, self.world.size))
         return self.own
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints: save, publish, find, load and prune.
+"""Saves, publishes, finds, loads and prunes checkpoints.
 
 A checkpoint is a folder such as `step_00000100` that is published atomically: it is complete or it does not exist.
 
@@ -6,7 +6,7 @@ A checkpoint is a folder such as `step_00000100` that is published atomically: i
     writer       performs one save: collects the state, plans, copies, writes, publishes and prunes
     reader       finds checkpoints, compares them with the state, restores one; reads weights by name
 
-They use these modules, lowest first:
+Those three use these modules, lowest first:
 
     storage      file systems and object stores, each with its own atomic publishing; files with checksums
     manifest     the names of checkpoints; the list of a checkpoint's files, used to verify them
@@ -16,8 +16,7 @@ They use these modules, lowest first:
     state_parts  the interface for a part of the state; splits a state dict into tensors and JSON, without pickle
 
 The first four of these do not import torch, so commands that only list checkpoints or plan a run start fast.  The
-package treats `TrainState` only as a collection of objects with `state_dict` and `load_state_dict`, and imports no
-model.
+package knows the parts of a `TrainState` only through the interface in `state_parts`, and no particular model.
 
 The command that lists and compares checkpoints, `python -m trainer.checkpoints`, is in `trainer/checkpoints.py`.
 """

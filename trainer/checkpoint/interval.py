@@ -16,13 +16,16 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 MAX_INTERVAL_S = 7200.0
-"""Upper limit of the interval, because checkpoints protect against more than node failures."""
+"""Upper limit of the Young/Daly interval, because checkpoints protect against more than node failures."""
 MIN_INTERVAL_S = 1.0
 """Lower limit of the interval, for saves that are too short to measure."""
 _SAVE_MARGIN = 1.2
-"""Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap."""
-_WRITE_BYTES_PER_S, _COPY_BYTES_PER_S = 0.2e9, 1e9
-"""Throughput assumed until a save has been timed: each rank's writes to storage, and the copy that pauses training."""
+"""Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap.  It takes
+precedence over `MAX_INTERVAL_S`."""
+_WRITE_BYTES_PER_S = 0.2e9
+"""Rate at which each rank writes to storage, assumed until a save has been timed."""
+_COPY_BYTES_PER_S = 1e9
+"""Rate of the copy that pauses training, assumed until a save has been timed."""
 _ASSUMED_RESTART_S = 180.0
 """Assumed time from detecting a failure to the first step after it."""
 
@@ -42,7 +45,7 @@ class Costs:
 
     @cached_property
     def best_interval_s(self) -> float:
-        """The interval between the starts of consecutive saves that maximizes goodput, within the limits above."""
+        """The interval between starts of consecutive saves that maximizes goodput by Daly's estimate, within limits."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
         every_s = self.mtbf_s + self.blocked_s  # if the pause is at least twice the mean time between failures
         if ratio < 1:
@@ -83,7 +86,9 @@ def costs_of(config: RunConfig, num_nodes: int, shard_bytes: float, history: Run
 
     The failure rate is the posterior mean of a gamma distribution: `checkpoint.node_mtbf_h` counts as one observed
     failure, so that a few early failures change the rate little, while many outweigh the setting.
-    shard_bytes: bytes that a rank writes in one save.  history: the run's measurements; None before the run starts.
+
+    shard_bytes: number of bytes that each rank writes in one save.
+    history: the run's measurements; None before the run starts.
     """
     history = history or RunHistory()
     rate = (history.num_failures + 1) / (history.node_seconds + 3600 * config.checkpoint.node_mtbf_h)

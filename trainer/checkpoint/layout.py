@@ -59,7 +59,7 @@ def from_runs(runs: Runs) -> IntArray:
 
 
 def value_at(runs: Runs, row: int) -> int:
-    """Return the value of a compressed column in one row.  Raises IndexError."""
+    """Return the value of a compressed column in one row.  Raises IndexError if there is no such row."""
     for first, step, count in zip(runs[::3], runs[1::3], runs[2::3], strict=True):
         if row < count:
             return first + step * row
@@ -75,7 +75,7 @@ def padded_rows(tuples: Sequence[Ints], width: int, padding: int) -> IntArray:
 
 @dataclass(frozen=True)
 class Boxes:
-    """A table of boxes from many tensors, one box per row, in the form that ranks send to each other.
+    """A table of boxes from many tensors, one box per row, in the form in which ranks send their boxes to rank 0.
 
     All boxes are padded to the largest number of dimensions: a missing dimension has offset 0 and size 1.
     """
@@ -402,7 +402,9 @@ def choose_writers(
     The writer of a box is one of the ranks that hold a copy of it, chosen to balance the load.  DCP's planner compares
     Python objects for this and takes some 16 seconds for a 70B model on 512 ranks, while all ranks wait.
 
-    boxes_by_rank: the boxes that each rank holds.  Raises ValueError unless they cover every tensor without overlap.
+    boxes_by_rank: the boxes that each rank holds.
+
+    Raises ValueError unless the distinct boxes cover every tensor without overlap.
     """
     boxes = Boxes.concatenate(boxes_by_rank)
     tensor_indices = boxes.tensor_indices(tensors)

@@ -2,14 +2,14 @@
 
 The files of a checkpoint:
 
-manifest.json               step, versions, mesh, size and CRC-32 of every other file, and its own SHA-256
-state.json                  small state other than tensors: counters, position in the data
+manifest.json               step, versions, mesh, size and CRC-32 of every other file, and the manifest's own SHA-256
+state.json                  state other than tensors that is the same on all ranks: counters, position in the data
 layout.json                 which bytes of which file hold which chunk of which tensor
 __0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
 __0_0.blocks.json ...       the block checksums of that file
 ranks/00000.safetensors     per-rank state, such as the states of random number generators
 config.yaml                 the configuration of the run that wrote the checkpoint
-.metadata                   for torch's own tools; never read here
+.metadata                   the layout in torch's own format, for torch's tools; never read here
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
 BLOCKS_SUFFIX = ".blocks.json"
-"""Suffix of the file with a data file's block checksums; it replaces `.distcp`."""
+"""Suffix of the file with a data file's block checksums, in place of the data file's `.distcp`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Manifest:
     step: int
     world_size: int
     mesh: Mapping[str, int]
+    """Size of each mesh axis, by name."""
     torch: str
     created: str
     """Time of writing, UTC, ISO 8601."""
@@ -59,12 +60,12 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Earlier steps whose saves were due but did not happen; this checkpoint replaces them."""
+        """Earlier steps at which a save was due but did not succeed, and which this checkpoint stands in for."""
         return tuple(self.extra.get("due", ()))
 
     @property
     def evaluation(self) -> Mapping[str, float]:
-        """Losses of the evaluation at this step, by field; empty if the step was not evaluated."""
+        """Losses and `metric` of the evaluation at this step, by field; empty if the step was not evaluated."""
         losses: Mapping[str, float] = self.extra.get("evaluation", {})
         return losses
 
@@ -131,9 +132,7 @@ def read_manifest(storage: Storage) -> Manifest:
         digest = content.pop("sha256")
         if digest != _digest(content):
             raise ValueError("its own checksum differs")
-    except FileNotFoundError:
-        raise
-    except (ValueError, KeyError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{storage}/{MANIFEST}: {error}") from error
     check_format(storage, content.get("format_version"))
     manifest, step_of_folder = Manifest(**content), parse_step(split_parent(str(storage))[1])
@@ -174,7 +173,7 @@ def is_data_file(name: str) -> bool:
 
 
 def read_file(storage: Storage, manifest: Manifest, name: str) -> bytes:
-    """Read and verify one of the small files.  Raises Damaged."""
+    """Read and verify one of the small files.  Raises Damaged if it is missing, unreadable or altered."""
     if name not in manifest.files:
         raise Damaged(f"{storage}/{name}: not listed in the manifest")
     size, crc = manifest.files[name]
@@ -190,10 +189,10 @@ def read_file(storage: Storage, manifest: Manifest, name: str) -> bytes:
 
 
 class StoredBlocks(Mapping[str, Blocks]):
-    """The block checksums of every data file, by its name, loaded on demand and verified.
+    """The block checksums of each data file, by the file's name, loaded on demand and verified.
 
     A rank reads only a few data files; if every rank loaded all checksums, 512 ranks would open a quarter of a million
-    files.  Lookups raise Damaged.
+    files.  A lookup raises Damaged if the checksums themselves are damaged.
     """
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
@@ -223,9 +222,9 @@ class StoredBlocks(Mapping[str, Blocks]):
 def find_damage(storage: Storage, manifest: Manifest, depth: str, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Return the problems in the files that `rank` checks, one line each; empty if there are none.
 
-    depth: `sizes` checks sizes only; `metadata` checks all bytes except those of tensors, which `read_tensors` verifies
-    as it reads them; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one checks
-    all.  `.metadata`, which is for torch's tools, is not checked, since nothing here depends on it.
+    depth: `sizes` checks sizes only; `metadata` checks all bytes except those of large tensors, which `read_tensors`
+    verifies as it reads them; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one
+    rank checks them all.  `.metadata`, which is for torch's tools, is not checked, since nothing here depends on it.
     """
     damage = []
     checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != TORCH_METADATA)

@@ -1,7 +1,8 @@
 """Finds checkpoints, compares one with the state to restore, and loads it; reads weights by name for other commands.
 
-The manifest, sizes and checksums are verified, in parallel across ranks.  A damaged checkpoint is reported, and the
-previous one is tried.  All ranks restore the same checkpoint.
+The manifest and the sizes of all files are verified, and so are the checksums unless `checkpoint.verify=sizes`.  The
+ranks share this work.  If a checkpoint is damaged, it is reported, and the one before it is tried.  All ranks restore
+the same checkpoint.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class RestoredCheckpoint:
-    """The checkpoint that was restored, and the newer ones that could not be."""
+    """The checkpoint that was restored, and the damaged ones that were tried before it."""
 
     path: str
     manifest: Manifest
@@ -88,9 +89,9 @@ class RestoredCheckpoint:
     damaged: Mapping[str, list[str]] = field(default_factory=dict)
     """The problems of each damaged checkpoint, by its name."""
     warnings: Sequence[str] = ()
-    """State that could not be restored exactly."""
+    """What the user should know about this checkpoint, such as state that could not be restored exactly."""
     changed: Sequence[str] = ()
-    """Permitted differences in settings."""
+    """Permitted differences in settings, one line each."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +100,20 @@ class RestoreRequest:
 
     state: TrainState
     compare: Callable[[str], tuple[list[str], list[str]]]
-    """Compares the current configuration with a checkpoint's, given as YAML.  Returns the differences that forbid
-    resuming and those that do not, one line each.  Has no side effects."""
+    """Compares the current configuration with a checkpoint's, given as YAML.  Returns two lists with one line per
+    difference: those that forbid resuming, and those that do not.  Has no side effects."""
     allowed: frozenset[str]
     """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
     verify_first: bool
-    """Verify every byte before anything is overwritten, so that a damaged checkpoint cannot spoil the current state."""
+    """Verify all checksums before anything is overwritten, so that a damaged checkpoint cannot spoil the current state.
+    No effect with `checkpoint.verify=sizes`."""
 
 
 class CheckpointReader:
     """Lists and restores existing checkpoints.  Methods are collective unless documented otherwise."""
 
     def __init__(self, storage: Storage, world: World, checksums: bool) -> None:
+        """storage: the folder of checkpoints.  checksums: whether to verify checksums, or only sizes."""
         self.storage, self.world, self._checksums = storage, world, checksums
 
     def steps(self) -> list[int]:
@@ -139,7 +142,7 @@ class CheckpointReader:
         """Restore a state from the newest good checkpoint; return None if the folder has no checkpoints.
 
         Damaged checkpoints are quarantined once a good one has been restored.  A checkpoint that was saved while steps
-        were skipped is used only if there is no other.
+        were skipped is used only if no other can be restored.
 
         Raises UserError if the configuration or the state is incompatible, TrainingFailed if no checkpoint is good.
         """
@@ -158,7 +161,7 @@ class CheckpointReader:
             if damage:
                 damaged[name] = damage
             if restored is not None:
-                self.world.agreed(lambda: self._quarantine(damaged, DAMAGED))
+                self.world.agreed(lambda: self._quarantine_damaged(damaged))
                 warnings = [*restored.warnings, *_warnings_about(postponed, restored.manifest.step)]
                 return dataclasses.replace(restored, damaged=damaged, warnings=warnings)
         if damaged:
@@ -172,7 +175,7 @@ class CheckpointReader:
     def load(self, storage: Storage, request: RestoreRequest) -> RestoredCheckpoint:
         """Restore a state from the checkpoint at `storage`, which may have been saved on another mesh.
 
-        Raises UserError if there is no checkpoint or it is incompatible, TrainingFailed if it is damaged.
+        Raises UserError if the checkpoint is incompatible, TrainingFailed if it is damaged or has no manifest.
         """
         manifest, problem = self._broadcast_manifest(storage)
         restored, damage = None, [problem]
@@ -183,12 +186,13 @@ class CheckpointReader:
             raise TrainingFailed(f"the checkpoint {storage} is damaged:\n{problems}")
         return restored
 
-    def _quarantine(self, names: Iterable[str], why: str) -> None:
+    def _quarantine_damaged(self, names: Iterable[str]) -> None:
         if self.world.is_main:
             for name in names:
-                self.storage.quarantine(name, why)
+                self.storage.quarantine(name, DAMAGED)
 
     def _candidate_names(self) -> list[str]:
+        """Return the names of the checkpoints to try, newest first, on rank 0; an empty list on the others."""
         if not self.world.is_main:
             return []
         self.storage.recover()
@@ -218,7 +222,7 @@ class CheckpointReader:
         left_out, warnings = self.world.agreed(
             lambda: check_compatible(storage, refused, state, stored, request.allowed)
         )
-        targets = self.world.agreed(lambda: find_targets(state, layout, left_out))
+        targets = self.world.agreed(lambda: prepare_targets(state, layout, left_out))
         _, damage = self._attempt(lambda: read_tensors(storage, layout, blocks, targets, check=self._checksums))
         if damage:
             return None, damage
@@ -235,7 +239,7 @@ class CheckpointReader:
         return RestoredCheckpoint(str(storage), manifest, stored.config_yaml, warnings=warnings, changed=changed), []
 
     def _attempt(self, work: Callable[[], Result]) -> tuple[Result | None, list[str]]:
-        """Return the result of `work` on this rank, and the damage that any rank found, one line each."""
+        """Return the result of `work` on this rank, and the damage found by any rank, one line each.  One gather."""
         result, damage = None, ""
         try:
             result = work()
@@ -292,7 +296,8 @@ def _raise_if_damaged(storage: Storage, manifest: Manifest, depth: str, world: W
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
 _MAX_LINES, _MAX_CHARACTERS = 4, 300
-"""Limits of the error message, because a single cause, such as a different width, shows up in every tensor."""
+"""Maximum number of differences in the error message, and of characters in each: a single cause, such as a different
+width, shows up in every tensor."""
 
 
 class IncompatibleCheckpoint(UserError):
@@ -302,7 +307,10 @@ class IncompatibleCheckpoint(UserError):
     """
 
     def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]]) -> None:
-        """settings: one line per differing setting.  by_part: other differences, by part of the state."""
+        """settings: the differences in settings, one line each.
+
+        by_part: the differences in the state, one line each, by part.
+        """
         part_lines = [line for lines in by_part.values() for line in lines]
         self.lines = [*settings, *part_lines]
         has_new_optimizer = any(line.startswith("optim.name:") for line in settings)  # explains its state
@@ -333,10 +341,11 @@ class IncompatibleCheckpoint(UserError):
 
 
 class StoredState:
-    """Everything in a checkpoint except the tensors.  Each file is verified as it is read."""
+    """The small files of a checkpoint, without the data files.  Each is verified as it is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
         self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
+        """Content of `state.json` (see `Snapshot.shared_json`)."""
         self.layout = layout_from_json(read_file(storage, manifest, "layout.json"))
         self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
         is_same_size = manifest.world_size == world.size
@@ -344,8 +353,11 @@ class StoredState:
         """Content of this rank's file of per-rank state; None if the checkpoint has a different number of ranks."""
 
 
-def find_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
-    """Return the tensor to read each stored tensor into: the live one if it has the same shape, otherwise a new one."""
+def prepare_targets(state: TrainState, layout: Layout, left_out: set[str]) -> dict[str, torch.Tensor]:
+    """Prepare all parts for loading, and return the tensor to read each stored tensor into, by key.
+
+    This is the live tensor if it has the same shape, otherwise a new one on the CPU.  left_out: parts not to restore.
+    """
     targets: dict[str, torch.Tensor] = {}
     with torch.no_grad():
         for name, part in state.parts.items():
@@ -371,10 +383,12 @@ def _part_of_layout(layout: Layout, part: str) -> dict[str, StoredTensor]:
 def check_compatible(
     storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the parts to leave out, which differ from the checkpoint as `allowed` permits, and remarks to print.
+    """Return the parts not to restore, because they differ as `allowed` permits, and remarks to print.
 
-    settings: forbidden differences in settings, one line each.  Raises IncompatibleCheckpoint with these and all
-    forbidden differences in the state.
+    settings: forbidden differences in settings, one line each.
+
+    Raises IncompatibleCheckpoint with these and all forbidden differences in the state, and UserError if `allowed`
+    names a part that does not exist.
     """
     # The earliest checkpoints of this format did not list per-rank parts.
     parts = stored.document["parts"]
@@ -423,8 +437,9 @@ def check_compatible(
 def advice_for(settings: list[str], part_lines: list[str], parts: Sequence[str] = ()) -> str:
     """Return advice on a checkpoint that was refused.
 
-    settings, part_lines: the differences in settings and in parts of the state, one line each.  parts: the parts that
-    have a difference without advice on how to allow it.
+    settings: the differences in settings, one line each.
+    part_lines: the differences in parts of the state, one line each.
+    parts: the parts that have a difference whose line does not say how to allow it.
     """
     keys = [line.partition(":")[0] for line in settings]
     keys += [key for line in part_lines for key in _ALLOW_HINT.findall(line)]
@@ -446,7 +461,7 @@ def _state_differs(name: str, where: str) -> str:
 
 
 def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str]:
-    """Return one line per DTensor with a different shape."""
+    """Return one line per DTensor of a part whose shape differs from the stored one."""
     with torch.no_grad():
         _, tensors = split_state(part.state_dict(), (name,))
     lines = []
@@ -460,7 +475,7 @@ def _sharded_differences(name: str, part: StatePart, layout: Layout) -> list[str
 
 
 def tensor_differences(live: Mapping[str, torch.Tensor], stored: Mapping[str, StoredTensor]) -> Iterator[str]:
-    """Yield one line per difference in keys, shapes and dtypes."""
+    """Yield one line per difference between live and stored tensors in keys, shapes and dtypes."""
     for key in [*live, *(key for key in stored if key not in live)]:
         if key not in stored:
             yield f"{key}: {_shape(live[key].shape)}, not in the checkpoint"
@@ -483,7 +498,10 @@ def _dtype(dtype: torch.dtype) -> str:
 
 
 def load_parts(state: TrainState, stored: StoredState, targets: Mapping[str, torch.Tensor], left_out: set[str]) -> None:
-    """Load the state of every part.  Call this only after everything has been read and verified."""
+    """Load the state of every part not in `left_out`.  Call this only after everything has been read and verified.
+
+    targets: the tensors that were read, by key.
+    """
     plain: dict[str, Any] = {}
     tensors: dict[str, torch.Tensor] = {}
     if (content := stored.per_rank_bytes) is not None:
@@ -509,7 +527,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
 
 
 def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
-    """Return the folder of checkpoints at `path`, which is that folder itself or a run folder.  Raises UserError."""
+    """Return the folder of checkpoints at `path`, which is that folder or a run folder.  Raises UserError."""
     storage = open_storage(path)
     for folder in (storage, storage / "checkpoints", *_configured_folder(storage)):
         if any(name.startswith(CHECKPOINT_PREFIX) for name in folder.names()) or folder.quarantined_names():
@@ -524,8 +542,9 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
 def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     """Return the checkpoint that `path` refers to.
 
-    `path` is a checkpoint, a run folder (for its newest checkpoint; one saved while steps were skipped only if
-    there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError.
+    `path` is a checkpoint, a run folder or folder of checkpoints (for its newest checkpoint; one saved while steps were
+    skipped only if there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError if there
+    is no such checkpoint.
 
     The checkpoint may be damaged, which is only detected when it is read.
     """
@@ -545,7 +564,10 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
 
 
 def _configured_folder(run: Storage) -> list[Storage]:
-    """Return `checkpoint.dir` of a run's stored configuration, or an empty list if it is not set."""
+    """Return the `checkpoint.dir` in a run's stored configuration as a list, which is empty if it is not set.
+
+    Raises UserError if its credentials are masked.
+    """
     try:
         text = run.read(CONFIG).decode(errors="replace")
         checkpoint_dir, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
@@ -561,10 +583,10 @@ def _configured_folder(run: Storage) -> list[Storage]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Weights by name, all or some of their rows, in one process and without a process group
+# Weights by name, whole or by rows, in one process and without a process group
 
 _MAX_ATTEMPTS = 50
-"""Maximum number of attempts to open the newest checkpoint of a live run, which may delete it meanwhile."""
+"""Maximum number of attempts to open the newest checkpoint of a live run, which may be pruning it."""
 _AVERAGE_PREFIX = "ema.weights."
 """Prefix of the keys of averaged weights."""
 
@@ -575,7 +597,8 @@ class StoredWeights(StoredTensors):
     def __init__(self, storage: Storage, averaged: bool = False) -> None:
         """With `averaged`, trained weights are replaced by their average (`train.ema`), cast to the weights' dtype.
 
-        All files stay open, so that they remain readable if a live run prunes the checkpoint meanwhile.
+        The files of a local checkpoint are held open, as far as the limit on open files permits, so that they remain
+        readable even if a live run prunes the checkpoint.
 
         Raises UserError if there is no checkpoint or it has no average, TrainingFailed if it is damaged.
         """
@@ -614,7 +637,7 @@ class StoredWeights(StoredTensors):
         return self.read_stored(f"model.{name}", start, stop)
 
     def read_stored(self, key: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows of any tensor of the checkpoint by its full key."""
+        """Return rows [start, stop) of any tensor of the checkpoint, by its full key.  Raises TrainingFailed."""
         try:
             return read_rows(self.storage, self.layout[key], self._blocks, start, stop)
         except (Damaged, OSError) as error:
@@ -657,7 +680,7 @@ def read_tensors(
 
 
 class ChunkReader:
-    """Reads chunks, or boxes within them, from the data files of one checkpoint."""
+    """Reads chunks, or boxes within chunks, from the data files of one checkpoint."""
 
     _NUM_THREADS = 2
     """The threads take turns at the blocks of a file: one waits for the disk while the other computes a checksum.  With
@@ -670,7 +693,7 @@ class ChunkReader:
         self._open_files: dict[str, BlockReader] = {}
 
     def read_all(self, requests: Iterable[ReadRequest]) -> None:
-        """Fill the targets, in the order of the files."""
+        """Fill the target of each request, in the order in which the chunks lie in the files."""
         in_flight: deque[_PendingRead] = deque()
         with ThreadPoolExecutor(self._NUM_THREADS) as threads:
             try:
@@ -719,12 +742,13 @@ class ChunkReader:
 
 @dataclass(frozen=True)
 class _PendingRead:
-    """The read of a box within a chunk, in progress."""
+    """A read, in progress, of a box within a chunk."""
 
     jobs: Sequence[Future[None]]
     source: torch.Tensor | None
     """Intermediate buffer, if the data is not read directly into the target."""
     target: torch.Tensor | None
+    """Where `finish` copies `source` to; None if the data is read directly into the target."""
     num_bytes: int
 
     def finish(self) -> None:

@@ -1,7 +1,8 @@
 """Retention: decides which published checkpoints to keep, which are good, and whether they will fit on the disk.
 
-A checkpoint is not good if it was saved while steps were skipped, if its manifest is damaged, or if its folder is named
-after a different step.  Such a checkpoint never replaces a good one.
+A checkpoint is not good if it was saved while steps were skipped, if its manifest is missing, damaged or of an
+unsupported format, or if its folder is named after a different step.  Such a checkpoint never causes a good one to be
+pruned.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ def newest_step(storage: Storage) -> int | None:
 
 
 def best_step(storage: Storage) -> int | None:
-    """Return the step of the checkpoint in `storage` with the best evaluation; None if none has been evaluated."""
+    """Return the step of the checkpoint with the best evaluation in `storage`; None if none was evaluated."""
     best = find_best(storage)
     return None if best is None else best[1]
 
 
 def find_best(storage: Storage) -> tuple[float, int] | None:
-    """Return the metric and the step of the checkpoint in `storage` with the best evaluation; None if there is none.
+    """Return the metric and step of the checkpoint with the best evaluation in `storage`; None if none was evaluated.
 
-    Checkpoints are ranked by the metric that was configured when the newest of them was saved.
+    Checkpoints are ranked by the metric that was configured when the newest good one with an evaluation was saved.
     """
     manifests = [
         m for step in list_steps(storage) if (m := _read_if_usable(storage / checkpoint_name(step))) is not None
@@ -63,10 +64,10 @@ def _read_if_usable(storage: Storage) -> Manifest | None:
 
 
 class RetentionPolicy:
-    """Decides which checkpoints are obsolete.  For rank 0 only.  Each manifest is read once and cached.
+    """Decides which checkpoints are obsolete.  For rank 0 only.  Manifests are cached.
 
-    The policy keeps the newest good checkpoints (`checkpoint.keep_last`), those of every `checkpoint.keep_every`-th
-    step, and those with the best `metric` in their evaluation (`checkpoint.keep_best`).
+    The policy keeps the newest `checkpoint.keep_last` good checkpoints, those of steps that are multiples of
+    `checkpoint.keep_every` or stand in for such a step, and the `checkpoint.keep_best` ones with the best `metric`.
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
@@ -82,8 +83,8 @@ class RetentionPolicy:
     def would_keep(self, evaluation: Mapping[str, float]) -> bool:
         """Return whether a checkpoint with this evaluation would be among the best; a tie does not count as better.
 
-        Only existing checkpoints count, not ones that failed to save or were deleted.  This method does not update the
-        cache, since a save may be in flight.  It propagates errors of the storage.
+        It is compared only with existing checkpoints, not with ones that failed to save or were deleted.  This method
+        does not update the cache, since a save may be in flight.  It propagates errors of the storage.
         """
         value = evaluation.get(self._metric)
         if value is None:
@@ -99,8 +100,8 @@ class RetentionPolicy:
     def obsolete(self, before_next: bool = False) -> list[str]:
         """Return the names of checkpoints to prune: older than the newest good ones to keep, and kept by no other rule.
 
-        `before_next`: include those that will be obsolete once the next good checkpoint is published; they are pruned
-        before that if the disk is too full for the new one.  At least one good checkpoint always remains.
+        With `before_next`, they include those that will be obsolete once the next good checkpoint is published; these
+        are pruned in advance if the disk is too full for the new one.  At least one good checkpoint always remains.
 
         Propagates errors of the storage.
         """
@@ -122,9 +123,9 @@ class RetentionPolicy:
     def names_to_quarantine(self, first_step: int) -> list[str]:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.
 
-        The list is empty if no good checkpoint is older, because there is then nothing else to resume from.  It omits
-        steps whose checkpoints were quarantined before: since the failure recurred after resuming from an older one,
-        they are not its cause.
+        The list is empty if no good checkpoint is older, because there is then nothing else to resume from.  It omits a
+        step whose checkpoint was quarantined as doubtful before: the failure recurred after resuming from an older
+        checkpoint, so that one was not its cause.
         """
         good = [step for step in list_steps(self._storage) if self._is_good(step)]
         if not good or good[0] >= first_step:
@@ -156,11 +157,11 @@ class CheckpointCounts:
     """How many checkpoints a run will have on disk at the same time."""
 
     num_kept: int
-    """After its last save."""
+    """The number after the run's last save."""
     num_at_peak: int
-    """At the peak, while a new checkpoint is written before the oldest is deleted."""
+    """The largest number, while a new checkpoint is written before the oldest is deleted."""
     num_if_pruned_first: int
-    """If the oldest is deleted before the next one is written, which happens only if the disk is full."""
+    """The largest number if the oldest is deleted before the next is written, as happens only if the disk is full."""
 
 
 def checkpoint_counts(section: CheckpointSection, steps_left: int, num_existing: int) -> CheckpointCounts:

@@ -1,7 +1,7 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles due saves, retries, the final save, and what happens before and after each save.  `Checkpoints`
-(writer.py) performs a single save.
+`Saver` handles due saves, retries, the final save, and what must happen before and after each save.  `Checkpoints`
+(writer.py) performs the saves one by one.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ if TYPE_CHECKING:
     from trainer.lifecycle.watchdog import Watchdog
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
-"""Pause before each attempt of the final save."""
+"""Pause before each attempt at the final save, in seconds."""
 _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
-"""Pauses before further attempts if the disk is full."""
+"""Pauses before the further attempts that are made if the disk is full."""
 
 
 class Saver:
     """Saves a state at intervals, on request and at the end.  Methods are collective unless documented otherwise.
 
     With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether it has
-    ended on every rank, so `take_finished_save` never waits for the storage.
+    ended everywhere, so `take_finished_save` does not wait for the storage unless the save is overdue.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Saver:
         metrics: Metrics,
         expected_bytes: int,
     ) -> None:
-        """expected_bytes: estimated number of bytes that this rank writes per save."""
+        """expected_bytes: estimate of how many bytes this rank writes per save."""
         self._checkpoints, self._config, self._world = checkpoints, config.checkpoint, checkpoints.world
         self._folder, self._relocation, self._resume = folder, relocation, resume
         self._step_metrics, self._watchdog, self._metrics = step_metrics, watchdog, metrics
@@ -87,9 +87,9 @@ class Saver:
         self._started_key: tuple[object, ...] | None = None
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
-        """The key of this run's newest checkpoint."""
+        """The key of the state in this run's newest checkpoint; None if there is no such checkpoint."""
         self.longest_save_s = 0.0
-        """Duration of the longest save in seconds."""
+        """Duration of the longest save so far, in seconds."""
 
     def is_due(self, step: int) -> bool:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
@@ -98,9 +98,9 @@ class Saver:
     due, collect = Renamed("is_due"), Renamed("take_finished_save")
 
     def save_if_best(self, state: TrainState) -> None:
-        """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast.
+        """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast, and a save.
 
-        This save is never skipped, not even with `checkpoint.when_busy=skip`, since it cannot be repeated later.
+        `checkpoint.when_busy=skip` does not apply to this save, since it cannot be made up for later.
         """
         if not self._config.keep_best:
             return
@@ -112,14 +112,14 @@ class Saver:
 
     @property
     def best(self) -> tuple[float, int] | None:
-        """The metric and step of the best checkpoint; None without `checkpoint.keep_best`.  Not collective."""
+        """The metric and step of the best checkpoint; None if it is unknown or `keep_best` is 0.  Not collective."""
         if self._config.keep_best:
             with suppress(OSError):
                 return find_best(self._checkpoints.storage)
         return None
 
     def try_save(self, state: TrainState, may_skip: bool = True) -> None:
-        """Save as `fit` does: failures are counted, and raised only after too many in a row.
+        """Save as `fit` does: failures are counted, and one is raised only after too many in a row.
 
         While steps are being skipped the state is not worth saving, so the save is postponed until the next good step.
         """
@@ -138,7 +138,11 @@ class Saver:
             self._collect()
 
     def save(self, state: TrainState, wait: bool) -> Path | str:
-        """Save now; return the (future) folder or URL of the checkpoint.  Raises TrainingFailed if the save fails."""
+        """Save now; return the (future) folder or URL of the checkpoint.
+
+        With `checkpoint.mode=async` and without `wait`, the save continues in the background, and a failure is reported
+        when its result is taken.  Otherwise raises TrainingFailed if the save fails.
+        """
         self.finish()
         background = self._config.mode == "async" and not wait
         self._start(state, background)
@@ -148,18 +152,18 @@ class Saver:
         return path if local_path(path) is None else Path(path)
 
     def take_finished_save(self) -> None:
-        """Take the result of the save in flight if it has ended on every rank.  Never waits for the storage."""
+        """Take the result of the save in flight if it has ended on every rank or is overdue on any."""
         if self._checkpoints.in_flight and (self._is_written.all_yes or self._is_overdue.any_yes):
             self._collect(has_ended=self._is_written.all_yes)
 
     def finish(self) -> SaveResult | None:
-        """Wait for the save in flight, if any, report it and return its result."""
+        """Wait for the save in flight, report it and return its result; None if there is none."""
         return self._collect() if self._checkpoints.in_flight else None
 
     def save_final(self, state: TrainState) -> None:
         """Make the final save: wait for the save in flight, then save with a few retries.
 
-        If the disk is full, keep retrying for about a minute, in case some space is freed.
+        If the disk is full, keep retrying for about a minute, in case some space is freed.  Raises TrainingFailed.
         """
         self.finish()
         error = ""
@@ -177,7 +181,7 @@ class Saver:
             )
 
     def begin(self) -> list[str]:
-        """Load the measurements of earlier attempts; return lines that describe the save policy."""
+        """Load the measurements of this run's earlier attempts; return lines that describe the save policy."""
         history = self._metrics.history()
         self.longest_save_s = max(self.longest_save_s, history.longest_save_s)
         self.schedule.policy.update(history)
@@ -193,7 +197,7 @@ class Saver:
         return str(self._checkpoints.storage)
 
     def forget_saved(self) -> None:
-        """Record that the saved checkpoints are lost, so that the same step will be saved again.  Not collective."""
+        """Record that the saved checkpoints are lost, so that the current state is saved again.  Not collective."""
         self._saved_key = None
 
     @property
@@ -208,8 +212,8 @@ class Saver:
     def quarantine_since(self, first_step: int | None) -> None:
         """Quarantine the checkpoints of `first_step` and later steps, after which every step was skipped.
 
-        The next start then resumes from an older checkpoint, if there is one; no checkpoint is quarantined twice.
-        Not collective: for rank 0 of a run that has failed.
+        The next start then resumes from an older checkpoint, if there is one.  No step is quarantined twice.  For a run
+        that has failed.  Not collective: acts on rank 0 only.
         """
         checkpoints = self._checkpoints
         is_busy = checkpoints.in_flight is not None and not checkpoints.is_written
@@ -245,7 +249,7 @@ class Saver:
 
     def _start(self, state: TrainState, background: bool) -> None:
         self._world.agreed(self._folder.acquire)
-        self._relocation.check()
+        self._relocation.move_if_lost()
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
@@ -289,11 +293,12 @@ class Saver:
 class SaveSchedule:
     """Schedules saves by a policy, and retries failed ones after a pause that doubles with each failure.
 
-    All ranks make the same calls.  Only rank 0's clock counts: each step's all-reduce sends its `may_retry` to the
+    All ranks make the same calls.  Only rank 0's clock counts: each step's all-reduce sends rank 0's `may_retry` to the
     others.
     """
 
     FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+    """The pause after the first failure, and the limit up to which it doubles."""
 
     def __init__(self, policy: SavePolicy, clock: Callable[[], float] = time.monotonic) -> None:
         self.policy, self._clock = policy, clock
@@ -303,7 +308,7 @@ class SaveSchedule:
         self.is_postponed = False
         """True if a due save was postponed until the next step, because the state was not worth saving."""
         self._unsaved_steps: list[int] = []
-        """Steps after which a save was due, and after which no save has succeeded yet."""
+        """Steps at which a save was due and since which no save has succeeded."""
 
     def may_retry(self) -> bool:
         """Return whether the pause after a failed save is over."""
@@ -372,7 +377,7 @@ class FixedInterval(SavePolicy):
 
 
 class AdaptiveInterval(SavePolicy):
-    """Saves at the Young/Daly interval: rank 0 decides by its clock, and the step's all-reduce tells the other ranks.
+    """Saves at the Young/Daly interval: rank 0 decides by its clock, and each step's all-reduce tells the other ranks.
 
     Steps that are multiples of `checkpoint.keep_every` are saved as well.
     """
@@ -387,13 +392,14 @@ class AdaptiveInterval(SavePolicy):
         is_main: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """costs: returns the costs of saves and failures, given the run's measurements.  step_s: returns the duration
-        of a step in seconds.
+        """costs: returns the costs of saves and failures, given the run's measurements.
+
+        step_s: returns the duration of a step in seconds.
         """
         self._keep_every, self._num_nodes = config.keep_every, num_nodes
         self._costs_of, self._step_s, self._clock = costs, step_s, clock
         self._last_save: float | None = None
-        """When the last save started, according to `clock`; before the first save, when the first step ended."""
+        """When the last save started, by `clock`; before the first save, when the first step ended."""
         self.costs = costs(None)
         self._is_time = step_sync.register(lambda: is_main and self.is_time())
 

@@ -1,4 +1,4 @@
-"""The interface for a part of a run's state, and functions that split state dicts into tensors and JSON or rejoin them.
+"""The interface of a part of a run's state, and functions that split state dicts into tensors and JSON and rejoin them.
 
 Nothing is pickled, so reading a checkpoint cannot run code.
 """
@@ -26,14 +26,14 @@ class Stateful(Protocol):
 class StatePart:
     """One part of the state, with `state_dict`, `load_state_dict`, and hooks that do nothing by default.
 
-    The trainer's classes derive from it.  Any object with the first two methods can be a part as well, and may define
-    hooks: `StatePart.of` adds the missing ones.
+    Any object with the first two methods can be a part.  If it does not derive from this class, `StatePart.of` wraps it
+    and adds the hooks that it lacks; its `differences`, `prepare` and `may_differ` are used only if it has all three.
     """
 
     may_be_absent = False
-    """True if older checkpoints lack this part and can be restored without it."""
+    """True if a checkpoint that lacks this part, as older ones may, can be restored without it."""
     can_restart = False
-    """True if `restart` can replace per-rank state when the checkpoint has a different number of ranks."""
+    """True if `restart` can stand in for stored per-rank state, when the checkpoint has a different number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError
@@ -44,28 +44,33 @@ class StatePart:
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str] | None:
         """Compare the part with its stored form, before anything is loaded.  Returns one line per difference.
 
-        `stored` maps keys within the part to stored tensors.  If this returns None, the default, the reader compares
-        only the shapes of DTensors.
+        plain: the stored state with a placeholder for each tensor (see `split_state`).
+        stored: the stored tensors, by their keys within the part.
+
+        If this returns None, as it does by default, the reader compares only the shapes of DTensors.
         """
         return None
 
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Allocate the tensors that loading will fill, unless they all exist."""
+        """Allocate those tensors that loading will fill and that do not exist yet.  stored: as in `differences`."""
 
     def may_differ(self, key: str) -> bool:
-        """Return whether ranks may hold different values of this unsharded tensor; each rank then restores its own."""
+        """Return whether an unsharded tensor may differ between ranks; each rank then stores and restores its own."""
         return False
 
     def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check what the part depends on outside the checkpoint: a position in the data, for example, needs that data.
+        """Check that what the part refers to outside the checkpoint is unchanged, such as the data of a position in it.
 
-        Returns the changes since `plain` was stored as two lists, one line each: those that forbid resuming, and those
-        that are only reported.
+        plain: as in `differences`.
+        allowed: keys and parts of the state that may differ (`checkpoint.allow_changes`).
+
+        Returns the changes since `plain` was stored as two lists with one line per change: those that forbid resuming,
+        and those that are only reported.
         """
         return [], []
 
     def restart(self, step: int) -> None:
-        """Reinitialize a per-rank part at `step`; called if the checkpoint has a different number of ranks."""
+        """Reinitialize a per-rank part for `step`; called if the checkpoint has a different number of ranks."""
 
     @staticmethod
     def of(thing: Stateful) -> StatePart:
@@ -94,9 +99,11 @@ Path = tuple[str, ...]
 
 
 def split_state(state: Any, path: Path) -> tuple[Any, dict[Path, torch.Tensor]]:
-    """Return `state` as JSON values, and its tensors by path (each path begins with `path`).
+    """Return `state` as JSON values with a placeholder for each tensor, and its tensors by path.
 
-    Raises TypeError, naming the path, for a value that is neither a tensor nor plain data.
+    path: the beginning of each tensor's path.
+
+    Raises TypeError, with the path, for a value that is neither a tensor nor plain data, or if tensors share a path.
     """
     tensors: dict[Path, torch.Tensor] = {}
     return _plain(state, path, tensors), tensors

@@ -4,8 +4,8 @@ A background save pauses training only while the state is collected and copied. 
 copy, using a separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks
 that nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are deleted after that,
 or before the save if the disk is too full for the new one; at least one good checkpoint remains.  If any rank fails,
-all ranks report the same error, and the files of the failed save are deleted.  If a rank dies during a save, or if that
-deletion fails as well, the unpublished folder remains until the run is next started.
+all ranks report the same error, and the files of the failed save are deleted.  If a rank dies during a save, or if the
+files cannot be deleted either, the unpublished folder remains until the run is next started.
 
 Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing each have a section
 below.
@@ -80,14 +80,15 @@ if TYPE_CHECKING:
     from trainer.lifecycle.state import TrainState
 
 _DELETE_TIMEOUT_S = 60.0
+"""Maximum time to wait for the deletion of pruned checkpoints."""
 _WAITING = "waiting for the other ranks"
 _FREE_MARGIN = 1.02
-"""Free space that a save requires, as a multiple of the size of its tensors.  Other files are negligible."""
+"""Free space that a save requires, as a multiple of the size of its tensors; the other files are small."""
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The outcome of one save: the same on all ranks, except for the times and for `warning`, which only rank 0 has."""
+    """The outcome of one save, the same on all ranks except for the times and for `warning`, which only rank 0 has."""
 
     step: int
     path: str
@@ -100,8 +101,9 @@ class SaveResult:
     error: str = ""
     """What went wrong and where; empty if the checkpoint was published."""
     warning: str = ""
+    """The error of the last deletion of pruned checkpoints; empty if it succeeded."""
     lost: Literal["", "ranks", "storage"] = ""
-    """What did not respond in time, if that was the failure."""
+    """What did not respond in time, if the save failed for that reason."""
 
 
 @dataclass(frozen=True)
@@ -109,13 +111,13 @@ class Readiness:
     """What each rank reports to the others before anything is written."""
 
     mistake: str
-    """Why the rank's state cannot be saved at all; empty if it can."""
+    """Why the rank's state cannot be saved at all; empty if it can be."""
     failure: str
-    """Why the state could not be collected this time; empty if it was."""
+    """Why the state could not be collected this time; empty if it could be."""
     needs_plan: bool
     """True if the last plan does not match the rank's tensors."""
     digests: Mapping[str, PartDigest]
-    """Checksums of each part of the state."""
+    """Checksums of each part of the state, by name; empty with one rank."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class RankReport:
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and checksum of each file."""
     chunks: WrittenChunks | None = None
-    """The chunks in the rank's data file; None if they have not changed since its last report."""
+    """The chunks in the rank's data file; None if there are none or they have not changed since its last report."""
 
 
 class Checkpoints:
@@ -141,7 +143,10 @@ class Checkpoints:
         higher_is_better: bool,
         run_info: RunInfo,
     ) -> None:
-        """metric: the evaluation field by which checkpoints are ranked.  higher_is_better: how they are ranked."""
+        """metric: the evaluation field by which checkpoints are ranked.
+
+        higher_is_better: whether higher values of `metric` are better.
+        """
         self.world, self._section, self._run_info = world, section, run_info
         self._metric, self._higher_is_better = metric, higher_is_better
         self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
@@ -161,11 +166,11 @@ class Checkpoints:
         self._warning = ""
         """The error of the last deletion; empty if it succeeded."""
         self._sent_chunks: list[tuple[str, Chunk]] | None = None
-        """The chunks of this rank's last report."""
+        """The chunks in this rank's last report; None if it must report its chunks again."""
         self._chunks_by_rank: dict[int, WrittenChunks] = {}
-        """The chunks of every rank's last report.  On rank 0 only."""
+        """The chunks in every rank's last report.  On rank 0 only."""
         self._layout_files: dict[str, bytes] = {}
-        """The files that describe those chunks, by name; empty if they must be built.  On rank 0 only."""
+        """Contents of the files that describe those chunks, by name; empty if they must be built.  On rank 0 only."""
 
     def move_to(self, storage: Storage) -> None:
         """Save to this folder from now on.  No save may be in flight."""
@@ -176,7 +181,7 @@ class Checkpoints:
         self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
-        """Throttle background writing during a step on the CPU, because both compete for memory bandwidth."""
+        """Throttle background writing during a step on the CPU, because the two compete for memory bandwidth."""
         self.is_throttled = self.world.device.type == "cpu"
 
     def end_step(self, step: int) -> None:
@@ -194,7 +199,7 @@ class Checkpoints:
         return self.in_flight is not None and not self.in_flight.done() and time.monotonic() > self._overdue_at
 
     def check(self, state: TrainState) -> None:
-        """Raise UserError on all ranks if the state cannot be saved, before hours of training are spent on it."""
+        """Raise UserError on all ranks if the state cannot be saved, before hours of training are lost.  One gather."""
 
         def try_to_collect() -> None:
             state.check_complete()
@@ -209,7 +214,7 @@ class Checkpoints:
         """Start saving `state` as it is now.
 
         With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
-        returns.  `replaced_steps`: earlier steps whose due saves this save replaces.
+        returns.  `replaced_steps`: earlier steps at which a save was due, for which this save stands in.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; another one if unsharded tensors differ between ranks; those of
@@ -278,8 +283,10 @@ class Checkpoints:
     ) -> SaveResult:
         """Write and publish, on the background thread.
 
-        All ranks execute the same collectives, even if some of them fail.  `error`: why this rank cannot write; empty
-        if it can.
+        All ranks execute the same collectives, even if some ranks fail.
+
+        error: why this rank cannot write; empty if it can.
+        blocked_s: how long training was paused; None if it stays paused until this method returns.
         """
         name = checkpoint_name(snapshot.step)
         folder, failure, num_bytes = self.storage / name, "", 0
@@ -327,7 +334,7 @@ class Checkpoints:
     def _create_folder(self, name: str, total_bytes: int, may_prune: bool) -> tuple[str, str]:
         """Check the free space and create the folder, on rank 0.  Returns its temporary name, and an error or "".
 
-        With `may_prune`, checkpoints that this one makes obsolete are deleted beforehand if the disk is too full.
+        With `may_prune`, checkpoints that this one will make obsolete are deleted first if the disk is too full.
         """
         try:
             self.wait_for_deletion()
@@ -372,7 +379,7 @@ class Checkpoints:
     def _publish(
         self, unpublished: str, name: str, snapshot: Snapshot, reports: Sequence[RankReport]
     ) -> tuple[str, int]:
-        """Publish the checkpoint or delete the failed attempt, on rank 0.  Returns an error or "", and the size."""
+        """Publish the checkpoint, or delete what was written, on rank 0.  Returns an error or "", and the size."""
         for rank, report in enumerate(reports):
             if report.chunks is not None:
                 self._chunks_by_rank[rank] = report.chunks
@@ -434,7 +441,8 @@ class Checkpoints:
     def _prune(self) -> str:
         """Delete obsolete checkpoints, on rank 0.  Returns a warning if this or the previous deletion failed.
 
-        They are unpublished immediately and deleted in the background, since unlinking gigabytes takes a while.
+        Obsolete checkpoints are unpublished immediately and deleted in the background, since deleting gigabytes takes a
+        while.
         """
         warning, self._warning = self._warning, ""
         unpublished: list[str] = []
@@ -458,8 +466,8 @@ class Checkpoints:
     def take_result(self, has_ended: bool = False) -> SaveResult:
         """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
 
-        After the time limit of a save, the result reports that the storage does not respond.  `has_ended`: the save has
-        ended on every rank, so the storage is not to blame if a rank does not respond now.
+        If the save exceeds its time limit, the result says that the storage does not respond.  `has_ended`: whether the
+        save is known to have ended on every rank, so that the storage is not to blame if a rank does not respond now.
         """
         future = self.in_flight
         assert future is not None
@@ -493,7 +501,7 @@ class Checkpoints:
                 future.exception(timeout_s)  # any exception is raised when the result is taken
 
     def wait_for_deletion(self) -> None:
-        """Wait for the deletion of pruned checkpoints, up to a limit; the next start deletes the rest."""
+        """Wait for the deletion of pruned checkpoints, up to a time limit; the next start deletes the rest."""
         deleting, self._deleting = self._deleting, None
         if deleting is not None:
             with contextlib.suppress(FutureTimeout):
@@ -507,7 +515,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _in_stage(self, stage: str) -> Iterator[None]:
-        """Set `stage` while the block runs, which may hang."""
+        """Set `stage` while the block, which may hang, is running."""
         self.stage = stage
         yield
         self.stage = _WAITING
@@ -559,7 +567,7 @@ class Snapshot:
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
     replaced_steps: Sequence[int] = ()
-    """Earlier steps whose saves were due but did not happen; this save replaces them."""
+    """Earlier steps at which a save was due but did not succeed, and which this save stands in for."""
     differing_keys: list[str] = field(default_factory=list)
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 
@@ -634,9 +642,9 @@ def checksum_of_tensors(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def parts_differing_between_ranks(digests: Sequence[Mapping[str, PartDigest]]) -> list[str]:
-    """Return the parts whose unsharded tensors differ between ranks.  Raises UserError if values other than tensors do.
+    """Return the parts whose unsharded tensors differ between ranks.
 
-    digests: one mapping per rank.
+    digests: one mapping per rank.  Raises UserError if values other than tensors differ.
     """
     differing = []
     for name, expected in digests[0].items():
@@ -657,7 +665,7 @@ def differs_message(name: str, what: str, rank: int) -> str:
 
 
 def store_per_rank(state: TrainState, snapshot: Snapshot, parts: list[str], channel: Channel) -> None:
-    """Move the unsharded tensors of `parts` that differ between ranks into each rank's own file.
+    """Add the unsharded tensors of `parts` that differ between ranks to each rank's own file.
 
     Raises UserError for a tensor that must not differ.  Collective: one gather.
     """
@@ -692,7 +700,7 @@ def signature_of(tensors: Tensors) -> tuple[Any, ...]:
 
 
 class SavePlans:
-    """The chunks that each rank writes, planned once and reused until `signature_of` the tensors changes."""
+    """The chunks that each rank writes, planned once and reused until the tensors' `signature_of` changes."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -818,7 +826,7 @@ def write_tensors(
     """Write this rank's chunks into one file and flush it to disk; return None if it has no chunks.  No collective.
 
     `tensors` are staged copies or the live tensors; live ones are copied one by one during the write.  `limits`: the
-    magnitude limit of each weight, by key.  `throttle` is called after each block with the seconds that it took.
+    magnitude limit of each weight, by key.  `throttle` is called after each large block with the seconds that it took.
 
     Raises OSError, and ValueError for a weight that is not finite or reaches its limit.
     """

@@ -1,6 +1,6 @@
 """Small messages between ranks: CPU collectives that never wait for the device, and a key-value store with timeouts.
 
-One small all-reduce per step (`StepSync`) carries everything that the ranks must agree on in that step.
+One small all-reduce in each step (`StepSync`) carries everything that the ranks must agree on in that step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Result = TypeVar("Result")
 class Channel:
     """Collectives for small messages between the ranks of a gloo group.  They never wait for the device.
 
-    Every method is a collective over the group.  Threads must not share a channel.
+    The constructor and every method are collective.  Threads must not share a channel.
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
@@ -115,13 +115,14 @@ class Channel:
 
 
 class StoreTimeout(RuntimeError):
-    """Raised if the store does not respond, for example because its host or the network is down."""
+    """Raised if the store does not respond in time, for example because its host or the network is down."""
 
 
 class TimedStore:
     """A key-value store with timeouts, because a dead host, unlike a dead process, does not close its connections.
 
-    All methods raise RuntimeError if the store is gone, and StoreTimeout if it does not respond within `limit_s`.
+    All methods raise RuntimeError if the store is gone, and its subclass StoreTimeout if the store does not respond
+    within `limit_s` seconds, which for `wait` begin after its own timeout.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:
@@ -137,11 +138,11 @@ class TimedStore:
         return self._with_timeout(lambda: self._store.get(key)).decode()
 
     def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Set the key if its value is `expected`, and return its new value."""
+        """Set the key if its value is `expected` ("" if it is not set).  Returns its value after that."""
         return self._with_timeout(lambda: self._store.compare_set(key, expected, value)).decode()
 
     def wait(self, key: str, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds until the key is set.  Raises RuntimeError after that."""
+        """Wait up to `timeout_s` seconds for the key to be set, then raise RuntimeError."""
         self._with_timeout(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
 
     def _with_timeout(self, work: Callable[[], Any], extra_s: float = 0.0) -> Any:
@@ -169,7 +170,8 @@ class TimedStore:
 
 
 _NUM_RESERVED = 2
-"""Minimum number of amounts in a message.  Fewer are padded, so that all ranks send messages of equal length."""
+"""Minimum number of amounts in a message.  If there are fewer, zeros are added, so that all ranks send messages of the
+same length."""
 
 
 class Vote:
@@ -197,7 +199,7 @@ class Vote:
 
 
 class StepSync:
-    """Sums a step's amounts and counts all votes, over all ranks, in one all-reduce.
+    """Sums a step's amounts and counts the yes votes, over all ranks, in one all-reduce.
 
     Components register their votes when they are created, in the same order on every rank.
     """

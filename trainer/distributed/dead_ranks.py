@@ -26,7 +26,7 @@ _MAX_NAMED = 4
 
 
 def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
-    """Describe how a rank ended, as far as its exit code shows."""
+    """Describe how a rank ended, as far as its exit code tells.  exit_code: None if it is unknown."""
     subject = f"rank {rank} (process {pid})"
     if exit_code is None:
         return f"{subject} has died"
@@ -40,7 +40,7 @@ def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
 
 
 def describe_killed(failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe which ranks were killed, and by which signals; empty if only the launcher killed ranks.
+    """Describe which ranks were killed, and by which signals; empty if none was, or only by the launcher.
 
     failures: how workers ended, as the launcher saw it, by rank.  A negative exit code is a signal, as in `subprocess`.
     """

@@ -1,4 +1,4 @@
-"""This process's rank and world size, read from the launcher's environment variables, and process-wide settings.
+"""Reads this process's rank and world size from the launcher's variables, and applies process-wide settings.
 
 Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported quickly.
 """
@@ -42,8 +42,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From <malloc.h>."""
 
 _MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
-"""The limit on open files to request, and the usual default.  The limit is finite, since some programs close every
-possible descriptor."""
+"""The limit on open files to request, and the usual default.  The request is finite, since some programs close every
+descriptor up to the limit."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 
 
 def check_rendezvous(environment: Environment, env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError if rank 0's address is not set, for example because the variables were set by hand."""
+    """Raise UserError unless rank 0's address and port are set, as they may not be if ranks were started by hand."""
     if environment.launcher != "torchrun" or environment.world_size == 1:
         return
     fix = "start with torchrun, which sets it, or set it to the host of rank 0 and a free port there"
@@ -151,13 +151,13 @@ def die_with_parent(enabled: bool, env: MutableMapping[str, str] = os.environ) -
 
 
 def record_start_time(start_time: float, env: MutableMapping[str, str] = os.environ) -> None:
-    """Record the start time of the command, for the first Trainer in this process or in each worker."""
+    """Record the command's start time, for the first Trainer in this process or in each of its workers."""
     if SPAWNED_BY_US not in env:
         env[START_TIME] = repr(start_time)
 
 
 def take_start_time(env: MutableMapping[str, str] = os.environ) -> float | None:
-    """Return the command's start time for the first Trainer of this process; None for later ones, or if unknown."""
+    """Return the command's start time for the first Trainer of this process; None for later ones, or if not known."""
     text = env.get(START_TIME, "")
     is_first = bool(text) and text not in _taken_start_times
     _taken_start_times.add(text)
@@ -340,7 +340,7 @@ def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.
 
 
 def find_interface(hosts: Sequence[str], source_address: Callable[[str], str], interfaces: Mapping[str, str]) -> str:
-    """Return the interface of the route to the first of `hosts` that is on another machine; empty if none is.
+    """Return the interface of the route to the first of `hosts` that is on another machine; empty if there is none.
 
     source_address: returns the source address of the route to a host, or an empty string if there is no route.
     interfaces: interface names by address.

@@ -1,7 +1,7 @@
 """Collectives inside a forward pass, as custom operators with gradients.
 
-Autograd, torch.compile, activation checkpointing and fake tensors treat each as one operator, and its output shape
-follows from its arguments alone.  Each operator waits for its collective; on a GPU, the current stream waits.
+Autograd, torch.compile, activation checkpointing and fake tensors treat each of these as one operator, whose output
+shape follows from its arguments alone.  Each operator waits for its collective; on a GPU, the current stream waits.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ import torch
 import torch.distributed as dist
 
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""All-gather into one tensor.  Newer versions of torch deprecate the old name."""
+"""All-gather into one tensor.  Newer versions of torch deprecate the longer name."""
 _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _purposes: dict[str, str] = {}
+"""What each registered group is for, by its name."""
 
 
 def register_group(group: dist.ProcessGroup, purpose: str) -> str:
@@ -52,9 +53,9 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum over a group's ranks of the parts for this rank, of shape parts.shape[1:].  One reduce-scatter.
+    """Return the sum, of shape parts.shape[1:], of the parts that a group's ranks hold for this rank.
 
-    Backward: one all-gather.
+    One reduce-scatter.  Backward: one all-gather.
     """
     part = parts.new_empty(parts.shape[1:])
     _reduce_scatter_single(part.view(-1), parts.contiguous().view(-1), group=_groups[group])

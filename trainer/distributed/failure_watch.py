@@ -19,14 +19,17 @@ FAILURE = "meshtrainer/failure"
 _POLL_S = 0.5
 """Seconds between polls of the store."""
 
-_GRACE_S, _SAVE_TIMEOUT_S = 3.0, 600.0
-"""Time allowed for the main thread to exit by itself, and for a save in flight to end."""
+_GRACE_S = 3.0
+"""Seconds that the main thread has to exit by itself."""
+
+_SAVE_TIMEOUT_S = 600.0
+"""Maximum number of seconds to wait for a save in flight before this process exits."""
 
 
 class FailureWatch(threading.Thread):
     """A thread that ends this process a few seconds after another rank has failed or the launcher has died.
 
-    The main thread may be blocked, for example in a collective, and would otherwise wait until its timeout.
+    Otherwise the main thread, which may be blocked in a collective, would wait until the collective times out.
     """
 
     def __init__(
@@ -36,6 +39,7 @@ class FailureWatch(threading.Thread):
         parent: int | None,
         listeners: list[Lifecycle],
     ) -> None:
+        """parent: the launcher's PID; None if no launcher outlives this process.  listeners: called before the exit."""
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._store = rank, store
         self._listeners = listeners
@@ -74,6 +78,7 @@ class FailureWatch(threading.Thread):
         return self._store.compare_set(FAILURE, "", message)
 
     def stop(self, wait: bool = True) -> None:
+        """Stop watching; with `wait`, also wait a few seconds for the thread to end."""
         self._stop_event.set()
         if wait:
             self.join(timeout=2 * _GRACE_S)

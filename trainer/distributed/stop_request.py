@@ -1,7 +1,8 @@
 """Requests to stop: a signal, a file `notice` in the run folder, or the time limit of the job.
 
 The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
-Before the first step, when there is nothing to save, a signal ends the process within seconds (`trainer.stopping`).
+Until the first step has ended there is nothing to save, so a signal ends the process within seconds
+(`trainer.stopping`).
 This module does not import torch, so that the handlers are installed before torch is imported.
 """
 
@@ -58,11 +59,12 @@ class StopRequest:
         self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False
+        """True once the user has been told that the run is stopping."""
         self.on_second_interrupt: Callable[[], None] | None = None
-        """Called before a second Ctrl-C ends the process."""
+        """Called before a second Ctrl-C (SIGINT) ends the process."""
         self._polled_at = 0.0
         self.prompt: PromptStop | None = None
-        """Ends the process within seconds while there is nothing to save."""
+        """Ends the process within seconds of a signal while nothing needs saving; None if never enabled."""
 
     def install(self) -> None:
         """Install the signal handlers, unless they are installed already."""
@@ -88,11 +90,11 @@ class StopRequest:
         self._previous.clear()
 
     def watch(self, notice: Path | None, deadline: float | None) -> None:
-        """Also watch the notice file and the clock, on behalf of all ranks.  deadline: in seconds since the epoch."""
+        """Also watch the notice file and the clock, as one rank does for all.  deadline: in seconds since the epoch."""
         self._notice, self._deadline, self._reason = notice, deadline, None
 
     def reason(self, needs_s: float = 0.0) -> str | None:
-        """Return the reason to stop now, or None.  needs_s: how long before the deadline to stop, in seconds."""
+        """Return the reason to stop now, or None.  needs_s: how many seconds before the deadline to start stopping."""
         if self._signal is not None:
             return self._signal
         now = self._clock()
@@ -123,16 +125,15 @@ class StopRequest:
 
 
 STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit immediately without saving."
-
-
 STOPPING_EARLY = "Stopping. Press Ctrl-C again to quit immediately."
-
-
 STOPPING_EVALUATION = "Stopping: the evaluation is abandoned. Press Ctrl-C again to quit immediately."
 
 
 def acknowledge_stop(text: str = "") -> None:
-    """Print that the run is stopping.  Safe in a signal handler: takes no lock that the interrupted code may hold."""
+    """Print that the run is stopping.  Safe in a signal handler: takes no lock that the interrupted code may hold.
+
+    text: the message, by default the one that fits what the run is doing.
+    """
     _write(2, f"{text or (STOPPING_EARLY if prompt_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
 
 
@@ -172,7 +173,7 @@ def note_stale_notice(run_dir: Path) -> None:
 
 
 def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
-    """Return the environment for the ranks that a batch job starts next.  Any later notice is for them."""
+    """Return the environment for the ranks that a batch job starts next: any notice that appears later is for them."""
     return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{file_identity(run_dir / NOTICE)}"}
 
 
@@ -192,7 +193,7 @@ _taken_notices: set[str] = set()
 def file_identity(path: Path) -> str:
     """Return a string that changes if a file is replaced or touched; empty if there is no file.
 
-    It is only compared with earlier values for the same file, never with a clock.
+    Compare it only with earlier values for the same file.
     """
     try:
         stats = path.stat()
@@ -205,7 +206,7 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch signals for a Trainer that will be created later.  Until its first step, a signal ends the process."""
+    """Catch signals for a Trainer that will be created later.  Until it has done a step, a signal ends the process."""
     request = StopRequest()
     request.install()
     request.enable_prompt_stop()

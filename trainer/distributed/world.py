@@ -1,6 +1,6 @@
-"""The ranks of a run: their process group, devices and mesh, and messages between them.
+"""The ranks of a run: their process group, devices and mesh, and the messages between them.
 
-Small messages use a gloo group, which on GPUs is separate from the model's groups, so that messages never wait for the
+Small messages use a gloo group, which on GPUs is separate from the model's groups, so that they never wait for the
 device.
 """
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from trainer.lifecycle.lifecycle import Lifecycle
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
-"""Names of the mesh axes, and of the context-parallel groups inside `shard`."""
+"""Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
 OUTER, EXPERT, INNER = "outer", "expert", "inner"
 """Names of the two axes into which `shard` is split: (outer, expert) for experts that are divided among ranks, and
 (outer, inner) for stacked parameters whose matrices are split by rows."""
@@ -62,14 +62,14 @@ def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
 
 
 _ANSWER_S = 5.0
-"""Time limit for a response from the store."""
+"""Time limit for a response from the store, in seconds."""
 
 
 class World(Channel):
     """All ranks of a run, and the rank, device and process group of this process.
 
     Opens the process group (gloo on CPU, NCCL on CUDA) unless one is already open, as under Ray Train.  `close` closes
-    the group only if it was opened here.  All ranks must create a World.
+    the group only if it was opened here.  Collective: all ranks must create a World.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -80,7 +80,7 @@ class World(Channel):
             self.env = _joined_environment(self.env)
         self.device, problem = torch.device("cpu"), ""
         try:
-            self.device = find_device(config.run.device, self.env)
+            self.device = select_device(config.run.device, self.env)
         except UserError as error:
             if not (self.owns_group and self.env.is_distributed):
                 raise
@@ -127,10 +127,10 @@ class World(Channel):
         return None if self._store is None else TimedStore(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of this rank's process groups.
+        """Set the timeout of this rank's process groups, except those with a timeout of their own.
 
-        Groups that were opened elsewhere keep theirs.  Until the first step ends, the timeout is longer, because
-        that step compiles and allocates.
+        If the default group was opened elsewhere, this affects only groups that this object opened.  Until the first
+        step ends, the timeout is longer, because that step compiles and allocates.
         """
         previous, self.timeout = self.timeout, timedelta(seconds=timeout_s)
         # Includes groups that torch opened internally, such as those of integer resharding, but not groups with a
@@ -172,14 +172,14 @@ class World(Channel):
             self._groups_with_custom_timeout.add(channel.group)
         return channel
 
-    def mesh_of(self, shape: MeshShape) -> DeviceMesh:
+    def build_mesh(self, shape: MeshShape) -> DeviceMesh:
         """Create a mesh of the given shape, with axes (shard,), or (replicate, shard) for HSDP.
 
         All ranks must call this.  The axes' process groups get this run's timeout.
         """
-        return self._mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.is_hybrid)
+        return self._build_mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.is_hybrid)
 
-    def expert_mesh_of(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
+    def build_expert_mesh(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
         """Create the mesh of expert parameters, which are divided among `expert` consecutive ranks; None for one rank.
 
         The axes are (outer, expert), or (replicate, outer, expert): those of `shape`, with the shard axis split in
@@ -188,9 +188,9 @@ class World(Channel):
         if expert == 1:
             return None
         axes = {REPLICATE: shape.replicate, OUTER: shape.shard // expert, EXPERT: expert}
-        return self._mesh(axes, shape.is_hybrid)
+        return self._build_mesh(axes, shape.is_hybrid)
 
-    def _mesh(self, axes: dict[str, int], is_hybrid: bool) -> DeviceMesh:
+    def _build_mesh(self, axes: dict[str, int], is_hybrid: bool) -> DeviceMesh:
         if not is_hybrid:
             del axes[REPLICATE]
         sizes, names = tuple(axes.values()), tuple(axes)
@@ -233,9 +233,9 @@ class World(Channel):
         return value
 
     def once(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work` on the first rank that calls this; the others wait up to half a minute until it is done.
+        """Run `work` on the first rank that calls this; the others wait until it is done, for at most half a minute.
 
-        Uses no collective, because some ranks may never call it.
+        Uses no collective, because some ranks may never call this.  If `work` takes too long, only warns.
         """
         store, key = self.timed_store, f"meshtrainer/once/{name}"
         if store is None:
@@ -251,11 +251,11 @@ class World(Channel):
             print_stderr(f"warning: rank {self.rank}: {name}: {error}")
 
     def announce_failure(self, error: BaseException) -> str | None:
-        """Announce this rank's failure to the other ranks.  Returns the first failure if it was on another rank.
+        """Announce this rank's failure to the others.  Returns the first failure if it was on another rank, or None.
 
         Uses no collective, because the other ranks may be anywhere in their code.
         """
-        if self._store is None:
+        if (store := self.timed_store) is None:
             return None
         if self._watch is not None:
             self._watch.stop(wait=False)
@@ -263,7 +263,7 @@ class World(Channel):
         message = str(error) if is_from_peer else f"rank {self.rank}: {type(error).__name__}: {error}"
         dead = describe_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
-            first_failure = TimedStore(self._store, _ANSWER_S).compare_set(FAILURE, "", dead or message)
+            first_failure = store.compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone
             first_failure = self.first_failure or dead or message
         if first_failure == dead and self.env.launcher != "nproc":  # its launcher reports dead ranks itself
@@ -276,9 +276,9 @@ class World(Channel):
 
         If rank 0 hosts the store and exits first, the main thread of this rank fails with a misleading error.
         """
-        if self._store is not None:
+        if (store := self.timed_store) is not None:
             with contextlib.suppress(RuntimeError):
-                self.first_failure = TimedStore(self._store, _ANSWER_S).get(FAILURE)
+                self.first_failure = store.get(FAILURE)
 
     def leave_store(self) -> None:
         """Stop using the store, before all ranks exit because of the same user error.
@@ -307,7 +307,7 @@ class World(Channel):
 
     @contextlib.contextmanager
     def closing_on_user_error(self) -> Iterator[None]:
-        """If the block raises a UserError, which it does on all ranks, destroy the process group that was opened here.
+        """If the block raises a UserError, as it then does on all ranks, destroy the group if it was opened here.
 
         After any other error, other ranks may be anywhere in their code, so only a run of one process does this.
         """
@@ -408,7 +408,7 @@ def _num_cores() -> int:
 # Devices
 
 
-def find_device(requested: str, env: Environment) -> torch.device:
+def select_device(requested: str, env: Environment) -> torch.device:
     """Return this rank's device, and make it the current device.
 
     requested: `run.device`.  Raises UserError if it requires a GPU and there is none, or if there are too few GPUs.
@@ -525,13 +525,13 @@ _PROBLEM = "meeting/problem"
 
 
 def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
-    """Wait until all ranks have joined; if one of them is asked to stop before then, all exit with code 75.
+    """Wait until all ranks have joined.  If one of them is asked to stop before then, all exit with code 75.
 
     Opening a process group does not react to signals, and ranks would wait until the timeout for one that has exited.
     Therefore they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank
     that is asked to stop writes "stop".
 
-    problem: a user error on this rank.  All ranks raise UserError with the first one.
+    problem: the message of a user error on this rank, or "".  All ranks raise UserError with the first one.
     """
     if problem:
         store.compare_set(_PROBLEM, "", problem)

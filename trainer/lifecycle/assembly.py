@@ -1,4 +1,4 @@
-"""Assembles a run: creates all parts of a Trainer besides its model, optimizer and data, in dependency order."""
+"""Assembles a run: creates the parts of a Trainer other than its model, optimizer and data, in dependency order."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingRun:
-    """The parts of a Trainer besides its model, optimizer and data.
+    """The parts of a Trainer other than its model, optimizer and data.
 
-    `assemble_run` sets the `init=False` fields afterwards, in the order below: each part may use those before it.
+    `assemble_run` sets the `init=False` fields last, in the order below: each of these parts may use those before it.
     """
 
     config: RunConfig
@@ -60,7 +60,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     step_sync: StepSync
     callbacks: list[Callback]
-    """The watchdog and the optional features.  `begin_` hooks are called in this order, `end_` hooks in reverse."""
+    """The watchdog and optional features.  `begin_` hooks are called in this order, `end_` hooks in reverse."""
     step_metrics: StepMetrics = field(init=False)
     resume: Resume = field(init=False)
     relocation: Relocation = field(init=False)
@@ -69,7 +69,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Call `begin_fit` of all callbacks before the block (the body of `Trainer.fit`), and `end_fit` after it."""
+        """Call `begin_fit` of all callbacks before the block, the body of `Trainer.fit`, and `end_fit` after it."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -80,7 +80,7 @@ class TrainingRun:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Call `end_loop` of all callbacks after the block (the loop of `Trainer.steps`)."""
+        """Call `end_loop` of all callbacks after the block, the loop of `Trainer.steps`."""
         has_failed = True
         try:
             yield
@@ -96,8 +96,8 @@ class TrainingRun:
 def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     """Create the parts of `trainer`.  Collective.
 
-    The order of registration matters: checkpoints store the parts of the state, and each step's all-reduce the votes,
-    in this order.  start_time: when the Trainer was created, by `time.monotonic`.
+    The order of registration matters: it is the order of the state's parts in checkpoints, and of the votes in each
+    step's all-reduce.  start_time: when the Trainer was created, by `time.monotonic`.
     """
     config, world, model, optimizer = trainer.config, trainer.world, trainer.model, trainer.optimizer
     is_range_test = config.schedule.name == "range"

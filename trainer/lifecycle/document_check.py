@@ -1,20 +1,20 @@
-"""The self-check for documents that are packed into one row: none may influence another.
+"""The self-check for documents that are packed into one row: no document may influence another.
 
 A model may accept document ids but ignore them in one layer, without any visible effect on its loss or outputs: with
 fresh weights, the state that a recurrent layer carries across a document boundary is below bfloat16's rounding error.
-So comparing the model's outputs is not enough.  The check runs the model itself, whatever the recipe, in two ways:
+So comparing the model's outputs is not enough.  The check runs the model itself, for any recipe, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
    A token that takes no part in a computation gets exact zeros in any dtype; one that does gets nonzero values, however
    small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is tested even
    if the next weight is zero, as in fresh adapters and some projections.
-2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two documents of
-   equal length are put into two rows, in opposite order.  Every module must compute the same output for a document in
-   both rows.  After each module, its outputs are copied from one row to the other, so that every module gets the same
-   input in both and rounding errors do not accumulate.
+2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two rows hold the
+   same two documents, of equal length, in opposite order.  For each document, every module must compute the same output
+   in both rows.  After each module, its outputs are copied from one row to the other, so that the next module gets the
+   same input in both and rounding errors do not accumulate.
 
-Document boundaries lie within and between the chunks that recurrent layers process, and documents are longer than any
-convolution.
+With rows of full length, document boundaries lie both within and between the chunks that recurrent layers process, and
+documents are longer than any convolution.
 """
 
 from __future__ import annotations
@@ -41,26 +41,29 @@ from trainer.model.gradients import evaluation_mode
 from trainer.sequence import compute_cu_seqlens, full_sequences
 
 _LENGTHS = (70, 150, 100)
-"""Lengths of the three documents of a row, in tokens.  Recurrent layers process chunks of 64 to 256 tokens: the second
+"""Lengths in tokens of the three documents in a row.  Recurrent layers process chunks of 64 to 256 tokens: the second
 document starts and ends within chunks and spans chunk boundaries, and the third crosses token 256."""
 
 _MAX_SWAPPED = 128
-"""Maximum length of a swapped document in tokens: a multiple of common chunk sizes and of the kernels' block sizes."""
+"""Maximum length of a swapped document, in tokens: a multiple of common chunk sizes and of kernels' block sizes."""
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """Maximum RMS difference between a module's outputs in the two rows, relative to the RMS of the outputs, by dtype.
-Other dtypes have `_HALF_TOLERANCE`."""
+For other dtypes it is `_HALF_TOLERANCE`."""
 _HALF_TOLERANCE = 2.0**-9
-"""Half the spacing of bfloat16: the difference if every element were rounded the other way.  Most modules return
-identical outputs, and kernels that sum in a different order round only a few elements differently."""
+"""Tolerance for bfloat16 and float16: at most half the difference that would result if every element were rounded to
+the bfloat16 on its other side.  Most modules return identical outputs, and kernels that sum in a different order round
+only a few elements differently."""
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
 
     The message names the module.  Also raises UserError if compiled blocks would have to separate documents in
-    recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom loader.  Collectives: a
-    forward and backward pass over two rows of at most 320 tokens, a forward pass over two rows, and a gather.
+    recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom loader.
+
+    Collectives: a forward and backward pass over two rows of at most 320 tokens, another of the same or a forward pass
+    over two shorter rows, and a gather.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
@@ -77,7 +80,7 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
 
 
 def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.device) -> str | None:
-    """Return the module that lets documents in one row of at most `seq_len` tokens influence each other, or None.
+    """Return a description of the module that lets documents in a row of `seq_len` tokens affect each other, or None.
 
     Parameter gradients are neither computed nor changed.
     """
@@ -100,8 +103,8 @@ def _make_batch(
 ) -> dict[str, torch.Tensor]:
     """Return two rows of random tokens in documents of these lengths, as a batch with all entries that a loader adds.
 
-    Only the last two documents have targets: the second to last in the first row, and the last in the second.  Targets
-    are random, so that no model predicts them with certainty, which would make gradients vanish.
+    Only two documents have targets: the second to last of the first row, and the last of the second row.  Targets are
+    random: gradients would vanish if the model predicted them with certainty.
     """
     shape, numbers_D = (2, sum(lengths)), torch.arange(len(lengths))
     documents = numbers_D.repeat_interleave(torch.tensor(lengths)).expand(shape).contiguous()
@@ -118,7 +121,7 @@ def _make_batch(
 
 
 def _has_foreign_gradient(model: nn.Module, batch: Batch) -> bool:
-    """Return whether, in any module, the documents with targets depend on embeddings of other documents."""
+    """Return whether, in any module, the documents with targets depend on the embeddings of other documents."""
     others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
     gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
     return any(_is_nonzero(gradient, others_BT) for gradient in gradients)
@@ -131,7 +134,7 @@ def _embedding_gradients(
     before: Callable[[str, Any], Any],
     after: Callable[[str, Any], Any],
 ) -> list[torch.Tensor]:
-    """Return the gradients of the loss and `sums` with respect to the embeddings.  before, after: see `_hooks`."""
+    """Return the gradients of the loss plus `sums` with respect to the embeddings.  before, after: see `_hooks`."""
     embeddings = _SeparatedEmbeddings(batch["tokens"])
     with torch.enable_grad(), _hooks(model, before, after):
         with embeddings:
@@ -143,9 +146,9 @@ def _embedding_gradients(
 
 
 class _SeparatedEmbeddings(TorchFunctionMode):
-    """Collects the embeddings that torch looks up for the tokens, as leaves, so that only they get gradients.
+    """Collects the embeddings that torch looks up for the tokens, and makes them leaves, so that they get gradients.
 
-    This finds tables in any form: an embedding module, a function, or an indexed parameter.
+    This works for an embedding table in any form: a module, a function, or an indexed parameter.
     """
 
     def __init__(self, tokens_BT: torch.Tensor) -> None:
@@ -175,7 +178,7 @@ class _SeparatedEmbeddings(TorchFunctionMode):
 
 
 class _HiddenSums:
-    """Sums the inputs and outputs of all modules at selected tokens.  `add` is a function for `_hooks`."""
+    """Sums the inputs and outputs of all modules at selected tokens.  `add` is a hook for `_hooks`."""
 
     def __init__(self, counted_BT: torch.Tensor) -> None:
         self._counted_BT = counted_BT
@@ -191,7 +194,7 @@ class _HiddenSums:
                     self._sums.append(total)
 
     def close(self) -> list[torch.Tensor]:
-        """Return the sums.  After this, calls from recomputed forward passes add nothing."""
+        """Return the sums.  From now on, calls of `add` in recomputed forward passes add nothing."""
         sums, self._sums = self._sums or [], None
         return sums
 
@@ -199,7 +202,7 @@ class _HiddenSums:
 def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
     """Describe the modules in which gradients cross to other documents: nonzero at their input, zero at their output.
 
-    If several layers leak, these are the last ones: the gradients that they pass on hide the others.
+    If several layers leak, these are the modules of the last one: the gradients that it passes on hide the others.
     """
     others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
     reached: dict[str, dict[str, bool]] = {}
@@ -259,7 +262,7 @@ def _describe(model: nn.Module, names: Sequence[str]) -> str:
 
 
 def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
-    """Return the first module whose output for a document depends on its position in the row, or None."""
+    """Return a description of the first module whose output depends on a document's place in the row, or None."""
     length = batch["tokens"].shape[1] // 2
     tokens_BT = torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))
     parameters_of = {name: any(True for _ in module.parameters()) for name, module in model.named_modules()}
@@ -301,7 +304,7 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
 
 
 def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors of shape (B, T, ...) in nested values."""
+    """Yield the floating-point tensors of shape (B, T, ...) in nested values.  like_BT: a tensor of shape (B, T)."""
     for leaf in tree_leaves(values):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[:2] == like_BT.shape:
             yield leaf
@@ -311,20 +314,19 @@ def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]
 def _hooks(model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any], Any]) -> Iterator[None]:
     """Inside the block, call `before` and `after` around the forward pass of every module, with the module's name.
 
-    before: receives positional and keyword arguments, and returns replacements or None.  after: receives the outputs,
-    and returns replacements for them or None.  Both are also called in recomputed forward passes.
+    before: also receives the positional and keyword arguments; returns replacements for them or None.
+    after: also receives the outputs; returns replacements for them or None.
+
+    Both are also called in recomputed forward passes.
     """
     handles = []
     for name, module in model.named_modules():
-
-        def run_before(_: nn.Module, args: Any, kwargs: Any, name: str = name) -> Any:
-            return before(name, (args, kwargs))
-
-        def run_after(_: nn.Module, args: Any, outputs: Any, name: str = name) -> Any:
-            return after(name, outputs)
-
-        handles.append(module.register_forward_pre_hook(run_before, with_kwargs=True))
-        handles.append(module.register_forward_hook(run_after))
+        handles += [
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs, name=name: before(name, (args, kwargs)), with_kwargs=True
+            ),
+            module.register_forward_hook(lambda _, args, outputs, name=name: after(name, outputs)),
+        ]
     try:
         yield
     finally:

@@ -1,15 +1,15 @@
-"""The self-check for expert parallelism: verifies the experts' gradients, and which ranks compute which experts.
+"""The self-check for expert parallelism: verifies the experts' gradients, and that the right ranks compute each expert.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
 computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
 wrong ranks, the model still trains, but its checkpoints hold a different model.
 
-1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and their biases.  So by
+1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and the biases of these.  So by
    Euler's theorem on homogeneous functions, the inner product of these parameters with their gradients equals the inner
    product of the outputs with their gradients, over all tokens.  This holds for any output gradients, so the check uses
    the outputs themselves as their gradients: the result is a sum of squares, in which nothing cancels, and even in
-   bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both sides, and comparing
-   them gathers no weights.
+   bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both inner products, and no
+   weights need to be gathered to compare them.
 2. *Placement.*  One token's output is compared with that of the experts chosen for it, recomputed from weights that are
    collected from the ranks that should hold them.
 """
@@ -42,7 +42,7 @@ _NUM_TOKENS = 32
 
 _GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Relative tolerances, which allow for a different order of summation."""
+"""Relative tolerances, by dtype, which allow for a different order of summation."""
 
 
 @dataclass
@@ -50,14 +50,14 @@ class _Observation:
     """Measurements of one experts module in one pass, on this rank."""
 
     sum_of_squares: torch.Tensor
-    """The squared outputs, summed over tokens: a scalar; zero until the backward pass."""
+    """The sum of the squared outputs of all tokens, a scalar; zero until the backward pass."""
     first_token: list[torch.Tensor]
     """The first token's input (D,), its chosen experts (A,), their weights (A,), and its output (D,)."""
 
 
 @dataclass
 class _Observer:
-    """Records one forward pass, and replaces the gradients of the experts' outputs in its backward pass.
+    """Records one forward pass, and in its backward pass replaces the gradients of the experts' outputs.
 
     Recomputed forward passes are ignored.
     """
@@ -87,8 +87,8 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     """Raise TrainingFailed on all ranks if the experts' gradients are wrong or the wrong ranks compute the experts.
 
     The test input is the start of this rank's next sample; gradients are deleted afterwards.  A no-op without expert
-    parallelism, or with a custom loader.  Collectives: a forward and a backward pass, a gather, three all-reduces, and
-    for each layer an all-reduce of one token's experts.
+    parallelism, or with a custom loader.  Collectives: a forward and a backward pass, a gather, an all-reduce, and for
+    each layer four all-reduces of one token's data and one for each parameter of its experts.
     """
     if config.expert == 1 or not isinstance(loader, TrainLoader):
         return
@@ -113,8 +113,10 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
         find_loss(model)(batch).backward()
     handle.remove()
     reshard(model)
+    found = [names for names in world.gather(probe.linear) if names]  # by each rank with rows
+    linear = next((names for names in itertools.chain(*found) if all(names in others for others in found)), ())
     lines = [
-        *_wrong_gradients(world, modules, observer.seen, _common_parameters(world.gather(probe.linear)), mesh, config),
+        *_wrong_gradients(world, modules, observer.seen, linear, mesh, config),
         *_wrong_placement(world, modules, observer.seen, mesh, config),
     ]
     for parameter in model.parameters():
@@ -129,7 +131,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
 
 
 class _LinearityProbe:
-    """Finds the trained parameters, single or in pairs, in which a module is linear.  `run` is its forward hook."""
+    """Finds the trained parameters, or pairs of them, in which a module is linear.  `run` is a forward hook for it."""
 
     def __init__(self) -> None:
         self.linear: list[tuple[str, ...]] = []
@@ -153,12 +155,6 @@ class _LinearityProbe:
                 self.linear.append(names)
 
 
-def _common_parameters(by_rank: list[list[tuple[str, ...]]]) -> tuple[str, ...]:
-    """Return the first parameters that every rank with rows has found; empty if there are none."""
-    nonempty = [names for names in by_rank if names]
-    return next((names for names in nonempty[0] if all(names in others for others in nonempty)), ()) if nonempty else ()
-
-
 def _wrong_gradients(
     world: World,
     modules: Mapping[str, nn.Module],
@@ -167,7 +163,10 @@ def _wrong_gradients(
     mesh: DeviceMesh,
     config: RunConfig,
 ) -> Iterator[str]:
-    """Yield the modules that violate Euler's theorem.  linear: the parameters in which their output is linear."""
+    """Yield a line for each module that violates Euler's theorem.
+
+    linear: the parameters in which the modules' outputs are linear.  One all-reduce, or none if there are none.
+    """
     names = [
         name
         for name, module in modules.items()
@@ -212,7 +211,10 @@ def _wrong_placement(
     mesh: DeviceMesh,
     config: RunConfig,
 ) -> Iterator[str]:
-    """Yield the modules whose output for rank 0's first token is not that of the experts chosen for it."""
+    """Yield a line for each module whose output for rank 0's first token is not that of the experts chosen for it.
+
+    For each module, four all-reduces, and one for each parameter.
+    """
     tolerance, dtype = _OUTPUT_TOLERANCE[config.fsdp.param_dtype], getattr(torch, config.fsdp.param_dtype)
     for name, module in modules.items():
         x_D, chosen_A, weights_A, out_D = (

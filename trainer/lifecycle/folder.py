@@ -1,6 +1,6 @@
 """The run folder: its owner, configuration and status, the files of earlier attempts, and what happens if it is lost.
 
-Only rank 0 writes here, and only after the run's settings have been validated.
+This module writes on rank 0 only, and only after the run's settings have been validated.
 """
 
 from __future__ import annotations
@@ -52,6 +52,7 @@ class FolderLoss:
     """The loss of one of the run's folders, which is no longer at its configured path."""
 
     setting: str
+    """The setting that names the folder: `run.dir` or `checkpoint.dir`."""
     folder: Path
     event: str
     """What happened, such as "was deleted"."""
@@ -63,7 +64,7 @@ class FolderLoss:
 
 
 class RunFolder:
-    """The folder `run.dir` and all files in it, except for metrics and checkpoints."""
+    """The folder `run.dir`: its owner, `config.yaml` and `status.json`, and the files of earlier attempts."""
 
     def __init__(self, config: RunConfig, is_main: bool, comment: str = "") -> None:
         """comment: text to write above the configuration in `config.yaml`."""
@@ -76,7 +77,7 @@ class RunFolder:
         self.has_moved = False
         """True once the run writes elsewhere because a folder was lost."""
         self.checkpoint_dir = config.checkpoint.dir
-        """The folder for checkpoints; None if it is inside the run folder."""
+        """The folder or URL for checkpoints; None for the default, `checkpoints` in the run folder."""
         elsewhere = local_path(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
@@ -89,14 +90,14 @@ class RunFolder:
 
     @property
     def previous_config(self) -> str | None:
-        """The content of `config.yaml` (before `begin`, the previous attempt's); None if there is no file."""
+        """The content of `config.yaml` (before `begin`, the previous attempt's); None if it cannot be read."""
         try:
             return (self.path / CONFIG).read_text()
         except (OSError, UnicodeDecodeError):
             return None
 
     def acquire(self) -> None:
-        """Acquire the folder for this run.  Raises UserError if another live run owns it, or if it is unusable."""
+        """Acquire the folder for this run.  Raises UserError if another live run owns the folder or it is unusable."""
         if not self.is_main:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
@@ -109,14 +110,14 @@ class RunFolder:
         self._is_owned = True
 
     def release(self) -> None:
-        """Release the folder for the next run.  Removes the folders that this run created, if still empty."""
+        """Release the folder for the next run.  Removes the folders that this run created and that are still empty."""
         self._is_owned = False
         if self.is_main:
             for lock in reversed(self._locks):
                 lock.release()
 
     def find_loss(self) -> FolderLoss | None:
-        """Check that the run's folders still exist; return the first loss, and print it once.
+        """Check that the run's folders still exist.  Returns the first loss, which is printed once, or None.
 
         Returns None on all ranks but rank 0.
         """
@@ -134,7 +135,7 @@ class RunFolder:
     def move(self) -> None:
         """Move the run after a loss: to the renamed folder, otherwise to a new folder next to the old path.
 
-        Rank 0 only.  Raises OSError or UserError if that folder cannot be used.
+        Rank 0 only.  Raises OSError or UserError if the new place cannot be used.
         """
         for index, lock in enumerate(self._locks):
             loss = lock.find_loss()
@@ -163,10 +164,10 @@ class RunFolder:
         """
         checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
-            self._locks[0].make(checkpoint_dir.parent)
+            self._locks[0].make_folder(checkpoint_dir.parent)
 
     def run_reporting_errors(self, work: Callable[[], object]) -> None:
-        """Run `work`; report its OSErrors, such as a full disk, as UserErrors about `run.dir`."""
+        """Run `work`; turn an OSError that it raises, such as for a full disk, into a UserError about `run.dir`."""
         with _reporting_errors("run.dir", self.path, f"runs/{self.config.run.name}"):
             work()
 
@@ -184,9 +185,9 @@ class RunFolder:
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
     def move_aside(self, names: Sequence[str]) -> Path | None:
-        """Move files that the new attempt does not append to into a folder `previous_NNN`, and return that folder.
+        """Move the named files, those that exist, into a new folder `previous_NNN`.  Returns that folder, or None.
 
-        Deletes nothing.  With the metrics, also copies the files that the new attempt will overwrite.
+        Deletes nothing.  If the metrics are moved, also copies the files that the new attempt will overwrite.
         """
         existing = [self.path / name for name in names if (self.path / name).exists()]
         if not existing:
@@ -228,7 +229,7 @@ class RunFolder:
 def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator[None]:
     """Turn an OSError in the block into a UserError about the setting, with the file and the cause.
 
-    legal: a value of the setting to suggest, or None.
+    legal: a value to suggest for the setting, or None.
     """
     try:
         yield
@@ -286,15 +287,17 @@ def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int,
 
 
 class FolderLock:
-    """A lock on a run's folder, held by one process across all nodes, and broken if its owner is dead.
+    """A lock on a run's folder, held by at most one process of all nodes, and broken if that process is dead.
 
     A file `.owner.json` identifies the owner.  An owner on this machine (the same host name, boot and PID namespace) is
-    alive if its process exists.  Any other is alive if its heartbeat, the modification time of the file, is recent
-    compared with that of a file written now.  No clocks are compared.
+    alive if its process exists.  An owner on another node in the same Slurm job is alive unless the job was requeued
+    since.  Any other owner is alive if its heartbeat, the modification time of the file, is recent compared with that
+    of a file written now, so that no clocks are compared.
     """
 
     NAME = ".owner.json"
     HEARTBEAT_S, STALE_S = 5.0, 30.0
+    """Seconds between heartbeats, and the age in seconds at which the last heartbeat means that the owner is dead."""
     CHECK_S = 1.0
     """Seconds between the owner's checks that the folder still exists."""
     _RECHECK_S = 0.2
@@ -309,12 +312,12 @@ class FolderLock:
         self._descriptor = -1
         """An open descriptor of the folder, which survives a rename."""
         self.on_loss: Callable[[FolderLoss], None] = lambda loss: None
-        """Called from another thread after the folder was deleted, renamed or replaced."""
+        """Called from the heartbeat thread after the folder was deleted, renamed or replaced."""
 
     def acquire(self) -> None:
-        """Acquire the folder.  Waits up to `STALE_S` for the heartbeat of an owner on another node.
+        """Acquire the folder.  Waits up to `STALE_S` seconds for the heartbeat of an owner on another node.
 
-        Raises UserError with the owner's name if it is alive, and OSError if the folder cannot be written.
+        Raises UserError that describes the owner if it is alive, and OSError if the folder cannot be written.
         """
         if self._heartbeat is not None:
             return
@@ -339,8 +342,8 @@ class FolderLock:
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name="owner", daemon=True)
         self._heartbeat.start()
 
-    def make(self, folder: Path) -> None:
-        """Create a folder inside this one, with its parents; `release` removes those that are still empty."""
+    def make_folder(self, folder: Path) -> None:
+        """Create a folder inside this one, and its parents; `release` removes those that are still empty."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self._created_folders = [*missing, *self._created_folders]
@@ -401,7 +404,7 @@ class FolderLock:
         return None
 
     def follow(self, folder: Path) -> None:
-        """Keep the lock on the folder after it was renamed to `folder`."""
+        """Keep the lock on the folder, which was renamed to `folder`."""
         self.folder, self.path, self._created_folders = folder, folder / self.NAME, []
 
     def _wait_until_owner_is_dead(self, temporary: Path) -> None:
@@ -500,9 +503,9 @@ def _describe_owner(owner: Mapping[str, Any] | None) -> str:
 
 
 def is_owned(folder: Path) -> bool:
-    """Return whether the folder's owner seems to be alive.  For reports, not for acquiring the folder.
+    """Return whether the folder has an owner that seems to be alive.  For reports, not for acquiring the folder.
 
-    Compares the heartbeat of a process on another node with this node's clock.
+    Compares the heartbeat of an owner on another node with this node's clock.
     """
     path = folder / FolderLock.NAME
     owner = _read_owner(path)
@@ -568,7 +571,10 @@ def _pid_scope(owner: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _process_start_time(pid: int) -> str:
-    """Return the start time of a process in kernel ticks; empty if there is no such process or it is a zombie."""
+    """Return the start time of a process in kernel ticks; empty if there is no such process or it is a zombie.
+
+    Without /proc, returns "alive" for any process that exists.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -585,8 +591,8 @@ def _process_start_time(pid: int) -> str:
 #
 # If training continued, its results would be lost.  If the folder were recreated, its files would reappear where
 # somebody has just deleted them, or where another run has started.  So the run ends after the current step.  Its state,
-# metrics and status go to the new name of a renamed folder, otherwise to a new folder next to the old one, where the
-# run can be resumed.
+# metrics and status go to the renamed folder, or if there is none, to a new folder next to the old one.  The run can be
+# resumed there.
 
 
 class Relocation:
@@ -597,11 +603,11 @@ class Relocation:
         self.has_moved = False
         """True on all ranks once the run writes elsewhere."""
 
-    def check(self) -> bool:
-        """Check whether one of the run's folders is lost; if so, redirect all further writes to another folder.
+    def move_if_lost(self) -> bool:
+        """If one of the run's folders is lost, redirect all further writes to another folder.
 
-        Returns whether a folder is lost.  Raises on all ranks if no other folder can be created.  One broadcast if no
-        folder is lost.
+        Returns whether a folder is lost.  Raises on all ranks if the other folder cannot be used.  If no folder is
+        lost, one broadcast.
         """
         if self.has_moved:
             return True

@@ -1,6 +1,6 @@
 """Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended.
 
-A dry run does everything up to the first step, in a temporary folder.
+Also directs a dry run, which stops before the first step, to a temporary folder (`dry_run_config`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ if TYPE_CHECKING:
 
 
 def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
-    """Start `nproc` workers through torch's elastic launcher, and return the run's exit code.
+    """Start `nproc` workers through torch's elastic launcher, wait for them, and return the run's exit code.
 
-    command: arguments for the Python interpreter.
+    command: each worker's arguments for the Python interpreter.
     """
     import logging
 
@@ -98,7 +98,7 @@ def _launch_config(nproc: int) -> LaunchConfig:
 
 
 def _report_end(config: RunConfig, initial_status: Mapping[str, Any], reason: str) -> None:
-    """Print how the ranks ended, and record it in `status.json`, because they could not do so themselves."""
+    """Print how the ranks ended, and record it in `status.json`, since they could not do so themselves."""
     print_stderr(f"error: {reason}")
     record_end(config.run_dir, initial_status, last_step(config.run_dir / "metrics.jsonl"), reason)
 

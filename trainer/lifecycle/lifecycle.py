@@ -1,11 +1,12 @@
 """The lifecycle of a run: its phases, from built to ended, and the files that each transition writes.
 
-    built ----restore----> restored          a checkpoint was loaded
-    built, restored ----begin----> running   the folder is acquired, the start record is written
+    built ----restore----> restored          a checkpoint has been loaded
+    built, restored ----begin----> running   config.yaml, the start record and status.json are written
     any ----end----> ended                   finished, stopped or failed: the end record and status.json are written,
                                              the folder is released
 
-A user error before `begin` leaves an existing run unchanged: there is no transition and no record.
+A user error before `begin` leaves an existing run unchanged: there is no transition and no record.  An evaluation alone
+(`without_writing`) ends without writing either.
 
 This module also abandons steps whose data does not arrive, and runs the command `run.on_end`.
 """
@@ -71,7 +72,7 @@ class Lifecycle:
     """One run in this process: its phase, its folder, stop requests, and its end.
 
     As one of `World.failure_listeners`, it is called from other threads: by the failure watch (`peer_failed`,
-    `before_exit`) after another rank has failed, and by the watchdog (`main_thread_hung`).
+    `before_exit`) after another rank has failed or the launcher has died, and by the watchdog (`main_thread_hung`).
     """
 
     def __init__(self, run: TrainingRun, loader: object, eval_loader: object, start_time: float) -> None:
@@ -80,12 +81,13 @@ class Lifecycle:
         self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
         self._watchdog, self._step_metrics, self._stop_criterion = run.watchdog, run.step_metrics, run.stop_criterion
         self._saver, self._forecast, self._loader, self._start_time = run.saver, run.forecast, loader, start_time
-        self._earlier_error = sys.exc_info()[1]  # an exception that the caller is handling
+        self._earlier_error = sys.exc_info()[1]  # an exception that the caller was already handling
         self.phase: Phase = "built"
         self._ran_end_command = False
         self.stopping = False
-        """True on all ranks once any rank has been asked to stop.  The current step is then the last."""
+        """True on all ranks once any rank has been asked to stop or has lost a folder.  This step is then the last."""
         self.stop = take_stop_request()
+        """Detects requests to stop this rank."""
         if run.world.is_main:
             self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
         self._stale_notice = take_stale_notice(run.config.run_dir)
@@ -99,7 +101,7 @@ class Lifecycle:
 
     @property
     def is_running(self) -> bool:
-        """True between `begin` and the end."""
+        """True from `begin` until the run ends."""
         return self.phase == "running"
 
     def _enter(self, event: Event) -> None:
@@ -119,7 +121,10 @@ class Lifecycle:
     def begin(self, facts: Mapping[str, str], record: Mapping[str, Any], notes: Sequence[str]) -> None:
         """Write config.yaml, open the metrics and write the start record.  The run is then running.  Collective.
 
-        The folder must have been acquired.  facts: the start block on the console.  record: fields of the start record.
+        The folder must have been acquired.
+
+        facts: the entries of the start block on the console, by name.
+        record: fields of the start record.
         notes: lines to print below the start block.
         """
         resumed_step = record["resumed_step"] or 0
@@ -153,7 +158,7 @@ class Lifecycle:
     def end(self) -> int:
         """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
 
-        If one of the run's folders was lost, saves the state elsewhere and raises TrainingFailed.
+        If one of the run's folders has been lost, saves the state elsewhere and raises TrainingFailed.
         """
         self._end_if_lost(saves=True)
         if self.stopping:
@@ -184,7 +189,7 @@ class Lifecycle:
         With `saves`, first save the state elsewhere, unless that has already been done.
         """
         had_moved, step = self._relocation.has_moved, self._state.step
-        if not self._relocation.check():
+        if not self._relocation.move_if_lost():
             return
         outcome = "its state is not saved"
         if saves and step:
@@ -243,7 +248,7 @@ class Lifecycle:
         self._folder.release()
 
     def disable_prompt_stop(self) -> None:
-        """From now on, a stop request lets the step finish and saves, because there is state to save."""
+        """From now on, let a stop request finish the step and save, because there is state to save."""
         self.stop.disable_prompt_stop()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
@@ -278,7 +283,7 @@ class Lifecycle:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Catch stop requests inside the block.  If the block raises, record the failure and re-raise."""
+        """Catch stop requests inside the block.  If the block raises, record the failure or the stop, and re-raise."""
         self.stop.install()
         try:
             yield
@@ -307,7 +312,7 @@ class Lifecycle:
     def close(self) -> None:
         """End the run if it is still running, and close the process group if this run opened it.  Collective.
 
-        If an exception propagates, the run has failed, and this method uses no collective.
+        If this is called while an exception propagates, the run has failed, and this method uses no collective.
         """
         error = sys.exc_info()[1]
         if error is not None and error is not self._earlier_error:
@@ -347,7 +352,7 @@ class Lifecycle:
                 self._metrics.print(STOPPING, "yellow")
 
     def _stopping_s(self) -> float:
-        """Return how long stopping should take, in seconds: two steps and the longest save so far, with a margin."""
+        """Return how long stopping may take, in seconds: two steps and the longest save so far, with a margin."""
         return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_save_s + 5.0
 
     def _quit(self) -> None:
@@ -365,9 +370,10 @@ class Lifecycle:
         self.stop.exits_on_sigterm = True
 
     def before_exit(self, timeout_s: float, reason: str, saves: bool = True) -> None:
-        """Before this process exits, write `reason` to status.json and wait for the save in flight.
+        """Before this process exits, write `reason` to status.json and, if `saves`, wait for the save in flight.
 
-        Called from another thread, because the main thread may hang.  The storage may hang as well.
+        Called from another thread or a signal handler, because the main thread may hang.  The storage may hang as well,
+        so each wait is limited.
         """
         if self.is_running:
             status = ("failed", EXIT_FAILED, self._state.step, reason)
@@ -378,7 +384,7 @@ class Lifecycle:
             self._saver.wait(min(timeout_s, self._config.run.timeout_s))
 
     def main_thread_hung(self, reason: str) -> None:
-        """Record that the main thread hangs.  Called by the watchdog from another thread."""
+        """Record that the main thread hangs.  Called by the watchdog from its own thread."""
         self._folder.write_status("failed", EXIT_FAILED, self._state.step, reason)  # first, because `_end` may hang too
         self._end("failed", EXIT_FAILED, reason)
 
@@ -400,13 +406,11 @@ class StepAbandoner:
 
     That rank votes to abandon in the step's first all-reduce, which the other ranks join when they start the step.  At
     that point no rank has changed its state, so all ranks can save the state from before the step.  An evaluation can
-    be abandoned in the all-reduce before each of its micro-batches.
-
-    loader, eval_loader: with a custom loader, steps are never abandoned.  is_asked: returns whether this rank was asked
-    to stop.
+    be abandoned in the all-reduce before each of its micro-batches.  With a custom loader, steps are never abandoned.
     """
 
     def __init__(self, step_sync: StepSync, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
+        """is_asked: returns whether this rank was asked to stop."""
         self._step_sync, self._loader, self._is_asked = step_sync, loader, is_asked
         self._has_abandoned = False
         self._waiting_since: float | None = None
@@ -417,7 +421,7 @@ class StepAbandoner:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Leave the block on all ranks if any of them abandons its step.  At most one all-reduce."""
+        """Leave the block on all ranks if any of them abandons the step.  At most one all-reduce."""
         try:
             try:
                 yield
@@ -450,7 +454,7 @@ _GRACE_S = 5.0
 
 
 def run_end_command(command: str, facts: Mapping[str, object]) -> str:
-    """Run a shell command with `facts` in its environment.  Return an error message, or an empty string on success.
+    """Run a shell command with `facts` in its environment.  Returns an error message; empty if the command succeeded.
 
     The command runs in its own session, so that signals to the run's process group do not reach it.
     """

@@ -1,6 +1,6 @@
-"""Selects and loads the checkpoint that a run resumes from, and moves aside files that the run does not build on.
+"""Selects and loads the checkpoint that a run resumes from, and moves aside the files that the run supersedes.
 
-`EarlierAttempts` compares the records in the run's folder with its checkpoints, to notice missing checkpoints.
+`EarlierAttempts` compares the records in the run folder with the run's checkpoints, to notice missing checkpoints.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.metrics.writers import Metrics, warn
 class Resume:
     """Restores the state from the checkpoint that `checkpoint.resume` selects, or from a given one.
 
-    All methods are collective unless they say otherwise.
+    All methods except the constructor are collective.
     """
 
     def __init__(
@@ -43,31 +43,34 @@ class Resume:
         self._checkpoints, self._folder, self._metrics = checkpoints, folder, metrics
         self.earlier_attempts = EarlierAttempts(folder)
         self.step: int | None = None
-        """Step of the last loaded checkpoint; None for a fresh start."""
+        """Step of the checkpoint that was loaded last; None for a fresh start."""
         self.path = ""
-        """Path or URL of that checkpoint."""
-        self.is_same_run = False
-        """True if that checkpoint was written by this run."""
+        """Path or URL of that checkpoint; empty for a fresh start."""
+        self.is_own_checkpoint = False
+        """True if that checkpoint lies in this run's folder of checkpoints."""
         self.changed: list[str] = []
-        """Permitted differences between the settings and those of the checkpoint, one line each."""
+        """Permitted differences between this run's settings and those of the checkpoint, one line each."""
         self.seconds = 0.0
-        """Seconds spent loading, as measured by the Trainer."""
+        """Seconds spent in all loads so far, measured by the Trainer."""
         self._must_supersede = False
+        """True from a rollback during training until the later checkpoints have been superseded."""
 
     def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
         """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
 
-        Returns None for a fresh start.  Raises UserError for an incompatible checkpoint, with the first differences and
-        the path of a file with all of them, and TrainingFailed if no checkpoint is good.
+        is_running: whether training has begun, so that this load is a rollback.
+
+        Returns None for a fresh start.  Raises UserError if there is no checkpoint at `path` or it is incompatible, and
+        TrainingFailed if no checkpoint is good.  If the message cannot show all differences, it names a file that does.
         """
         self._world.agreed(self.earlier_attempts.check_checkpoint_dir)
-        restored = self._find(state, str(path) if path is not None else None, is_running)
+        restored = self._restore(state, str(path) if path is not None else None, is_running)
         if restored is None:
             return None
         self.step, self.path, self.changed = state.step, str(restored.path), list(restored.changed)
         own_path = f"{self._checkpoints.storage}/{checkpoint_name(restored.manifest.step)}"
-        self.is_same_run = self._world.broadcast(is_same_location(restored.path, own_path))
-        if not self.is_same_run or self._world.broadcast(self.earlier_attempts.is_copied(restored)):
+        self.is_own_checkpoint = self._world.broadcast(is_same_location(restored.path, own_path))
+        if not self.is_own_checkpoint or self._world.broadcast(self.earlier_attempts.is_copied(restored)):
             self._metrics.tracking_id = None  # it belongs to the other run
         self._must_supersede = is_running
         if self._world.is_main:
@@ -78,7 +81,7 @@ class Resume:
                 warn(f"{restored.path}: {warning}")
         return restored
 
-    def _find(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
+    def _restore(self, state: TrainState, path: str | None, is_running: bool) -> RestoredCheckpoint | None:
         resume = path or self._config.checkpoint.resume
         if path is None and self._is_restart(resume):
             resume = "auto"
@@ -108,9 +111,9 @@ class Resume:
 
     @contextmanager
     def _saving_differences(self) -> Iterator[None]:
-        """If an incompatible checkpoint has too many differences to print, write them to a file.
+        """If the block finds an incompatible checkpoint with too many differences to print, write them to a file.
 
-        The file is temporary, one per run, because a refused start must not change the run's folder.
+        This is a temporary file, one per run folder, because a refused start must not change the folder itself.
         """
         try:
             yield
@@ -121,10 +124,10 @@ class Resume:
             raise UserError(error.message(_write_temporary(self._folder.path, text))) from error
 
     def _is_restart(self, resume: str) -> bool:
-        """Return whether the newest checkpoint here was written by an attempt with the same `resume` setting.
+        """Return whether the newest checkpoint of this run was written by an attempt with the same `resume` setting.
 
-        If so, that attempt was stopped or killed, and this one continues from there.  With `none`, this also requires
-        that the launcher has restarted the same job.
+        If so, that attempt was stopped or killed, and this one continues from its checkpoint.  With `none`, this also
+        requires that the launcher has restarted the same job.
         """
         if resume == "auto":
             return False
@@ -146,18 +149,18 @@ class Resume:
         return is_restart
 
     def supersede_if_rolled_back(self, step: int) -> None:
-        """Supersede later checkpoints if training continues at `step` of a checkpoint loaded during the run."""
+        """If a checkpoint was loaded during training, supersede later checkpoints, and metrics after `step`."""
         if self._must_supersede:
             self._must_supersede = False
             self.supersede(is_running=True)
             self._world.agreed(lambda: self._metrics.go_back(step))
 
     def supersede(self, is_running: bool = False) -> None:
-        """Move aside files that this attempt does not build on, and delete partial files of killed attempts.
+        """Move aside the files that this attempt supersedes, and delete partial files of killed attempts.
 
-        A run that starts over (`checkpoint.resume=none`) or from an older checkpoint supersedes later checkpoints;
-        otherwise `auto` would resume from them.  A run that resumes from a checkpoint elsewhere supersedes all
-        checkpoints here, and their metrics.
+        A run that starts over (`checkpoint.resume=none`) or from an older checkpoint supersedes its later checkpoints:
+        otherwise `auto` would resume from them.  A run that resumes from a checkpoint elsewhere supersedes all of its
+        own checkpoints and, if there are any, its records.
         """
         work = partial(self._supersede, is_running)
         if not is_running:
@@ -167,7 +170,7 @@ class Resume:
     def _supersede(self, is_running: bool) -> None:
         self._checkpoints.clean()
         self._folder.clean()
-        is_fresh = not is_running and (self.step is None or not self.is_same_run)
+        is_fresh = not is_running and (self.step is None or not self.is_own_checkpoint)
         step = -1 if is_fresh or self.step is None else self.step
         later = [checkpoint_name(later) for later in self._checkpoints.reader.steps() if later > step]
         has_past = bool(later)
@@ -187,7 +190,7 @@ class Resume:
 
 
 def _write_temporary(folder: Path, text: str) -> str:
-    """Write text to the temporary file for the run in `folder`; return its path, or "" if writing fails."""
+    """Write text to the temporary file for the run in `folder`; return the file's path, or "" if writing fails."""
     digest = hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
     path = os.path.join(gettempdir(), f"meshtrainer-{os.getuid()}-{digest}.txt")
     with suppress(OSError):
@@ -210,9 +213,9 @@ class RecordedProgress:
     """The progress of earlier attempts, according to their records."""
 
     newest_saved: int | None = None
-    """Step of the newest checkpoint that was published or resumed from; None if there was none."""
+    """Step of the newest checkpoint that was published or resumed from; None if there is no record of one."""
     source_file: str = ""
-    """The file that mentions that checkpoint."""
+    """Name of the file that mentions that checkpoint."""
 
 
 def read_recorded_progress(folder: Path) -> RecordedProgress:
@@ -240,7 +243,7 @@ def _step(value: Any) -> int | None:
 class EarlierAttempts:
     """Earlier attempts of the run in a folder, and where their checkpoints should be (`checkpoint_dir`).
 
-    A run without its checkpoints must not silently start over, and a copy of a run must not touch the checkpoints of
+    A run whose checkpoints are gone must not silently start over, and a copy of a run must not touch the checkpoints of
     the original.  So before anything is written, rank 0 compares the records in the folder with the checkpoints.
     """
 
@@ -298,7 +301,7 @@ class EarlierAttempts:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
             f"{progress.source_file} in {self._folder.path} mentions one of step {progress.newest_saved}",
-            *self._find_other_checkpoints(),
+            *self._describe_other_checkpoints(),
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
             "to resume from a specific one: checkpoint.resume=PATH",
             "to start over: checkpoint.resume=none, which moves the files here to a folder previous_NNN",
@@ -306,7 +309,7 @@ class EarlierAttempts:
         ]
         return "\n  ".join(lines)
 
-    def _find_other_checkpoints(self) -> Iterator[str]:
+    def _describe_other_checkpoints(self) -> Iterator[str]:
         run = self._folder.path
         previous_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
         if previous_dir and not is_same_location(str(previous_dir), self.checkpoint_dir):

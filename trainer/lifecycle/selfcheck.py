@@ -1,12 +1,12 @@
 """The self-check before the first step verifies across all ranks that the run is set up as configured.
 
 It finds errors that would otherwise stay silent: a parameter that FSDP does not manage is trained separately on each
-rank, replicas that differ stay different, and samples that are read by two ranks count twice.
+rank, replicas that differ stay different, and samples that two ranks read count twice.
 
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
-compares the ones it stores); and models other than `Trainer.model`, such as a teacher or an average.
+compares the ones that it stores); and models other than `Trainer.model`, such as a teacher or an average.
 
-The check changes nothing, draws no random numbers, and works for any recipe.  A further check, `check_context`, runs
+The check changes no values, draws no random numbers, and works for any recipe.  A further check, `check_context`, runs
 the model itself: context parallelism must not change its loss.
 """
 
@@ -45,7 +45,7 @@ from trainer.model.parameters import local_box, mesh_of, tied_names
 from trainer.sequence import current_slices, use_slices
 
 DATA = "data"
-"""Entry of `Trainer.exempt_from_selfcheck` that skips the check of samples."""
+"""The entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
 
 _PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
 """Configuration keys that may differ between ranks, because they do not affect the results."""
@@ -62,10 +62,15 @@ _WORDS_PER_SUM = 4096
 def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Iterable[str] = ()) -> None:
     """Raise UserError on all ranks unless they have the same configuration and the same code.
 
-    The code consists of this package with its recipes and objectives, the modules that define the model, the objective
-    and `owner` (the Trainer's class), torch and Python.  exempt: patterns of keys and files that may differ.  Call this
-    before anything is built, because ranks with different meshes would wait for each other.  One small gather, and a
-    second one if something differs.
+    The code consists of this package with its recipes and objectives; the modules that define the model, the objective
+    and `owner`; and the versions of torch and Python.  Call this before anything is built, because ranks with different
+    meshes would wait for each other.  Also raises UserError if `owner` does not train for `train.objective`.  If the
+    self-check is off on all ranks, differences are ignored.
+
+    owner: the Trainer's class.
+    exempt: patterns of configuration keys and source files that may differ.
+
+    One small gather, and a second one if something differs.
     """
     objective, takes_objectives = config.train.objective, getattr(owner, "takes_objectives", False)
     if takes_objectives and config.objective.trainer is None:
@@ -84,7 +89,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
     facts_by_rank: list[Mapping[str, str]] = channel.gather(facts)
     names = list(dict.fromkeys(name for facts in facts_by_rank for name in facts))
     lines = [
-        f"{name}: {_ranks_by_value(values)}"
+        f"{name}: {_describe_ranks_by_value(values)}"
         for name in names
         if len(set(values := [facts.get(name, "none") for facts in facts_by_rank])) > 1
     ]
@@ -92,7 +97,7 @@ def check_same_run(channel: Channel, config: RunConfig, owner: type, exempt: Ite
 
 
 def check_shape(world: World, config: RunConfig) -> MeshShape:
-    """Return the mesh shape for this number of ranks.
+    """Return the mesh shape for this number of ranks.  Two small gathers.
 
     Raises UserError on all ranks if the settings do not match that number or need missing packages.  Warns if the shape
     is inefficient.
@@ -147,7 +152,8 @@ def _file_of(module: str) -> str | None:
     return spec.origin if spec is not None else None
 
 
-def _ranks_by_value(values: Sequence[str]) -> str:
+def _describe_ranks_by_value(values: Sequence[str]) -> str:
+    """Describe which ranks hold which value.  values: one per rank."""
     ranks: dict[str, list[int]] = {}
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
@@ -172,11 +178,11 @@ class _Piece:
     """Properties that must be the same on all ranks."""
     tensor: torch.Tensor
     spans: tuple[tuple[int, int], tuple[int, int]]
-    """The [start, stop) along dimension 0 and along the other divided dimension; (0, 1) if there is no other."""
+    """The [start, stop) along dimension 0 and along the other sharded dimension; (0, 1) if there is no other."""
     totals: tuple[int, int]
-    """The parameter's size along these dimensions."""
+    """The parameter's size along these two dimensions; 1 if there is no other."""
     copies: int
-    """Number of ranks that should hold the same piece."""
+    """Number of ranks that should hold this same piece."""
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class _Report:
     pieces: NDArray[np.int64]
     """One row per parameter: start and stop along both dimensions, and a checksum."""
     order: tuple[int, int, int, str] | None
-    """Position in the data, number of samples, seed, and a digest of the data; None if the data is not checked."""
+    """Position in the data, number of samples, seed, and a digest of the data; None if data is not checked."""
     samples: NDArray[np.int64] | None
     """Indices of the samples that this rank reads for the next step."""
 
@@ -215,7 +221,8 @@ def check_start(
     exempt: patterns of parameter names to skip, and `DATA`.
     meshes: the meshes of expert parameters, by name.
 
-    Reads each replicated parameter once.  Two gathers: 40 bytes per parameter, 8 per sample.
+    Reads each replicated parameter once.  A small gather, and one of 40 bytes per parameter and 8 per sample; a third
+    one if properties of the parameters differ.
     """
     exempt = tuple(exempt)
     replicas = replicas_of(model)
@@ -223,7 +230,7 @@ def check_start(
     pieces: list[_Piece] = []
 
     def inspect_rank() -> _Report:
-        problems = list(_find_untied(model, ties, exempt))
+        problems = list(_describe_untied(model, ties, exempt))
         for name, parameter in model.named_parameters():
             if not _matches(name, exempt):
                 is_reduced = channel.size == 1 or (replicas is not None and replicas.averages(parameter))
@@ -254,7 +261,7 @@ def check_start(
         for name in dict.fromkeys(name for facts in parameters for name in facts):
             values = [facts.get(name, "missing") for facts in parameters]
             if len(set(values)) > 1:
-                lines.append(f"{name} is {_ranks_by_value(values)}; expected: the same on all")
+                lines.append(f"{name} is {_describe_ranks_by_value(values)}; expected: the same on all")
     else:
         lines += _compare_pieces(pieces, np.stack([report.pieces for report in reports]))
     lines += _compare_data(reports, loader)
@@ -273,7 +280,7 @@ def _matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _find_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
+def _describe_untied(model: nn.Module, ties: Sequence[Sequence[str]], exempt: Sequence[str]) -> Iterator[str]:
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied_groups = [set(group) for group in tied_names(model)]
     for first, *aliases in ties:
@@ -291,7 +298,7 @@ def _inspect(
 
     is_expert: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.  Two
     axes also shard a stack whose matrices are split by rows (`trainer.model.row_shards`), on a mesh of its own.
-    is_reduced: whether its gradient does not need FSDP, because it is averaged elsewhere or there is only one rank.
+    is_reduced: whether the parameter's gradient needs no FSDP, because it is averaged elsewhere or there is one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad
     facts = f"{parameter.dtype} {shape}, {'trainable' if is_trainable else 'frozen'}"
@@ -334,7 +341,7 @@ def _inspect(
 
 _SHARDS = {False: ("Shard",), True: ("Shard", "_StridedShard")}
 """Names of the placements that shard a parameter, by whether it belongs to experts.  Experts are divided among ranks
-first; FSDP then shards the parameter again, with strides."""
+first; FSDP then shards their parameters again, with strides."""
 
 
 def _expected_placement(mesh: DeviceMesh, is_expert: bool, is_row_sharded: bool = False) -> str:
@@ -350,10 +357,10 @@ def _describe_axes(mesh: DeviceMesh) -> str:
 
 @torch.no_grad()
 def _checksum(piece: _Piece) -> int:
-    """Return a checksum of a piece that several ranks hold; 0 for other pieces.
+    """Return a checksum of a piece that several ranks hold; 0 for other pieces, and for tensor subclasses.
 
     The device sums blocks of 64-bit words at memory speed, and the host computes a CRC-32 of the sums.  This detects
-    any single changed word, and swapped blocks.
+    any single changed word, and blocks in the wrong order.
     """
     tensor = piece.tensor.detach()
     if piece.copies == 1 or tensor.numel() == 0 or is_traceable_wrapper_subclass(tensor):
@@ -379,22 +386,22 @@ def _compare_pieces(pieces: Sequence[_Piece], tables: NDArray[np.int64]) -> Iter
         for rank, (start, stop, other_start, other_stop) in enumerate(tables[:, number, :4].tolist()):
             if start < stop and other_start < other_stop:
                 rows.setdefault((start, stop), []).append(rank)
-        yield from _tiling(piece.name, "row", "", rows, piece.totals[0])
+        yield from _tiling_errors(piece.name, "row", "", rows, piece.totals[0])
         for (start, stop), ranks in sorted(rows.items()):
             columns: dict[tuple[int, int], list[int]] = {}
             for rank in ranks:
                 columns.setdefault(tuple(tables[rank, number, 2:4].tolist()), []).append(rank)
             if piece.totals[1] > 1:
                 of_rows = f" of rows {start} to {stop - 1}"
-                yield from _tiling(piece.name, "column", of_rows, columns, piece.totals[1])
+                yield from _tiling_errors(piece.name, "column", of_rows, columns, piece.totals[1])
             for holders in columns.values():
                 yield from _compare_copies(piece, (start, stop), holders, tables[holders, number, 4].tolist())
 
 
-def _tiling(
+def _tiling_errors(
     name: str, unit: str, where: str, holders: Mapping[tuple[int, int], Sequence[int]], total: int
 ) -> Iterator[str]:
-    """Yield the places where spans do not cover [0, total) exactly once.  holders: the ranks that hold each span."""
+    """Yield a line for each place where spans do not tile [0, total).  holders: the ranks that hold each span."""
     end = 0
     for (start, stop), ranks in sorted(holders.items()):
         if start != end:
@@ -469,15 +476,15 @@ _MAX_SLICE_TOKENS = 32
 """Maximum number of tokens per slice in the test input."""
 
 _LOSS_TOLERANCE = {"float32": 1e-6, "bfloat16": 2e-3}
-"""Relative tolerance of the loss, which allows for a different order of summation.  It must be tight: with fresh
-weights, attention is so weak that even restarting positions in each slice changes the loss by at most 2e-6."""
+"""Relative tolerance of the loss, by dtype, which allows for a different order of summation.  It must be tight: with
+fresh weights, attention is so weak that even restarting positions in each slice changes the loss by at most 2e-6."""
 
 
 def check_context(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if the model's loss on slices differs from that on complete sequences.
 
-    A model that mixes or counts tokens outside `trainer.sequence` computes a wrong loss on slices of sequences, and its
-    loss curve does not show this.  The check runs the model itself and works for any recipe.
+    A model that mixes or counts tokens outside `trainer.sequence` computes a wrong loss on slices of sequences, and
+    this does not show in its loss curve.  The check runs the model itself and works for any recipe.
 
     The test input is the start of this rank's next sample; no gradients are computed.  A no-op without context
     parallelism, or with a custom loader.  Collectives: two forward passes, and a gather of two numbers.

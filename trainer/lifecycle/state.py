@@ -1,8 +1,8 @@
 """The state of a run (`TrainState`): everything that a resume restores.
 
-State that is not registered here is not restored.  If a subclass of Trainer has an object with `state_dict` and
-`load_state_dict`, it registers the object with `self.state.add("name", thing)`.  If it forgets to, `Trainer.fit` raises
-an error before the first step, or in a custom loop, the first save does.
+State that is not registered here is not restored.  A subclass of Trainer that has an object with `state_dict` and
+`load_state_dict` must register it with `self.state.add("name", thing)`.  Otherwise `Trainer.fit` raises an error before
+the first step; in a custom loop, the first save raises it.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
-"""No trained weight is this large: its square would overflow float32, and so would the loss."""
+"""A trained weight of this magnitude is taken for an error: its square overflows float32."""
 
 
 class TrainState:
-    """The state of a run: counters, weights, optimizer, position in the data, random states."""
+    """The state of a run: counters, weights, optimizer, position in the data, random states, and registered parts."""
 
     def __init__(
         self,
@@ -51,11 +51,11 @@ class TrainState:
         self.tokens = 0
         self.zero_after_end = True
         """Whether a decay to zero reaches 0 only one step after the last step.  False for runs that older versions
-        started, whose last step had learning rate 0."""
+        started, in which the last step has learning rate 0."""
         self.eval_pending = False
-        """True if this step's evaluation was aborted; `fit` repeats it after the next start."""
+        """True if the evaluation at this step was cut off; `fit` repeats it after the next start."""
         self.evaluation: dict[str, float] = {}
-        """The finite losses of this step's evaluation, by field; empty until then."""
+        """The finite losses and `eval.metric` of the evaluation at this step, by field; empty until it has run."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -64,10 +64,10 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
-        """Parts that are the same on all ranks or sharded (DTensors), and can be restored on any mesh."""
+        """Parts whose values are the same on all ranks or sharded (DTensors), and can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
-        """Per-rank parts, restored only on the same number of ranks.  On another number, parts with a `restart` method
-        are restarted."""
+        """Parts that differ between ranks, restored only on the same number of ranks.  On another number, `restart` is
+        called on those that have this method; others forbid resuming."""
         if base is not None:
             self.parts[BASE] = base
         self._registered: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]
@@ -75,7 +75,7 @@ class TrainState:
 
     @property
     def magnitude_limits(self) -> dict[str, float]:
-        """Each parameter's magnitude limit, by key.  A checkpoint with a weight that reaches it is never published."""
+        """Each weight's magnitude limit, by key.  No checkpoint with a weight that reaches its limit is published."""
         saved = self.parts["model"].state_dict()
         named = ((clean_name(name), parameter) for name, parameter in self.model.named_parameters())
         return {
@@ -98,7 +98,8 @@ class TrainState:
 
         `part` is an object with `state_dict` and `load_state_dict`, or a random generator.  Its state may contain
         DTensors, which are saved sharded; everything else must be the same on all ranks.  With `per_rank`, each
-        rank saves its own state, which is restored only on the same number of ranks.
+        rank saves its own state, which is restored only on the same number of ranks.  Raises ValueError if the name is
+        taken, TypeError for other objects.
         """
         if name in {*self.parts, *self.per_rank_parts}:
             raise ValueError(f"TrainState already has a part named {name!r}")
@@ -107,7 +108,7 @@ class TrainState:
         parts[name] = part if per_rank and _is_stateful(part) else _as_part(part)
 
     def add_loaders(self, loader: object, eval_loader: object, channel: Channel) -> None:
-        """Save and restore the position in the training data; evaluation data has no position.  Collective."""
+        """Save and restore the position in the training data; evaluation data has no position.  One broadcast."""
         if isinstance(loader, TrainLoader):
             loader.fingerprint = channel.broadcast(loader.fingerprint)
             self.add("loader", loader)
@@ -122,7 +123,7 @@ class TrainState:
         self.evaluation = {}
 
     def record_evaluation(self, record: Mapping[str, Any], metric: str) -> None:
-        """Record the losses of the evaluation at this step, and the value of `metric` (`eval.metric`)."""
+        """Record the finite losses of the evaluation at this step, and the value of `metric` (`eval.metric`)."""
         losses = {n: value for n, value in record.items() if n in ("loss", metric) or n.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 
@@ -131,7 +132,7 @@ class TrainState:
         self._registered += things
 
     def check_complete(self) -> None:
-        """Raise UserError if an attribute of the owner, a Trainer, has unregistered state.
+        """Raise UserError if an attribute of the owner, a Trainer, holds state that is neither registered nor left out.
 
         A module without trainable parameters, such as a frozen teacher, counts as state only if it changes, as an
         average does.
@@ -168,7 +169,7 @@ class TrainState:
 
 
 def _cheap_fingerprint(tensor: torch.Tensor) -> tuple[object, list[float]]:
-    """Return a tensor's type and shape, and a fingerprint: its number of in-place writes, and a few of its values.
+    """Return a tensor's type and local shape, and a fingerprint: its number of in-place writes and a few of its values.
 
     Writes to `.data` are not counted.
     """
@@ -241,7 +242,7 @@ def clean_name(name: str) -> str:
 
 
 class ModelState(StatePart):
-    """Parameters and persistent buffers by name, except those in `stored_elsewhere`.
+    """A model's parameters and persistent buffers by name, except those in `stored_elsewhere`.
 
     A tied parameter appears once, under its first name.
     """
@@ -281,25 +282,25 @@ class ModelState(StatePart):
 
 
 def _copy_unless_shared(target: torch.Tensor, loaded: torch.Tensor) -> None:
-    """Copy a loaded tensor to `target`, unless they share memory because it was read in place."""
+    """Copy a loaded tensor to `target`, unless it was read in place, so that they share memory."""
     if local(target).data_ptr() != local(loaded).data_ptr():
         target.detach().copy_(loaded)
 
 
 def _algorithm(part: torch.optim.Optimizer) -> str:
-    """Return the name of an optimizer's algorithm, by default its class name.  The checkpoint's must be the same."""
+    """Return the name of an optimizer's algorithm, by default its class name, to compare with the checkpoint's."""
     return getattr(part, "algorithm", type(part).__name__)
 
 
 _SAME_MOMENTS = {"NorMuon": "Muon"}
-"""Algorithms that can resume with the moments of another; other code checks whether `optim.muon.variant` may change."""
+"""Algorithms with the same moments as another one.  Other code checks whether `optim.muon.variant` may change."""
 
 
 class OptimizerState(StatePart):
-    """The optimizer's moments by parameter name.
+    """The optimizer's moments, by parameter name.
 
-    Hyperparameters come from the configuration, not the checkpoint, unless the optimizer itself changed them during
-    training.  The learning rate always comes from the schedule.
+    Hyperparameters come from the configuration, not from the checkpoint, unless the optimizer itself changed them
+    during training.  The learning rate always comes from the schedule.
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -385,7 +386,7 @@ class OptimizerState(StatePart):
         return lines
 
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Allocate the moments in the checkpoint, sharded like their parameters, and drop all others.
+        """Allocate the moments that the checkpoint has, sharded like their parameters, and drop all others.
 
         An optimizer has no moments before its first step, and torch's `load_state_dict` expects unsharded ones.
         """
@@ -452,7 +453,7 @@ class _Counters(StatePart):
 
 
 def seed_everything(seed: int, rank: int, step: int = 0) -> None:
-    """Seed Python, numpy and torch differently on each rank, so that dropout differs between ranks."""
+    """Seed Python, numpy and torch, differently on each rank, so that dropout differs between ranks."""
     combined = int(np.random.SeedSequence([seed, rank, step] if step else [seed, rank]).generate_state(1)[0])
     random.seed(combined)
     np.random.seed(combined)
@@ -466,7 +467,7 @@ class RandomState:
         self._seed, self._rank = seed, rank
 
     def restart(self, step: int) -> None:
-        """If there is no stored state, reseed for `step`, so that the noise of the first steps is not repeated."""
+        """Reseed for `step`, because there is no stored state, so that the noise of the first steps is not repeated."""
         seed_everything(self._seed, self._rank, step)
 
     def state_dict(self) -> dict[str, Any]:

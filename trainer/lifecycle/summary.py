@@ -46,9 +46,9 @@ if TYPE_CHECKING:
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh, always with `replicate` first.
+    """Return the size of each axis of a run's mesh by name, with `replicate` first even if the mesh does not have it.
 
-    The sizes of context- and expert-parallel groups are added as `context` and `expert` if above 1.
+    The sizes of context-parallel and expert-parallel groups are added as `context` and `expert` if above 1.
     """
     groups = {CONTEXT: config.context, EXPERT: config.expert}
     in_use = {name: size for name, size in groups.items() if size > 1}
@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def start_facts(trainer: Trainer) -> Mapping[str, str]:
-    """Return the entries of the start block by name, from `run` to `data`.  On rank 0 this may compute the plan."""
+    """Return the entries of the start block by name, from `run` to `data`.  On rank 0, this may compute the plan."""
     config, world, mesh, model, loader = trainer.config, trainer.world, trainer.mesh, trainer.model, trainer.loader
     num_units, num_micro_batches, resumed_step = len(trainer.units), trainer.num_micro_batches, trainer.resume.step
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
@@ -110,7 +110,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _adapter_facts(model: nn.Module) -> str:
-    """Describe which layers have adapters, their fractions of the adapter parameters, and experts without adapters."""
+    """Describe which layers have adapters, how the adapter parameters are divided, and experts without adapters."""
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():
@@ -189,7 +189,7 @@ def _template_facts(config: RunConfig) -> str:
 
 
 def _data_facts(config: RunConfig, loader: object) -> str:
-    """Describe the run's data and how much of it is used; with a custom loader, only the settings."""
+    """Describe the run's data and how much of the data is used; with a custom loader, only the settings."""
     if not isinstance(loader, TrainLoader):
         return f"{config.data.source} (data.source), {config.train.steps} steps; the samples come from a custom loader"
     path = config.data.path
@@ -208,8 +208,8 @@ def _data_facts(config: RunConfig, loader: object) -> str:
 def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> list[str]:
     """Return the lines to print below the start block.
 
-    These are the plan's choice, advice from optional features, settings that differ from the checkpoint's, and
-    warnings if evaluations have no data, the model cannot be exported, or future checkpoints do not fit on the disk.
+    These are the settings that the plan chose, `advice`, settings that differ from the checkpoint's, and warnings if
+    evaluations have no data, the model cannot be exported, or future checkpoints do not fit on the disk.
     """
     config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
@@ -254,9 +254,12 @@ def start_record(trainer: Trainer) -> Mapping[str, Any]:
 def closing_summary(
     config: RunConfig, metrics: Metrics, stop_criterion: StopCriterion, best: tuple[float, int] | None, seconds: float
 ) -> list[str]:
-    """Return the closing block of a finished run: duration, losses, files and next commands.
+    """Return the lines of a finished run's closing block: duration, losses, files and next commands.
 
-    best: metric and step of the best checkpoint.  The block is empty except on rank 0.
+    best: metric and step of the best checkpoint.
+    seconds: the run's duration.
+
+    Without a train record, and so on all ranks but rank 0, there are no lines.
     """
     last_train, last_eval = metrics.latest.get("train"), metrics.latest.get("eval")
     if last_train is None:
@@ -283,8 +286,8 @@ def closing_summary(
 def next_commands(config: RunConfig) -> list[str]:
     """Return commands that use a finished run, ready to paste into the same shell.
 
-    Commands that load the weights must import the model: a custom model needs `--allow-import`.  They are omitted if
-    the model is defined in a script that would train again when imported.
+    Commands that load the weights must import the model: for a custom model they have `--allow-import`.  They are
+    omitted if the model is defined in a script that would train again when imported.
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
@@ -320,9 +323,9 @@ def _text_option(config: RunConfig) -> str:
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
-    """If `log.sample_tokens` is set, print a sample from the model, and gzip's bits per byte to compare with the loss.
+    """If `log.sample_tokens` is set, print a sample from the model; for `stdlib` data, also gzip's bits per byte.
 
-    Collectives: those of `generate_batch`.
+    The latter can be compared with the loss.  Collectives: those of `generate_batch`.
     """
     if not config.log.sample_tokens:
         return
@@ -352,7 +355,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
 
 
 def _find_chat_prompt(config: RunConfig) -> list[int]:
-    """Return a conversation's tokens up to the assistant's turn; held-out conversations are preferred."""
+    """Return a conversation's tokens up to the assistant's turn, of a held-out conversation if there is one."""
     from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2
 
     splits: tuple[Split, ...] = ("eval", "train")

@@ -4,15 +4,16 @@ Every rank tracks its phase, and a thread watches the clock.  If a step, a save 
 too long, all ranks report their phase and stack through the rendezvous store, since some of them are blocked in a
 collective.  Rank 0 prints one table and names the ranks that the others wait for, and the run fails on all ranks.
 
-Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line.  `run.first_step_timeout_s`
-covers the first step (which compiles and allocates), the time between two forward passes of an evaluation, and starting
-or writing a profile.  `checkpoint.timeout_s` covers the time that training waits for a save, and a background save from
-its start.  A rank that waits for another rank's evaluation, save or profile gets the same limit.  A run's start and a
-custom loop's code between steps have no limit, but other ranks that already wait inside a step do.
+Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line; each forward pass restarts
+it.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), the time between two forward
+passes of an evaluation, and starting or writing a profile.  `checkpoint.timeout_s` covers the time for which training
+waits for a save, and a background save from its start.  A rank that waits for another rank's evaluation, save or
+profile gets the same limit.  A run's start and a custom loop's code between steps have no limit, but other ranks that
+already wait inside a step do.
 
-Not covered: a process that is suspended or never releases Python's GIL.  Its rank is still named, because it does not
-respond; if it is rank 0, there is no table, and the other ranks exit on their own.  If the process group was opened
-elsewhere, there is no store for messages: each rank reports only on itself and does not exit.
+Not covered: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
+it does not respond; if it is rank 0, there is no table, and the other ranks exit on their own.  If the process group
+was opened elsewhere, there is no store for messages: each rank reports only on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
 """
@@ -44,14 +45,16 @@ from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
-_POLL_S, _POLLS_PER_REQUEST = 0.5, 4
-"""Seconds between checks of the limits, and the number of checks per poll for another rank's request to report."""
+_CHECK_S = 0.5
+"""Seconds between checks of the limits."""
+_CHECKS_PER_POLL = 4
+"""Number of checks of the limits per poll of the store for another rank's request to report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
-"""Seconds that rank 0 waits for the other ranks' reports, and that they wait for its verdict."""
+"""Seconds that rank 0 waits for the other ranks' reports, and that those ranks wait for rank 0's verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Seconds that an exit waits for the failure to be recorded, and for a save in flight to end."""
+"""Before this process exits: seconds to wait for the failure to be recorded, and for a save in flight to end."""
 _SUSPENDED_S = 5.0
-"""If a check is late by more than this many seconds, the process was suspended."""
+"""If two checks are more than this many seconds apart, the process was suspended in between."""
 _MAX_FRAMES = 12
 """Maximum number of frames in a printed stack."""
 _TIMED_OUT = "a collective has timed out"
@@ -70,7 +73,7 @@ class _Limit:
 class Watchdog(Callback):
     """Tracks this rank's phase, at the cost of setting three attributes per phase, and detects hangs.
 
-    On rank 0, its thread calls the world's failure listeners to record the failure.
+    After a hang, the watchdog's thread on rank 0 calls the world's failure listeners to record the failure.
     """
 
     def __init__(self, world: World, config: RunConfig) -> None:
@@ -79,7 +82,7 @@ class Watchdog(Callback):
         self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[Callable[[str], None]] = []
-        """Functions to call with each phase that this rank enters, from any thread."""
+        """Functions that are called with each phase that this rank enters, by the thread that enters it."""
         self._num_reports = 0
         """Number of completed reports.  Each report uses its own keys in the store."""
         self._limit: _Limit | None = None
@@ -117,7 +120,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """For the duration of the block, be in a phase that lies outside the steps and has its own limit."""
+        """During the block, be in a phase that lies outside the steps and has its own limit."""
         outer_phase, outer_limit, self._limit = self.phase, self._limit, None
         self.enter(phase)
         if phase == "save":
@@ -132,7 +135,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch during the block.  After it no limit is active, even if it raises."""
+        """Watch the clock, from now on until `stop`.  After the block, even if it raises, no limit is active."""
         self._main_thread = threading.get_ident()
         if self._thread is None or self._stop_event.is_set():
             self._stop_event = threading.Event()
@@ -144,7 +147,7 @@ class Watchdog(Callback):
             self._limit = None
 
     def save_begins(self, stage: Callable[[], str]) -> None:
-        """Record that a background save has started.  `stage()` returns its current stage."""
+        """Record that a background save has started.  `stage()` returns what it is doing now."""
         self._saving_since, self._save_stage = time.monotonic(), stage
 
     def save_ends(self) -> None:
@@ -152,7 +155,7 @@ class Watchdog(Callback):
         self._saving_since = None
 
     def begin_forward(self) -> None:
-        """Record a forward pass, which counts as progress of an evaluation."""
+        """Record a forward pass, which restarts the current limit: in an evaluation, each pass counts as progress."""
         if self.phase in STEP_PHASES:
             self.enter("forward")
         else:
@@ -170,7 +173,7 @@ class Watchdog(Callback):
         self._stop_event.set()
 
     def explain(self, error: BaseException) -> None:
-        """If `error` is a collective's timeout, make all ranks report and exit, as when a limit expires."""
+        """If `error` is a collective's timeout, make all ranks report and exit, as if a limit had expired."""
         frame, trace = None, error.__traceback__
         while trace is not None:
             frame, trace = trace.tb_frame, trace.tb_next
@@ -180,19 +183,19 @@ class Watchdog(Callback):
             self._has_reported.wait(_ANSWER_S + _VERDICT_S)
 
     def _watch(self) -> None:
-        last_poll, num_polls, stop_event = time.monotonic(), 0, self._stop_event
-        while not stop_event.wait(_POLL_S):
-            suspended_s = time.monotonic() - last_poll
-            last_poll, num_polls = time.monotonic(), num_polls + 1
+        last_check, num_checks, stop_event = time.monotonic(), 0, self._stop_event
+        while not stop_event.wait(_CHECK_S):
+            suspended_s = time.monotonic() - last_check
+            last_check, num_checks = time.monotonic(), num_checks + 1
             if suspended_s > _SUSPENDED_S:  # the process was suspended, for example by Slurm
                 self._extend_limits(suspended_s)
             reason = self._timed_out or self._describe_expired_limit()
-            if reason or (num_polls % _POLLS_PER_REQUEST == 0 and self._is_report_requested()):
+            if reason or (num_checks % _CHECKS_PER_POLL == 0 and self._is_report_requested()):
                 self._report(reason)
                 if self._timed_out or self._world.timed_store is None:
                     self._has_reported.set()
                     return
-                last_poll = time.monotonic()
+                last_check = time.monotonic()
 
     def _extend_limits(self, seconds: float) -> None:
         if self._limit is not None:
@@ -221,10 +224,10 @@ class Watchdog(Callback):
         return f"meshtrainer/watchdog/{self._num_reports}/{name}"
 
     def _report(self, reason: str) -> None:
-        """Report this rank's status; on rank 0, print the table of all ranks.  Then all ranks exit.
+        """Report this rank's status; on rank 0, print the table of all ranks.  Then exit, as all ranks do.
 
-        If the late ranks are in a phase with a longer limit, restarts the limit and returns.  Also returns if the
-        process group was opened elsewhere.
+        If the ranks that the others wait for are in a phase with a longer limit, restarts an expired limit and returns.
+        Also returns if the process group was opened elsewhere.
         """
         store, rank = self._world.timed_store, self._world.rank
         if store is None:
@@ -298,7 +301,7 @@ class Watchdog(Callback):
         self._exit(is_stuck)
 
     def _exit(self, is_stuck: bool) -> NoReturn:
-        """Exit although the main thread may hang: wait for the save in flight first, unless it is stuck."""
+        """Exit although the main thread may hang.  Waits for the save in flight first, unless that is stuck."""
         thread = threading.Thread(target=dump_flight_record, args=(self._folder, self._world.rank), daemon=True)
         thread.start()
         thread.join(_GRACE_S)
@@ -310,7 +313,7 @@ class Watchdog(Callback):
         os._exit(EXIT_FAILED)
 
     def status(self, reason: str = "") -> RankStatus:
-        """Return this rank's status; called from another thread.  reason: the reason for the report."""
+        """Return this rank's status; called from the watchdog's thread.  reason: the reason for the report."""
         phase, since = self.phase, self.since
         main_frame, saving_frame = sys._current_frames().get(self._main_thread), _saving_frame()
         active_limit, save_limit_s = self._limit, self._save_limit_s
@@ -371,7 +374,7 @@ def _saving_frame() -> FrameType | None:
 
 
 def _is_in_a_collective(frame: FrameType | None) -> bool:
-    """Return whether the innermost frames are in torch.distributed, or in torch code that it called."""
+    """Return whether the innermost frame is in torch.distributed, or in torch code that torch.distributed called."""
     while frame is not None and f"{os.sep}torch{os.sep}" in frame.f_code.co_filename:
         if f"{os.sep}torch{os.sep}distributed{os.sep}" in frame.f_code.co_filename:
             return True
@@ -380,7 +383,7 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
 
 
 _DEVICE_WAIT_FILES = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
-"""Files with functions that wait for GPU work, where a hanging collective shows up."""
+"""Files with functions that wait for the GPU, in which the host is when a collective hangs there."""
 
 _OPERATOR_FILES = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
 _WRAPPER_FILES = ("nn/modules/module.py", "autograd/function.py", *_OPERATOR_FILES)
@@ -415,11 +418,11 @@ def _stack_lines(frame: FrameType | None) -> list[str]:
 
 
 STEP_PHASES = ("data", "forward", "backward", "reduce", "optimizer")
-"""Phases of a step, in order.  Other phases: start, evaluate, save, profile and between steps."""
+"""The phases of a step, in order.  The other phases are start, evaluate, save, profile and between steps."""
 
 
 def watch_phases(watchdog: Watchdog, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-    """Register hooks on the model and the optimizers that report each phase of a step to the watchdog."""
+    """Register hooks on the model and the optimizers that tell the watchdog when a step enters a new phase."""
 
     def after_forward(module: nn.Module, inputs: Any, output: Any) -> None:
         if watchdog.phase == "forward" and torch.is_grad_enabled():
@@ -464,20 +467,20 @@ class RankStatus:
     phase_s: float
     """Seconds since the rank entered the phase."""
     step: int
-    """The current step, or the last one."""
+    """The current step, or between steps the last one."""
     num_phases_entered: int
     """Number of phases entered since the step started."""
     is_waiting: bool
     """True if the rank is in a collective, and so waiting for other ranks."""
     is_within_limit: bool = False
-    """True during a save, an evaluation or the writing of a profile, if still within that phase's limit."""
+    """True if the rank is in a save, an evaluation or a profile, and still within that phase's limit."""
     is_responding: bool = True
     stack: list[str] = field(default_factory=list)
     """The main thread's stack, plus the saving thread's if the main thread waits for it."""
     collectives: list[int] = field(default_factory=list)
-    """How many collectives its GPU has completed, started and enqueued; empty without a GPU."""
+    """How many collectives the rank's GPU has completed, started and enqueued; empty without a GPU."""
     pending_collective: str = ""
-    """The collective that its GPU waits for; empty if it is not known to wait for one."""
+    """The collective that the rank's GPU waits for; empty if it is not known to wait for one."""
     group: str = ""
     """`context` if the rank is in a collective of its context-parallel group; otherwise empty."""
 
@@ -486,8 +489,8 @@ def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
     """Return the ranks that the others wait for.
 
     These are the ranks that do not respond; if all respond, the ranks furthest behind among those outside collectives.
-    If all ranks are in collectives, their collectives do not match, and the ranks returned are those whose GPU (on a
-    CPU: whose step and phase) is furthest behind.
+    If all ranks are in collectives, their collectives do not match.  The ranks returned are then those whose GPU is
+    furthest behind; on CPUs, those whose step and phase are.
     """
     unresponsive = [status for status in statuses if not status.is_responding]
     if unresponsive:
@@ -502,7 +505,7 @@ def find_stragglers(statuses: Sequence[RankStatus]) -> list[RankStatus]:
 
 
 def is_stuck(statuses: Sequence[RankStatus]) -> bool:
-    """Return whether a save in flight cannot finish, so that no rank needs to wait for it.
+    """Return whether a save in flight cannot finish, so that no rank should wait for it.
 
     This is the case if the save itself has timed out, or if a rank that the others wait for does not respond.
     """
@@ -528,7 +531,7 @@ def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
 
 
 def status_table(cause: str, statuses: Sequence[RankStatus]) -> str:
-    """Return a table with one row per rank, in which the late ranks are marked, followed by their stacks."""
+    """Return a table of the ranks, in which those that the others wait for are marked, followed by stacks of some."""
     stragglers = find_stragglers(statuses)
     rows = [*stragglers, *(status for status in statuses if status not in stragglers)]
     lines = [describe_stragglers(cause, statuses), "     rank    step  phase            for"]
@@ -559,14 +562,14 @@ def status_table(cause: str, statuses: Sequence[RankStatus]) -> str:
 class CollectiveProgress:
     """How many collectives this rank has completed, started and enqueued, over all its process groups.
 
-    All ranks call the same collectives, so the numbers are comparable between ranks.  `waiting_for` describes the
-    oldest unfinished collective.
+    All ranks call the same collectives, so the numbers are comparable between ranks.
     """
 
     completed: int
     started: int
     enqueued: int
     waiting_for: str
+    """Describes the oldest unfinished collective; empty if there is none."""
 
 
 def has_flight_recorder() -> bool:
@@ -588,7 +591,7 @@ def _recorder() -> Any:
 
 
 def progress_of(record: bytes) -> CollectiveProgress | None:
-    """Return the progress of collectives according to a flight record; None if the record does not contain it."""
+    """Return the progress of collectives according to a flight record; None if the record does not tell."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(record)
         groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
@@ -609,11 +612,11 @@ def progress_of(record: bytes) -> CollectiveProgress | None:
 
 
 def dump_flight_record(folder: Path, rank: int) -> None:
-    """Dump the flight recorder's contents, if there are any, to `folder`.
+    """Write the contents of NCCL's flight recorder, if it is in use, to a file in `folder`.
 
     Call this in a separate thread, because the file system may hang.
 
-    File name and format match NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
+    The file's name and format match NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
     """
     if has_flight_recorder():
         with contextlib.suppress(OSError):

@@ -157,7 +157,7 @@ def _link_rates(world: World) -> dict[str, float]:
     Times all-gathers of two sizes along both axes of a mesh whose rows are the nodes.  Collective.
     """
     local_size = world.env.local_world_size
-    mesh = world.mesh_of(MeshShape(world.size // local_size, local_size))
+    mesh = world.build_mesh(MeshShape(world.size // local_size, local_size))
     measured: dict[str, float] = {}
     for axis, rate, latency in ((SHARD, "link", "link_latency_s"), (REPLICATE, "network", "network_latency_s")):
         if axis not in (mesh.mesh_dim_names or ()) or mesh[axis].size() == 1:
