@@ -158,7 +158,7 @@ def test_gpt_oss_gives_the_logits_of_transformers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [gpt_oss, pytest.param(deepseek_v3, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("kind", [gpt_oss, deepseek_v3])
 def test_a_run_says_what_it_dequantizes_and_exports_full_precision(
     kind: Callable[[Path], Path], tmp_path: Path
 ) -> None:
