@@ -319,6 +319,7 @@ def test_losses_do_not_depend_on_the_mesh(model: str, kind: str, mesh: str, tmp_
 # Checkpoints
 
 MOVES = [
+    ("dense", "normuon", "3", "2"),
     ("dense", "normuon", "2", "1"),
     ("dense", "normuon", "1", "2x2"),
     ("dense", "normuon", "3", "4"),
