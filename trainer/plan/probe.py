@@ -3,7 +3,8 @@
 The model runs forward and backward, unsharded, on one imaginary rank, and the places where FSDP would gather and reduce
 are recorded.  In a long series of identical blocks, only the first and last few are run, and the events of the others
 are copied from these, so tracing 126 layers takes about as long as tracing four.  The result is a `Trace`, from which
-the planner simulates a step on any mesh and with any resharding, without running the model again.
+the planner simulates a step with any sizes of `mesh.replicate` and `mesh.shard` and any resharding, without running the
+model again.  Each size of context-parallel and expert-parallel groups needs its own trace.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ class Probe:
 
     @cached_property
     def _attended_length(self) -> float:
-        """Length of the document that a token belongs to, averaged over tokens; the sequence length if unknown."""
+        """Number of tokens over which attention is counted.
+
+        With `data.documents=masked`, the length of the document that a token belongs to, averaged over tokens;
+        otherwise, or if the data cannot be read, the sequence length.
+        """
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):

@@ -1,4 +1,5 @@
-"""Records a `Trace` of one micro-batch: the events of FSDP's hooks, and the memory and kernels between events."""
+"""Records a `Trace` of one micro-batch: the events of FSDP units, blocks and activation offloading, and the memory and
+kernels between these events."""
 
 from __future__ import annotations
 

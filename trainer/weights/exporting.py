@@ -105,11 +105,12 @@ def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
 
 @contextmanager
 def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
-    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
+    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's tokenizer.
 
-    The tokenizer's stored files are written to a temporary folder, which exists until the block ends.
+    This is the run's own one or, without it, the one that came with the model.  Its stored files are written to a
+    temporary folder, which exists until the block ends.
 
-    setting: the run's `data.tokenizer`, which is used if no files are stored.
+    setting: the run's `data.tokenizer`, which is used if no tokenizer is stored.
     """
     files = model_files.tokenizer or {
         name: data for name, data in model_files.files.items() if TOKENIZER in model_files.files

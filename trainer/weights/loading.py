@@ -1,7 +1,8 @@
-"""Loads weights: the initial weights of a training run, or an unsharded model for inference.
+"""Loads weights: the initial or base weights of a training run, or an unsharded model for inference.
 
-Weights come from checkpoints, run folders, Hugging Face folders, or single state-dict files.  Functions that take a
-`Channel` are collective and raise errors on all ranks together; `load_weights` needs no process group.
+Weights come from checkpoints, run folders, Hugging Face folders, single state-dict files (not for inference), or the
+recipe itself.  Functions that take a `Channel` are collective and raise errors on all ranks together; `load_weights`
+needs no process group.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its recipe provides.
 
     load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; if so, nothing is
-        loaded here.
+        loaded here, and the base weights are not filled if `train.init_from` or the recipe names them.
     """
     recipe = config.recipe
     source = recipe.initial_weights(config.model)
