@@ -79,8 +79,11 @@ class Job:
     job_id: str
     """Job id for scontrol.  In a job array this is ARRAY_TASK, because a plain id can mean the entire array."""
     restart: int
+    """Number of times that Slurm has restarted the job."""
     requeue: bool = True
+    """Whether the job may be requeued at all."""
     requeue_failed: bool = False
+    """Whether to requeue it after a crash too."""
     max_idle: int = 3
     min_steps: int = 3
     leave_s: int = 60

@@ -8,8 +8,9 @@ three stages:
    loops call `raise_if_stop_requested`, which then raises StopRequested.
 2. RAISE_S seconds after the signal, StopRequested is raised in the main thread, even if it is waiting, reading, or in
    a library.
-3. END_S seconds after the signal, the process deletes partially written files and exits.  Usually the main thread is
-   then in a long call that runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
+3. END_S seconds after the signal, the process calls `PromptStop.before_exit` if it is set, deletes partially written
+   files and exits.  Usually the main thread is then in a long call that runs no Python code, such as a tokenizer on a
+   huge text, a compiler, or a collective.
 
 This module imports neither torch nor other modules of this package, so that signals are caught before slow imports.
 """
@@ -61,7 +62,7 @@ def exit_immediately(number: int, frame: object) -> NoReturn:
 
 
 class StopRequested(BaseException):
-    """Raised if a signal has asked this process to stop.  `except Exception` does not catch it, so no code retries.
+    """Raised if a signal has asked this process to stop.  `except Exception` does not catch it.
 
     name: the name of the signal, such as SIGTERM.
     note: what the next start can reuse, for the message; may be empty.

@@ -306,7 +306,7 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
 
 
 def _traced_settings(config: RunConfig) -> tuple[object, ...]:
-    """Return the settings that a trace depends on: the dtypes, and the groups of ranks inside the shard axis."""
+    """Return the settings in `_changes` that a `Probe` depends on: dtypes, and groups of ranks in the shard axis."""
     dtypes = config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
     return *dtypes, config.lora.base_dtype, config.context, config.expert, config.mesh.expert_method
 

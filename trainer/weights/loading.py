@@ -80,14 +80,15 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
 def load_initial_weights(
     model: nn.Module, model_files: ModelFiles, config: RunConfig, channel: Channel, setting: str | None = None
 ) -> str:
-    """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
+    """Load the initial weights from `train.init_from`, else those that the recipe provides; else keep the random ones.
 
-    With adapters, `load_base` has already loaded the weights.  Stores the files that came with the weights in
-    `model_files`.  Returns a description of where the weights came from, for the start block.
+    With adapters, `load_base` has already loaded the weights.  Stores the files that came with the weights, else those
+    in `model.path`, and the run's own tokenizer in `model_files`.  Returns a description of where the weights came
+    from, for the start block.
 
     setting: the setting to name in errors if the model is not the one that the run's own settings describe.
 
-    Raises UserError on all ranks if the weights do not fit.  Collective.
+    Raises UserError on all ranks if the weights cannot be opened or do not fit.  Collective.
     """
     initial = _open_initial_weights(config, channel, setting)
     source, location, path = initial.source, initial.location, initial.path
@@ -123,7 +124,8 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
 
     setting: see `load_initial_weights`.
 
-    Raises UserError on all ranks if the weights do not fit.  Collective: a few small messages.
+    Raises UserError on all ranks if the weights cannot be opened or do not fit, or if they are random and
+    `lora.base_dtype` quantizes them.  Collective: a few small messages.
     """
     initial = _open_initial_weights(config, channel, setting)
     source = initial.source
