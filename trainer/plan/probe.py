@@ -422,7 +422,7 @@ class Repetition:
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.skipped_modules = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # by the number in a block's events
+        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # by `Event.unit` of a block's events
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
         self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # run, block, name in it

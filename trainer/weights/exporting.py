@@ -128,12 +128,14 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
-    """Return the small files of a Hugging Face folder by name.  Raises UserError if one of them is unreadable."""
+    """Return the small files of a Hugging Face folder by name.  Raises UserError if one cannot be read."""
     return _read_files(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
     """Return the files of a tokenizer by name: a tokenizer.json, and the related files next to it; none for `bytes`.
+
+    A file with another name is returned as tokenizer.json, without related files.
 
     setting: the value of `data.tokenizer`.
     template: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own templates.
