@@ -6,7 +6,7 @@ be compressed.  The input may be larger than memory.  The shards get their final
 complete.  If the command is killed, run it again to resume; run it several times at once to share the work.  Training
 reads the shards with `data.source=tokens`; `trainer.data.shards` describes their format.
 
-With --show N, prints N conversations from chat files instead, with their targets marked.
+With --show N, prints the conversations in the first N records of chat files instead, with their targets marked.
 """
 
 # Does not import torch, which loads slowly, and whose threads would not survive the fork of the worker processes.
@@ -64,13 +64,13 @@ from trainer.errors import (
 from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
-"""Keys of the `data` section that are options of this command, used with --show."""
+"""Keys of the `data` section that are options of this command, used only with --show."""
 
 _SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: 0, 2 for a user error, 1 for another failure."""
+    """Run the command line and return its exit code; see `run_command`."""
     parser = _make_parser()
     options = parser.parse_args(arguments)
     if options.show is not None and options.show < 1:

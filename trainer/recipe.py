@@ -1,7 +1,8 @@
 """Recipes, which describe models to the trainer, and their registry.
 
-A recipe is plain data that does not depend on the mesh or the rank.  Importing a built-in recipe does not import torch:
-the recipe only names the module that defines the model, and that module is imported when the model is built.
+A recipe consists of data and functions that do not depend on the mesh or the rank.  Importing a built-in recipe does
+not import torch: the recipe only names the module that defines the model, and that module is imported when the model is
+built.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from typing import Any
 
 
 class Renamed:
-    """The old name of an attribute or method of a class.  Using it emits a DeprecationWarning.
+    """The old name of an attribute or method of a class.  Reading it emits a DeprecationWarning.
 
     class Loader:
         of = Renamed("from_config")  # `Loader.of` is the old name of `Loader.from_config`

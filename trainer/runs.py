@@ -1,6 +1,6 @@
-"""List the runs in a folder, with the progress and losses of each, and the command to run next.
+"""List the runs in a folder, with the progress and losses of each, and what to do next with it.
 
-    python -m trainer.runs              the runs in runs/
+    python -m trainer.runs              the runs in runs/ and its subfolders
     python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example those of a sweep
     python -m trainer.runs --json       a JSON list with one object per run
 
@@ -60,13 +60,16 @@ class RunSummary:
     goodput: float | None
     reason: str
     next: str
-    """What to do next: a command to run, or a file to read."""
+    """What to do next: a command, or instructions in words."""
     active: float
     """Time at which `metrics.jsonl` or `status.json` last changed, in seconds since the Unix epoch."""
 
 
 def find_runs(folder: Path) -> list[Path]:
-    """Return the run folders in a folder, most recently active first; only the folder if it is a run folder itself."""
+    """Return the run folders in a folder and its subfolders, except hidden ones, most recently active first.
+
+    If the folder is a run folder itself, returns only that.
+    """
     return sorted(_find_run_folders(folder, _MAX_DEPTH), key=_last_active, reverse=True)
 
 

@@ -8,7 +8,8 @@ it requeued the job, in RUN_DIR/attempts.log.
 The overrides are those of `trainer.run`; options may stand before, between or after them.  Environment variables:
 
   RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
-  REQUEUE_FAILED=1    also requeue after a crash, but never after an error in the settings (exit code 2)
+  REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings, exit code 2 (torchrun has only
+                      one code for all failures, so with --torchrun the job is requeued after these errors too)
   REQUEUE=no          never requeue
   MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
   LEAVE_S             seconds that ranks have to exit after the first rank has exited or the run has ended (60)
@@ -50,11 +51,12 @@ STEP_NAME = "ranks"
 
 @dataclass
 class Signals:
-    """The signals that this job has received: USR1 (the time limit is near) and TERM (the job is cancelled)."""
+    """The signals that this job has received: USR1 (the time limit is near) or TERM (see `is_cancelled`)."""
 
     stop_requested: bool = False
+    """Whether either signal has arrived."""
     is_cancelled: bool = False
-    """Whether a user has cancelled the job or Slurm itself is requeuing it.  Neither job must be requeued here."""
+    """Whether a user has cancelled the job or Slurm itself is requeuing it.  Either way, do not requeue it here."""
 
     def install(self) -> None:
         """Handle both signals from now on, including those that arrived while the batch file blocked them."""
@@ -77,8 +79,11 @@ class Job:
     job_id: str
     """Job id for scontrol.  In a job array this is ARRAY_TASK, because a plain id can mean the entire array."""
     restart: int
+    """Number of times that Slurm has restarted the job."""
     requeue: bool = True
+    """Whether the job may be requeued at all."""
     requeue_failed: bool = False
+    """Whether to requeue it after a crash too."""
     max_idle: int = 3
     min_steps: int = 3
     leave_s: int = 60

@@ -1,14 +1,16 @@
 """Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
 
-A training run uses this until its first step; all other commands use it until they end.  A signal takes effect in
+A training run uses this until its first step; most other commands use it until they end.  A signal takes effect in
 three stages:
 
-1. Immediately, the handler records it.  At safe points, long loops call `raise_if_stop_requested`, which then raises
-   StopRequested.
+1. Immediately, the handler records it.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt for
+   Ctrl-C; in a training run only in work that can be interrupted anywhere (`interruptible`).  At safe points, long
+   loops call `raise_if_stop_requested`, which then raises StopRequested.
 2. RAISE_S seconds after the signal, StopRequested is raised in the main thread, even if it is waiting, reading, or in
    a library.
-3. END_S seconds after the signal, the process deletes partially written files and exits.  Usually the main thread is
-   then in a long call that runs no Python code, such as a tokenizer on a huge text, a compiler, or a collective.
+3. END_S seconds after the signal, the process calls `PromptStop.before_exit` if it is set, deletes partially written
+   files and exits.  Usually the main thread is then in a long call that runs no Python code, such as a tokenizer on a
+   huge text, a compiler, or a collective.
 
 This module imports neither torch nor other modules of this package, so that signals are caught before slow imports.
 """
@@ -48,7 +50,7 @@ def exit_on_signals(command: str) -> None:
 
 
 _command: list[str] = []
-"""The name of the command that this process runs, if `exit_on_signals` was called."""
+"""The name of the command that this process runs; empty until `exit_on_signals` is called."""
 
 
 def exit_immediately(number: int, frame: object) -> NoReturn:
@@ -60,7 +62,7 @@ def exit_immediately(number: int, frame: object) -> NoReturn:
 
 
 class StopRequested(BaseException):
-    """Raised if a signal has asked this process to stop.  `except Exception` does not catch it, so no code retries.
+    """Raised if a signal has asked this process to stop.  `except Exception` does not catch it.
 
     name: the name of the signal, such as SIGTERM.
     note: what the next start can reuse, for the message; may be empty.

@@ -2,12 +2,13 @@
 
     meshtrainer submit slurm recipe=llama3_8b mesh.shard=node        sbatch
     meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply of a JobSet
-    meshtrainer submit local recipe=llama_small                      run on all GPUs of this machine
+    meshtrainer submit local recipe=llama_small                      run here, by default on all GPUs
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-The number of nodes is --nodes, or follows from the mesh in the settings; otherwise it is the smallest power of two on
-which the planner says the run fits.  Settings are checked before the job is submitted.  A job on a cluster saves a
-checkpoint when the cluster announces that it will end the job, and resumes from that checkpoint.
+On a cluster, the number of nodes is --nodes, or follows from a mesh of fixed size in the settings; otherwise it is the
+smallest power of two on which the planner says the run fits (1 with run.device=cpu).  Settings are checked before the
+job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that it will end the job, and
+resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class ClusterJob:
 
     name: str
     arguments: Sequence[str]
-    """Arguments of `trainer.run`: the recipe and the overrides, including run.dir."""
+    """Arguments of `trainer.run`: the recipe and the overrides, including run.dir except in a job array."""
     num_nodes: int
     gpus: int
     """GPUs per node; 0 for a run on CPUs."""

@@ -83,8 +83,8 @@ class Trial:
 
     @property
     def is_active(self) -> bool:
-        """Whether the run's processes are alive, no matter whether this process or an earlier one of the sweep started
-        them."""
+        """Whether the run is in progress: whether the process that this sweep started is alive or, if it has started
+        none, whether a process holds the lock."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)

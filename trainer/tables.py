@@ -13,19 +13,19 @@ _MIN_WIDTH = 20
 
 
 def terminal_width() -> int:
-    """Return the terminal's width in characters, or the value of COLUMNS; 80 if neither is known."""
+    """Return the value of COLUMNS if it is set, else the terminal's width in characters; 80 if neither is known."""
     return shutil.get_terminal_size().columns
 
 
 def table_lines(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, text_columns: Sequence[int] = ()
 ) -> list[str]:
-    """Return the lines of a table that is at most `width` characters wide (default: as wide as the terminal).
+    """Return the lines of a table that is at most `width` (at least 20) characters wide; None: as wide as the terminal.
 
     Columns are right-aligned, except for those in `text_columns`, which are left-aligned.  Values are never truncated.
     If the columns do not fit side by side, the last one is wrapped, provided that it is text and has enough space.
-    Otherwise each row becomes a block: its first cell, and below it `header: value` for the others.  If all headers are
-    empty, there is no header line.
+    Otherwise each row becomes a block: its first cell after its header, and below them `header: value` for all other
+    cells that are not empty.  If all headers are empty, there is no header line.
     """
     width = max(_MIN_WIDTH, terminal_width() if width is None else width)
     all_rows = [headers, *rows] if any(headers) else list(rows)
@@ -58,9 +58,10 @@ def _block_lines(headers: Sequence[str], row: Sequence[str], width: int) -> list
 
 
 def fit_to_width(text: str, columns: int) -> str:
-    """Wrap the text to lines of at most `columns` characters, unless a word is longer.  If `columns` is 0, do nothing.
+    """Wrap the text to lines of at most `columns` characters, unless a word is longer.
 
-    Text in a second column, such as the description of an option, stays in that column when it is wrapped.
+    Text in a second column, such as the description of an option, stays in that column when it is wrapped.  If
+    `columns` is 0, returns the text unchanged.
     """
     lines = []
     for line in text.split("\n"):

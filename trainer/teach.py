@@ -2,7 +2,7 @@
 
     python -m trainer.teach recipe=distill objective.teacher=MODEL [section.key=value ...] --out FOLDER [--top K]
 
-Give the same data settings, including data.seq_len, as for the training run.  It then uses objective.teacher=FOLDER.
+Give the same data settings as for the training run, including data.seq_len.  Then train with objective.teacher=FOLDER.
 """
 
 from __future__ import annotations

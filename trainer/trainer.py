@@ -113,7 +113,8 @@ class Trainer:
         """Return the sharded, initialized model of `config` (default: this run's).
 
         The model is built on the meta device, sharded, then initialized: a rank holds at most its shards and one full
-        module.  Call it again for a second model, such as a teacher.  Collective.
+        module.  Weights that the run loads later are only allocated.  Call it again for a second model, such as a
+        teacher.  Collective.
         """
         config = config or self.config
         recipe = config.recipe

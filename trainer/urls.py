@@ -56,7 +56,7 @@ def parent(url: str) -> str:
 
 
 def with_suffix(url: str, old: str, new: str) -> str:
-    """Replace the suffix `old` of a URL's path with `new`, keeping the query."""
+    """Replace the suffix `old`, in which a URL's path must end, with `new`, keeping the query."""
     location, query = split_query(url)
     return f"{location.removesuffix(old)}{new}{query}"
 
@@ -65,7 +65,8 @@ def without_credentials(url: str) -> str:
     """Return a URL without user, password, token and signature.
 
     Used in cache keys and comparisons, where a URL with a renewed token or signature refers to the same file.  Masked
-    credentials are removed too, since the URL may come from a run's stored configuration.
+    credentials are removed too, since the URL may come from a run's stored configuration.  A user without a password is
+    removed only from http(s) URLs.
     """
     if "://" not in url:
         return url

@@ -3,7 +3,8 @@
 The model runs forward and backward, unsharded, on one imaginary rank, and the places where FSDP would gather and reduce
 are recorded.  In a long series of identical blocks, only the first and last few are run, and the events of the others
 are copied from these, so tracing 126 layers takes about as long as tracing four.  The result is a `Trace`, from which
-the planner simulates a step on any mesh and with any resharding, without running the model again.
+the planner simulates a step with any sizes of `mesh.replicate` and `mesh.shard` and any resharding, without running the
+model again.  Each size of context-parallel and expert-parallel groups needs its own trace.
 """
 
 from __future__ import annotations
@@ -66,7 +67,11 @@ class Probe:
 
     @cached_property
     def _attended_length(self) -> float:
-        """Length of the document that a token belongs to, averaged over tokens; the sequence length if unknown."""
+        """Number of tokens over which attention is counted.
+
+        With `data.documents=masked`, the length of the document that a token belongs to, averaged over tokens;
+        otherwise, or if the data cannot be read, the sequence length.
+        """
         data, length = self.config.data, None
         if data.arrangement == "masked":
             with contextlib.suppress(UserError):
@@ -417,7 +422,7 @@ class Repetition:
     ) -> None:
         self.runs = _find_runs(model, checkpointed, offloaded) if units else []
         self.skipped_modules = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
-        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # by the number in a block's events
+        self._watched_blocks: list[tuple[_BlockRun, int]] = []  # by `Event.unit` of a block's events
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
         self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
         self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # run, block, name in it

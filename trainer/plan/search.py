@@ -1,11 +1,13 @@
 """Resolves settings that are `auto`: finds the fastest values that fit in memory.
 
 The search evaluates candidates with the planner instead of trial launches.  One candidate takes milliseconds, except
-that each combination of micro-batch size, checkpointing and offloading must be traced once.
+that each combination of micro-batch size, checkpointing, offloading, and context and expert group sizes must be traced
+once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
 The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
-finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
+finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.  Of plans that are
+about equally fast, it takes the one that needs the least memory; of sizes of groups, the smallest.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ _MIN_IMPROVEMENT = 1e-6
 _MAX_UNITS = 16
 """Units are tuned one by one only in models with at most this many units; with more, a single one hardly matters."""
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
-"""Fractions of blocks to try for `train.offload_activations=auto`, besides `none`."""
+"""Fractions of blocks to try on a GPU for `train.offload_activations=auto`, besides `none`."""
 
 
 class NothingFits(UserError):
@@ -43,7 +45,7 @@ class NothingFits(UserError):
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """The plan with the resolved `auto` settings, the next best plans, and the number of candidates evaluated."""
+    """The plan with the resolved `auto` settings, at most four of the next best, and the number of candidates tried."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]
@@ -59,7 +61,7 @@ class PlannedChoice:
 def chosen_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings that may be `auto`, by key, with their values in `config`.
 
-    `mesh.expert` is left out if the model has no experts.
+    `mesh.expert` is left out if the recipe declares no experts for the model, unless it is `auto`.
     """
     has_experts = config.recipe.declares_experts(config.model) or config.mesh.expert == AUTO
     return {
@@ -304,7 +306,7 @@ def remedies(plan: Plan, limit: int = 2) -> list[str]:
 
 
 def _traced_settings(config: RunConfig) -> tuple[object, ...]:
-    """Return the settings that a trace depends on: the dtypes, and the groups of ranks inside the shard axis."""
+    """Return the settings in `_changes` that a `Probe` depends on: dtypes, and groups of ranks in the shard axis."""
     dtypes = config.fsdp.param_dtype, config.train.weights_dtype, config.optim.state_dtype
     return *dtypes, config.lora.base_dtype, config.context, config.expert, config.mesh.expert_method
 

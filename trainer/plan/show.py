@@ -31,7 +31,8 @@ _COLORS: dict[Kind, str] = {
     "temporaries": "#8c8a00",
     "buffers and inputs": "#66707b",
 }
-"""Mostly the colorblind-safe palette of Okabe and Ito: https://jfly.uni-koeln.de/color/."""
+"""The color of each kind of memory, mostly from the colorblind-safe palette of Okabe and Ito:
+https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:

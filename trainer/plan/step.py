@@ -41,7 +41,7 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 class Teacher:
     """A second, frozen model with another architecture, which only runs forward passes.
 
-    num_bytes: bytes on a rank of its shards and its output projection, which stays gathered for the loss.
+    num_bytes: bytes that a rank holds: its shards, and the output projection, which stays gathered for the loss.
     flops: FLOPs of its forward pass over one rank's micro-batch.
     """
 

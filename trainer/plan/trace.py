@@ -1,4 +1,5 @@
-"""Records a `Trace` of one micro-batch: the events of FSDP's hooks, and the memory and kernels between events."""
+"""Records a `Trace` of one micro-batch: the events of FSDP units, blocks and activation offloading, and the memory and
+kernels between these events."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ class Event:
     segment: Segment
     kind: EventKind
     unit: int
-    """Index of the unit or, for the kinds that start with `block`, of the block."""
+    """Index of the unit (for copies, the current one) or, for the kinds that start with `block`, of the block."""
     num_bytes: int = 0
     """Bytes that `activation_offload` or `activation_reload` copies."""
 

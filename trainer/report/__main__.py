@@ -1,11 +1,12 @@
 """Write a one-page report of a run, or compare several runs.
 
     python -m trainer.report <run folder> [--out report.html]     one run: the page and report.png, in the run folder
-    python -m trainer.report <run folder> <run folder> ...        several runs: ./comparison.html
+    python -m trainer.report <run folder> <run folder> ...        several runs: ./comparison.html and .png
     python -m trainer.report <run folder> --watch                 keep updating the page during training
-    python -m trainer.report <run folder> --serve [PORT]          serve the page to a browser on another machine
+    python -m trainer.report <run folder> --serve [PORT]          serve the page on localhost, and write no file
 
-While a run is in progress, its page reloads itself.  Reports also work for runs that were killed.
+While a run is in progress, its page reloads itself.  Reports also work for runs that were killed.  To see a served page
+on another machine, forward the port with the ssh command that --serve prints.
 """
 
 from __future__ import annotations
@@ -28,7 +29,11 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the report command and return its exit code."""
     parser = CommandParser(prog="python -m trainer.report", description=__doc__)
     parser.add_argument("run_dirs", nargs="+", metavar="run_dir", help="a run folder; several are compared")
-    parser.add_argument("--out", help="path of the page; the PNG is saved next to it (default: run.dir/report.html)")
+    parser.add_argument(
+        "--out",
+        help="path of the page; the PNG is saved next to it (default: report.html in the run folder, or with several "
+        "runs ./comparison.html)",
+    )
     parser.add_argument("--watch", action="store_true", help="keep updating the page while a run trains")
     parser.add_argument(
         "--serve",
@@ -36,7 +41,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         type=int,
         const=PORT,
         metavar="PORT",
-        help=f"serve the page from this machine on a port (default: {PORT})",
+        help=f"serve the page on a port of localhost (default: {PORT})",
     )
     options = parser.parse_args(argv)
     return run_command(lambda: _run(options))
@@ -58,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
 def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path, Path]:
     """Write the page and the PNG, and return their paths.
 
-    Raises UserError if a run cannot be read or a file cannot be written.
+    Raises UserError if a run cannot be read, `out` does not end in .html or .htm, or a file cannot be written.
     """
     page = out or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
     if page.suffix not in (".html", ".htm"):

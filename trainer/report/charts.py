@@ -39,7 +39,7 @@ COLORS = {
 """Colors by name, the same as in the light theme of the page's style sheet.  Most hues are from the colorblind-safe
 palette of Okabe and Ito (https://jfly.uni-koeln.de/color/)."""
 RUN_COLORS = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
-"""Colors of the compared runs, in order."""
+"""Colors of the compared runs, in order; they repeat if there are more runs."""
 PART_STYLES = {
     "update_s": ("steps that count", "blue"),
     "lost_s": ("steps lost or skipped", "red"),
@@ -55,7 +55,10 @@ PART_STYLES = {
 
 @dataclass(frozen=True)
 class Columns:
-    """A series reduced to columns: for each column, its mean x and the mean, minimum and maximum of its values."""
+    """A series reduced to columns: for each column, its mean x and the mean, minimum and maximum of its values.
+
+    A series that is not reduced has one column per value.
+    """
 
     x: Column
     mean: Column

@@ -43,7 +43,8 @@ class Attempt:
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
     outcome: str = ""
-    """`finished`, `stopped` or `failed`; without an end record, `running` if the process is alive, else `killed`."""
+    """`finished`, `stopped` or `failed`, from the end record.  Without one, `running` for the last attempt of a run
+    that is `running`, else `killed`."""
     wall_s: float = 0.0
     update_s: float = 0.0
 
@@ -68,16 +69,18 @@ class RecordedRun:
     """`train.steps`, or None if `config.yaml` does not set it."""
     config_yaml: str
     state: str
-    """The state in `status.json`, or `killed` if that says `running` but the process is gone."""
+    """The state in `status.json`, or `killed` if that says `running` but the process is gone.
+
+    If the file is missing or cannot be read, the last attempt's outcome in its end record, else `unknown`."""
     reason: str
     train: dict[str, Column]
-    """Columns of the `train` records in step order, with NaN for null."""
+    """Columns of the `train` records in step order, with NaN for values that are null or missing."""
     evals: dict[str, Column]
     checkpoint_steps: Column
     """Steps at which checkpoints were saved."""
     goodput: Goodput
     checkpoint: Mapping[str, Any]
-    """The `checkpoint` section of `config.yaml`, or an empty mapping if it cannot be read."""
+    """The `checkpoint` section of `config.yaml`, or an empty mapping if it is missing or cannot be read."""
     history: RunHistory
     """History of the run's saves and failures."""
     num_skipped: int = 0

@@ -36,7 +36,7 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
 
 
 def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return a value that changes whenever a run has new data to show: the times and sizes of its files."""
+    """Return a value that changes whenever a run records new data: the times and sizes of its files."""
     stamps = []
     for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
         try:

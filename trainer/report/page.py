@@ -1,4 +1,4 @@
-"""Generates the report page, a single self-contained HTML file.
+"""Generates the report page, a single self-contained HTML document.
 
 All text from a run, such as its name, reason and configuration, is escaped: by `html.escape` in the HTML, and by
 `page_data` in the data for the page's script.
@@ -25,16 +25,16 @@ from trainer.report.history import NUM_POINTS, RecordedRun, page_data
 MISSING = "&ndash;"
 """Placeholder for a missing value."""
 REFRESH_S = 5.0
-"""Seconds between reloads of a page while its run is in progress."""
+"""Seconds between reloads of a page while any of its runs is in progress."""
 
 STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf-8")
 SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
 def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
-    """Return the page of one run.
+    """Return the HTML of one run's page, which the caller writes to a file or serves.
 
-    page_folder: the folder of the page, to which links are relative; None for a page without links.
+    page_folder: the folder of the page, to which links are relative; None for a page without the list of files.
     is_served: whether to link to traces only, because a browser on another machine cannot open a checkpoint folder.
     """
     name, state = escape(run.name), escape(run.state)
@@ -58,7 +58,10 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
 
 
 def write_comparison(runs: Sequence[RecordedRun]) -> str:
-    """Return the page that compares runs: a summary table, the settings that differ, and charts of all runs."""
+    """Return the HTML of the page that compares runs.
+
+    It has a summary table, the settings that differ, charts of all runs, and the configuration of each.
+    """
     names = names_of(runs)
     rows = [
         [_run_label(number, name), *_summary_cells(run)]

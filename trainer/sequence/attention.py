@@ -32,7 +32,9 @@ KERNELS = (
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
 )
-"""Names of the attention kernels; the device determines which one runs.  A backward kernel's name adds `_backward`."""
+"""Names of the kernels of `scaled_dot_product_attention`; device, dtype and arguments determine which one runs.
+
+The name of a backward kernel is this with `_backward` appended."""
 
 ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
@@ -42,6 +44,7 @@ ATTENTION_OPERATORS = frozenset(
 KernelContext: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
 _gpu_kernels: KernelContext | None = None
+"""The context that imitates GPU kernels, inside `use_gpu_attention`; otherwise None."""
 
 
 @contextmanager

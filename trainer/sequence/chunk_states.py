@@ -30,9 +30,9 @@ def chunk_states(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the states before each chunk, (B, N, C, H, X), and after the last, (B, N, H, X), given the initial one."""
     states_BNCHX = state_BNHX.new_empty(*decay_BNC.shape, *state_BNHX.shape[-2:])
-    for number in range(decay_BNC.shape[2]):
-        states_BNCHX[:, :, number] = state_BNHX
-        state_BNHX = _after_chunk(number, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
+    for index in range(decay_BNC.shape[2]):
+        states_BNCHX[:, :, index] = state_BNHX
+        state_BNHX = _after_chunk(index, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
     return states_BNCHX, state_BNHX.clone(memory_format=torch.contiguous_format)
 
 
@@ -48,22 +48,22 @@ def last_state(
 
     Keeps no other states.  The backward pass recomputes them for one group of about sqrt(C) chunks at a time.
     """
-    for number in range(decay_BNC.shape[2]):
-        state_BNHX = _after_chunk(number, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
+    for index in range(decay_BNC.shape[2]):
+        state_BNHX = _after_chunk(index, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)
     return state_BNHX.clone(memory_format=torch.contiguous_format)
 
 
 def _after_chunk(
-    number: int,
+    index: int,
     decay_BNC: torch.Tensor,
     keys_BNCSH: torch.Tensor,
     seen_BNCSH: torch.Tensor,
     writes_BNCSE: torch.Tensor,
     state_BNHX: torch.Tensor,
 ) -> torch.Tensor:
-    new_BNSX = -(seen_BNCSH[:, :, number] @ state_BNHX)
-    new_BNSX[..., -writes_BNCSE.shape[-1] :] += writes_BNCSE[:, :, number]
-    return decay_BNC[:, :, number, None, None] * state_BNHX + keys_BNCSH[:, :, number].mT @ new_BNSX
+    new_BNSX = -(seen_BNCSH[:, :, index] @ state_BNHX)
+    new_BNSX[..., -writes_BNCSE.shape[-1] :] += writes_BNCSE[:, :, index]
+    return decay_BNC[:, :, index, None, None] * state_BNHX + keys_BNCSH[:, :, index].mT @ new_BNSX
 
 
 @torch.library.custom_op("meshtrainer::chunk_state_gradients", mutates_args=())
@@ -80,12 +80,12 @@ def chunk_state_gradients(
     """
     grad_BNHX = grad_last_BNHX
     grads_BNCHX = grad_last_BNHX.new_empty(*decay_BNC.shape, *grad_last_BNHX.shape[-2:])
-    for number in reversed(range(decay_BNC.shape[2])):
-        grads_BNCHX[:, :, number] = grad_BNHX
-        grad_new_BNSX = keys_BNCSH[:, :, number] @ grad_BNHX
-        grad_BNHX = decay_BNC[:, :, number, None, None] * grad_BNHX - seen_BNCSH[:, :, number].mT @ grad_new_BNSX
+    for index in reversed(range(decay_BNC.shape[2])):
+        grads_BNCHX[:, :, index] = grad_BNHX
+        grad_new_BNSX = keys_BNCSH[:, :, index] @ grad_BNHX
+        grad_BNHX = decay_BNC[:, :, index, None, None] * grad_BNHX - seen_BNCSH[:, :, index].mT @ grad_new_BNSX
         if grad_states_BNCHX is not None:
-            grad_BNHX += grad_states_BNCHX[:, :, number]
+            grad_BNHX += grad_states_BNCHX[:, :, index]
     return grads_BNCHX, grad_BNHX.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,7 +1,7 @@
-"""LoRA adapters: identifies their base weights, merges adapters into them, and exports adapters in peft's format.
+"""LoRA adapters: identifies their base weights, merges the two, and exports adapters in peft's format.
 
-The checkpoint of a LoRA run holds only the adapters, unless the base weights are random.  It identifies the base
-weights by their path and a checksum: they are read from that path, and the checksum shows whether they have changed.
+The checkpoint of a LoRA run does not hold the base weights, unless they are random.  It identifies them by their path
+and a checksum: they are read from that path, and the checksum shows whether they have changed.
 """
 
 from __future__ import annotations
@@ -79,8 +79,9 @@ class BaseWeights(StatePart):
     def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Compare with the state that a run has stored; return lists of errors and of remarks.
 
-        Different weights are an error; a different path is not.  If experts are quantized that were not when the run
-        began, a remark says so, since the base then computes slightly different values.
+        Different weights are an error; a different path is not.  If the number of quantized expert weights differs, as
+        after an upgrade to the first version that quantizes them, a remark says so, since the base then computes
+        slightly different values.
         """
         if stored["checksum"] == self.checksum:
             is_same = stored.get("packed_experts", 0) == self.packed_experts

@@ -45,7 +45,11 @@ class ExpertMatrix:
 
 
 def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
-    """Return the expert parameters that `adapters` apply to, by name.  `model` is the model without adapters."""
+    """Return the part of an adapter for each expert parameter that has one in `adapters`, by the parameter's name.
+
+    model: the model without adapters.
+    adapters: the names of the adapters.
+    """
     matrices = {}
     for module_name, module in model.named_modules():
         is_transposed = bool(getattr(module, "is_transposed", False))

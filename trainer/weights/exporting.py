@@ -105,11 +105,12 @@ def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
 
 @contextmanager
 def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
-    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's own tokenizer.
+    """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's tokenizer.
 
-    The tokenizer's stored files are written to a temporary folder, which exists until the block ends.
+    This is the run's own one or, without it, the one that came with the model.  Its stored files are written to a
+    temporary folder, which exists until the block ends.
 
-    setting: the run's `data.tokenizer`, which is used if no files are stored.
+    setting: the run's `data.tokenizer`, which is used if no tokenizer is stored.
     """
     files = model_files.tokenizer or {
         name: data for name, data in model_files.files.items() if TOKENIZER in model_files.files
@@ -127,12 +128,14 @@ def is_tokenizer_file(name: str) -> bool:
 
 
 def read_model_files(folder: str | Path) -> dict[str, bytes]:
-    """Return the small files of a Hugging Face folder by name.  Raises UserError if one of them is unreadable."""
+    """Return the small files of a Hugging Face folder by name.  Raises UserError if one cannot be read."""
     return _read_files(Path(folder), (CONFIG_JSON, GENERATION, *TOKENIZER_FILES), "train.init_from")
 
 
 def read_tokenizer(setting: str, template: str = "model") -> dict[str, bytes]:
     """Return the files of a tokenizer by name: a tokenizer.json, and the related files next to it; none for `bytes`.
+
+    A file with another name is returned as tokenizer.json, without related files.
 
     setting: the value of `data.tokenizer`.
     template: the value of `data.chat_template`; a file, or `chatml`, replaces the tokenizer's own templates.

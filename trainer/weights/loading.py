@@ -1,7 +1,8 @@
-"""Loads weights: the initial weights of a training run, or an unsharded model for inference.
+"""Loads weights: the initial or base weights of a training run, or an unsharded model for inference.
 
-Weights come from checkpoints, run folders, Hugging Face folders, or single state-dict files.  Functions that take a
-`Channel` are collective and raise errors on all ranks together; `load_weights` needs no process group.
+Weights come from checkpoints, run folders, Hugging Face folders, single state-dict files (not for inference), or the
+recipe itself.  Functions that take a `Channel` are collective and raise errors on all ranks together; `load_weights`
+needs no process group.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its recipe provides.
 
     load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; if so, nothing is
-        loaded here.
+        loaded here, and the base weights are not filled if `train.init_from` or the recipe names them.
     """
     recipe = config.recipe
     source = recipe.initial_weights(config.model)
@@ -79,14 +80,15 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
 def load_initial_weights(
     model: nn.Module, model_files: ModelFiles, config: RunConfig, channel: Channel, setting: str | None = None
 ) -> str:
-    """Load the initial weights: from `train.init_from`, else those that the recipe provides, else keep the random ones.
+    """Load the initial weights from `train.init_from`, else those that the recipe provides; else keep the random ones.
 
-    With adapters, `load_base` has already loaded the weights.  Stores the files that came with the weights in
-    `model_files`.  Returns a description of where the weights came from, for the start block.
+    With adapters, `load_base` has already loaded the weights.  Stores the files that came with the weights, else those
+    in `model.path`, and the run's own tokenizer in `model_files`.  Returns a description of where the weights came
+    from, for the start block.
 
     setting: the setting to name in errors if the model is not the one that the run's own settings describe.
 
-    Raises UserError on all ranks if the weights do not fit.  Collective.
+    Raises UserError on all ranks if the weights cannot be opened or do not fit.  Collective.
     """
     initial = _open_initial_weights(config, channel, setting)
     source, location, path = initial.source, initial.location, initial.path
@@ -122,7 +124,8 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
 
     setting: see `load_initial_weights`.
 
-    Raises UserError on all ranks if the weights do not fit.  Collective: a few small messages.
+    Raises UserError on all ranks if the weights cannot be opened or do not fit, or if they are random and
+    `lora.base_dtype` quantizes them.  Collective: a few small messages.
     """
     initial = _open_initial_weights(config, channel, setting)
     source = initial.source

@@ -38,7 +38,7 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def with_dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Replace the readers of each quantized weight by a single reader, which dequantizes the rows that it reads.
+    """Return `readers` with those of each quantized weight replaced by one that dequantizes the rows that it reads.
 
     readers: for each tensor by name, its file and its reader (from safetensors' `get_slice`).
     quantization: the entry `quantization_config` of config.json.

@@ -123,7 +123,8 @@ def find_weights(
     (`ScoreHead`), and may have the output projection that the head replaces.  It may also lack persistent buffers.
 
     Raises UserError, starting with `setting`, that lists every difference: weights missing on either side, different
-    shapes, quantized weights without their scales, and weights that are tied in the model but not equal in the source.
+    shapes, quantized weights without their scales, and weights that are tied in the model but differ in the source (of
+    which three rows are compared).
     """
     source_shapes, packings = source.shapes, find_packings(model)
     model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
