@@ -29,7 +29,7 @@ class Classify(Objective):
 
     @property
     def outputs(self) -> int:  # type: ignore[override]
-        """One score per class."""
+        """The number of scores: one per class."""
         return self.num_labels
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:

@@ -30,7 +30,11 @@ class Distill(TokenObjective):
 
     better: ClassVar[Mapping[str, Direction]] = {"divergence": "lower"}
 
-    teacher: str | None = declare(None, "the model to imitate: a Hugging Face folder, a run folder or a checkpoint")
+    teacher: str | None = declare(
+        None,
+        "the model to imitate: a Hugging Face folder or name, a run folder or a checkpoint; or the folder of its "
+        "log-probabilities that trainer.teach has written",
+    )
     beta: float = declare(
         0.0,
         "0: KL(teacher, student); 1: KL(student, teacher); in between: generalized Jensen-Shannon divergence",
@@ -41,7 +45,10 @@ class Distill(TokenObjective):
     hard: float = declare(0.0, "weight of the cross-entropy on the dataset's target tokens", at_least=0, at_most=1)
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V)."""
+        """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V).
+
+        With a teacher stored as its top k log-probabilities, their shape is (n, k + 1).
+        """
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
         if self.beta == 0:
             return _kl(teacher, student)

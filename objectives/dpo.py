@@ -43,9 +43,7 @@ class Dpo(Objective):
 
     rows_per_sample, needs, better = 2, ("reference",), REWARDS
 
-    beta: float = declare(
-        0.1, "strength of the penalty for moving away from the reference model; scales the log-probabilities", above=0
-    )
+    beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs(self.beta * (inputs.logps - inputs.reference))

@@ -20,8 +20,8 @@ class Ipo(Objective):
     """Identity preference optimization: like DPO, but the margin has a target value instead of growing without limit.
 
     The loss of a pair is (m - 1 / (2 * beta))^2.  The margin m is the log-ratio of the chosen response minus that of
-    the rejected one.  A response's log-ratio is log(p / p_ref), where p and p_ref are its probabilities under the model
-    and the reference model, divided by its number of target tokens.
+    the rejected one.  A response's log-ratio is log(p / p_ref) divided by its number of target tokens, where p and
+    p_ref are its probabilities under the model and the reference model.
 
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17, where log-ratios are not divided by a length.
     """

@@ -21,8 +21,8 @@ class Kto(Objective):
     The loss of a response is w * (1 - sigmoid(s * beta * (g - k))).  g is its log-ratio log(p / p_ref), where p and
     p_ref are its probabilities under the model and the reference model; s is 1 for a good response and -1 for a bad
     one; w is the weight of its label.  k estimates the KL divergence of the model from the reference: it is the mean
-    log-ratio of mismatched responses (responses to other prompts) over the global batch, or zero if that is negative.
-    No gradient flows through k.
+    log-ratio of mismatched responses (responses to other prompts) over the global batch (in an evaluation, over all
+    held-out samples), or zero if this mean is negative.  No gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """
@@ -35,7 +35,7 @@ class Kto(Objective):
     bad_weight: float = declare(1.0, "weight of the responses labeled bad", at_least=0)
 
     def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
-        """Return the log-ratio of each sample's second row, a response to another prompt, (S,)."""
+        """Return the log-ratios of the mismatched responses, (S,): those in the second row of each sample."""
         return pairs(inputs.logps - inputs.reference)[1]
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:

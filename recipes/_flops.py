@@ -4,7 +4,11 @@ from __future__ import annotations
 
 
 def mean_num_keys(seq_len: float, window: int | None) -> float:
-    """Return the mean number of keys that a query attends to in causal attention with an optional window."""
+    """Return the mean number of keys that a query attends to in causal attention, up to half a key too low.
+
+    seq_len: number of tokens in a sequence.
+    window: the maximum number of keys of a query, including its own token; None if there is no window.
+    """
     if window is None or window >= seq_len:
         return seq_len / 2
     return window - window**2 / (2 * seq_len)

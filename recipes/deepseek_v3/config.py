@@ -10,7 +10,7 @@ from trainer.recipe import BalanceConfig, declare
 
 @dataclass(frozen=True)
 class DeepseekV3Config(BalanceConfig):
-    """Architecture and initialization settings of a DeepSeek-V3 model."""
+    """Architecture, initialization and load-balancing settings of a DeepSeek-V3 model."""
 
     balance_rate: float = declare(
         0.0,
@@ -25,8 +25,8 @@ class DeepseekV3Config(BalanceConfig):
     num_heads: int = declare(6, "attention heads", at_least=1, at_most=2**16)
     q_rank: int | None = declare(96, "width of the query latents; null: queries are not compressed", at_least=1)
     kv_rank: int = declare(64, "width of the key and value latents", at_least=1)
-    nope_dim: int = declare(32, "dimensions of each query and key head without RoPE", at_least=1)
-    rope_dim: int = declare(16, "dimensions of each query and key head with RoPE", at_least=2)
+    nope_dim: int = declare(32, "dimensions of each query and key head that RoPE does not rotate", at_least=1)
+    rope_dim: int = declare(16, "dimensions of each query and key head that RoPE rotates", at_least=2)
     value_dim: int = declare(32, "width of each head's values", at_least=1)
     ffn_dim: int = declare(512, "hidden width of the feed-forward layer of blocks without experts", at_least=1)
     expert_dim: int = declare(96, "hidden width of an expert", at_least=1, at_most=2**24)
@@ -68,7 +68,7 @@ class DeepseekV3Config(BalanceConfig):
 
 
 def check(config: DeepseekV3Config) -> None:
-    """Validate combinations of fields.  Raises UserError."""
+    """Raise UserError if fields contradict each other, or if `rope_dim` is odd."""
     if config.rope_dim % 2:
         raise setting_error("model.rope_dim", config.rope_dim, "must be even (RoPE rotates pairs)", config.rope_dim + 1)
     if config.num_dense_layers >= config.num_layers:

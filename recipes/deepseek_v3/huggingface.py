@@ -1,7 +1,7 @@
 """The mapping of weights and config.json between this DeepSeek-V3 and Hugging Face's.
 
-Published folders contain the matrices in fp8, which are dequantized as they are read.  They also contain an additional
-last block for multi-token prediction, which is ignored.
+Published folders contain most matrices in fp8; these are dequantized as they are read.  The folders also contain an
+additional last block for multi-token prediction, which is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ YARN = {
     "rope_mscale": ("mscale", 0.0),
     "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
 }
-"""The same, for the entries of `rope_scaling` that YaRN uses."""
+"""The same, for YaRN's entries in `rope_scaling` or `rope_parameters`, where null counts as missing."""
 
 
 def export_config(config: DeepseekV3Config) -> dict[str, Any]:
@@ -96,7 +96,8 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `DeepseekV3Config` for a config.json written by transformers 4 or 5.
 
     Raises UserError if the numbers of key and query heads differ, if there is more than one block of multi-token
-    prediction, for RoPE scaling other than YaRN, and for weights quantized in a format other than fp8.
+    prediction, for RoPE that `parse_rope` or `parse_yarn` refuses, such as scaling other than YaRN, and for weights
+    quantized in a format other than fp8.
     """
     check_quantization(config_json, "fp8")
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}

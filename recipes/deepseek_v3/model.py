@@ -37,8 +37,10 @@ _LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Multi-head latent attention: queries, keys and values are projected from low-rank latents.
 
-    RoPE is applied to a part of each query head, and to a part of the keys that all heads share (DeepSeek-AI 2024,
-    "DeepSeek-V2", arXiv:2405.04434, section 2.1).  With `q_rank=None`, queries have no latents.
+    RoPE rotates only a part of each query and key head.  All heads share this part of the keys, which has no latents.
+    With `q_rank=None`, queries have none either.
+
+    Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1.
     """
 
     def __init__(self, config: DeepseekV3Config) -> None:

@@ -1,4 +1,4 @@
-"""Old import path of `ObjectiveTrainer`, kept for backward compatibility."""
+"""Old import path and name (`PreferenceTrainer`) of `ObjectiveTrainer`, kept for backward compatibility."""
 
 from __future__ import annotations
 

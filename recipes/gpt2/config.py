@@ -10,7 +10,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """Architecture and initialization settings of a GPT-2 model."""
+    """Architecture, initialization and dropout settings of a GPT-2 model."""
 
     vocab_size: int = declare(50257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(768, "width of the residual stream", at_least=1, at_most=2**20)

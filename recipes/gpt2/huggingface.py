@@ -1,4 +1,7 @@
-"""The mapping of weights and config.json between this GPT-2 and Hugging Face's, which stores matrices as (in, out)."""
+"""The mapping of weights and config.json between this GPT-2 and Hugging Face's.
+
+Hugging Face files store the matrices of the blocks as (in, out).
+"""
 
 from __future__ import annotations
 
@@ -50,21 +53,21 @@ ALIASES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-"""Alternative names that transformers accepts for entries of config.json."""
+"""Maps entries of config.json to the other names that transformers accepts for them."""
 
 
 def export_config(config: GPT2Config) -> dict[str, Any]:
     """Return the entries of config.json for `config`."""
     on_embeddings, on_attention, _ = config.dropouts
-    shape = {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()}
-    return shape | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
+    entries = {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()}
+    return entries | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
 
 
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GPT2Config` for a config.json.
 
-    Raises UserError if the feed-forward layer is not four times as wide as the model, or if two names of one entry have
-    different values.
+    Raises UserError if the feed-forward layer is not four times as wide as the model, if two names of one entry have
+    different values, or if a dropout rate is null.
     """
     fields = {field: _entry(config_json, entry, default) for field, (entry, default) in FIELDS.items()}
     if config_json.get("n_inner") not in (None, 4 * fields["dim"]):

@@ -12,7 +12,7 @@ from ..qwen3.config import check_heads
 
 @dataclass(frozen=True)
 class GptOssConfig(BalanceConfig):
-    """Architecture and initialization settings of a gpt-oss model."""
+    """Architecture, initialization and load-balancing settings of a gpt-oss model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -53,7 +53,7 @@ class GptOssConfig(BalanceConfig):
 
 
 def check(config: GptOssConfig) -> None:
-    """Validate combinations of fields.  Raises UserError."""
+    """Raise UserError if fields contradict each other, or if `head_dim` is odd."""
     check_heads(config)
     if config.num_chosen > config.num_experts:
         rule = f"must be at most model.num_experts={config.num_experts}"

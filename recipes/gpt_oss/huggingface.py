@@ -1,6 +1,6 @@
 """The mapping of weights and config.json between this gpt-oss and Hugging Face's.
 
-Published folders contain the experts in MXFP4; they are dequantized as they are read.
+Published folders contain the experts' matrices in MXFP4; these are dequantized as they are read.
 """
 
 from __future__ import annotations
@@ -53,7 +53,10 @@ FIELDS = {
 """Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 AUX_LOSS_COEF = 0.001
-"""The load-balancing coefficient that is assumed if config.json has none, and written if `model.balance` is 0."""
+"""The load-balancing coefficient written if `model.balance` is 0.
+
+It is also assumed if config.json has none but sets `output_router_logits`.
+"""
 
 YARN = {
     "rope_factor": ("factor", 32.0),
@@ -62,7 +65,7 @@ YARN = {
     "rope_beta_slow": ("beta_slow", 1.0),
     "rope_truncate": ("truncate", True),
 }
-"""The same, for the entries of `rope_scaling` that YaRN uses."""
+"""The same, for YaRN's entries in `rope_scaling` or `rope_parameters`, where null counts as missing."""
 
 
 def export_config(config: GptOssConfig) -> dict[str, Any]:
@@ -79,8 +82,9 @@ def export_config(config: GptOssConfig) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GptOssConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError unless layers 0, 2, 4, ... and no others have a window, for RoPE scaling other than YaRN, and for
-    weights quantized in a format other than MXFP4.
+    Raises UserError if `layer_types`, unless missing, does not alternate between a window (layers 0, 2, 4, ...) and
+    full attention, for RoPE that `parse_rope` or `parse_yarn` refuses, such as scaling other than YaRN, and for weights
+    quantized in a format other than MXFP4.
     """
     check_quantization(config_json, "mxfp4")
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}

@@ -22,7 +22,7 @@ _PACKAGE = "trainer.recipes.hf"
 
 
 def _import_on_call(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports `module`, which needs transformers, only when called, and calls its `name`."""
+    """Return a function that, when called, imports `module`, which needs transformers, and calls `name` in it."""
     return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
 
 

@@ -1,4 +1,4 @@
-"""Checks that transformers can load a model with a new head as a sequence classifier, the form of its export."""
+"""Checks that a model with a new head, which is exported as a sequence classifier, can be loaded by transformers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _name_of_output(model: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _export_problem(content: str) -> str:
-    """Return why transformers' classifier could not load the weights of an exported model, or an empty string.
+    """Return why transformers' classifier could not load the weights of an exported model; empty if it can.
 
     content: config.json as text, which `lru_cache` can hash.
     """
@@ -47,10 +47,10 @@ def _export_problem(content: str) -> str:
         theirs = transformers.AutoModelForSequenceClassification.from_config(
             library_config(config), dtype=torch.float32
         )
-    output = _name_of_output(ours)
+    output_name = _name_of_output(ours)
     expected = {name: value.shape[1:] for name, value in ours.state_dict().items()}
-    expected["score.weight"] = expected.pop(f"{output}.weight")
-    expected.pop(f"{output}.bias", None)
+    expected["score.weight"] = expected.pop(f"{output_name}.weight")
+    expected.pop(f"{output_name}.bias", None)
     actual = {name: value.shape[1:] for name, value in theirs.state_dict().items()}
-    others = sorted(name for name in {**expected, **actual} if expected.get(name) != actual.get(name))
-    return f"{type(theirs).__name__} has other weights: {', '.join(others[:5])}" if others else ""
+    different = sorted(name for name in {**expected, **actual} if expected.get(name) != actual.get(name))
+    return f"{type(theirs).__name__} has other weights: {', '.join(different[:5])}" if different else ""

@@ -22,7 +22,7 @@ class HfConfig:
     path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", free=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
         None,
-        "attention implementation, with the names of transformers; null: sdpa if the model supports it",
+        "attention implementation; null: sdpa if the model supports it",
         free=True,
         aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
     )
@@ -62,7 +62,7 @@ class HfConfig:
         return self._entry("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
     def _entry(self, *names: str) -> Any:
-        """Return the first of these entries of config.json, or of its `text_config`, that is set; else None."""
+        """Return the first nonzero one of these entries of config.json, or else of its `text_config`; else None."""
         text_config = self.config.get("text_config") or {}
         return next(
             (entries[name] for entries in (self.config, text_config) for name in names if entries.get(name)), None
@@ -77,9 +77,11 @@ def model_type(config: HfConfig) -> str:
 def resolve(config: HfConfig) -> HfConfig:
     """Return the configuration completed with the contents of the folder's config.json.
 
-    A configuration written by a run already contains these entries, and is returned unchanged if the folder no longer
-    exists.  Raises UserError if no folder is given, if it cannot be read, or if its config.json differs from the
-    entries in the configuration.
+    `fresh` is also set if the folder has no weights.  A configuration written by a run already contains the entries of
+    config.json, and is returned unchanged if the folder no longer has this file.
+
+    Otherwise, raises UserError if no folder is given, if config.json is missing or invalid or differs from the entries
+    in the configuration, or if the weights have an unsupported format or an invalid header.
     """
     folder = Path(config.path).expanduser().absolute()
     if not config.path or not (folder / CONFIG_JSON).is_file():

@@ -2,7 +2,8 @@
 
 In most of these models, one module holds the stacked experts of a layer.  It is called with tokens and, for each token,
 the indices and weights of its experts; its class declares the layout of the experts (`use_experts_implementation`).
-Such a module supports expert parallelism (`mesh.expert`), and its matrices can have adapters (`lora.targets`).
+A module for which `_can_compute` is true supports expert parallelism (`mesh.expert`), and its matrices can have
+adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
 
 Shape suffixes: S tokens, D model width, F hidden width of an expert, E experts, A experts per token, M token-expert
@@ -21,11 +22,11 @@ from trainer.experts import expert_matmuls, grouped_bias, mix
 
 
 def dispatch_experts(model: nn.Module) -> None:
-    """Make `trainer.experts` compute the expert modules in `model` whose class declares their layout."""
+    """Make `trainer.experts` compute the expert modules in `model` for which `_can_compute` is true."""
     module: Any
     for module in model.modules():
-        if _declares_layout(module):
-            inner = _first_matrix(module)
+        if _can_compute(module):
+            inner = _first_matrix_name(module)
             module.matrices = {inner: (inner,), "down_proj": ("down_proj",)}
             original_class: Any = type(module)
             module.__class__ = _with_dispatch(original_class)
@@ -36,16 +37,19 @@ def expert_modules(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if "matrices" in vars(module)]
 
 
-def _first_matrix(module: Any) -> str:
+def _first_matrix_name(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _declares_layout(module: Any) -> bool:
-    """Return whether a module's class declares the layout of experts, and the module has no other parameters."""
+def _can_compute(module: Any) -> bool:
+    """Return whether `_outputs` can compute the experts in a module.
+
+    The module's class must declare their layout, without a norm after them, and all its parameters must belong to it.
+    """
     declared = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
     if not all(hasattr(module, name) for name in declared) or module.has_post_expert_norm:
         return False
-    names = [_first_matrix(module), "down_proj"]
+    names = [_first_matrix_name(module), "down_proj"]
     dims = dict.fromkeys(names, 3) | (dict.fromkeys((f"{name}_bias" for name in names), 2) if module.has_bias else {})
     actual_dims = {name: parameter.ndim for name, parameter in module.named_parameters()}
     return actual_dims == dims and {p.shape[0] for p in module.parameters()} == {module.num_experts}
@@ -73,7 +77,7 @@ def _with_dispatch(original: Any) -> Any:
 
 
 def _outputs(experts: Any, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    inner = _first_matrix(experts)
+    inner = _first_matrix_name(experts)
     (hidden_MF,) = expert_matmuls(experts, inner, x_MD, ends_E)
     if experts.has_bias:
         hidden_MF = hidden_MF + grouped_bias(getattr(experts, f"{inner}_bias"), ends_E, len(x_MD))

@@ -338,7 +338,7 @@ def notes(config: HfConfig, model: Any) -> list[str]:
     return lines
 
 
-def flops(config: HfConfig, seq_len: int) -> float:
+def flops(config: HfConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
     In a mixture of experts, only the experts that process a token count.

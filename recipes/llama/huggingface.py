@@ -51,14 +51,14 @@ SCALING = {
     "rope_high_freq": "high_freq_factor",
     "rope_original_len": "original_max_position_embeddings",
 }
-"""Maps each field of Llama 3.1's RoPE scaling to the name of its entry in `rope_scaling`."""
+"""Maps each field of Llama 3.1's RoPE scaling to the name of its entry in `rope_scaling` or `rope_parameters`."""
 
 
 def export_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json for `config`.
 
-    transformers 5 reads `rope_parameters`; transformers 4 reads `rope_theta` and `rope_scaling`.  Writing all three is
-    safe for both.
+    `rope_parameters` is the format of transformers 5; `rope_theta` and `rope_scaling` are that of transformers 4.  They
+    agree, so a file with all three is safe for both versions.
     """
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
@@ -74,7 +74,8 @@ def export_config(config: LlamaConfig) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `LlamaConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for any RoPE scaling except Llama 3.1's, and unless head_dim is hidden_size / num_attention_heads.
+    Raises UserError for any RoPE scaling except Llama 3.1's, for other RoPE that `parse_rope` refuses, and if head_dim
+    is given but is not hidden_size / num_attention_heads.
     """
     # The config.json of the first Llama models lacks these entries; their defaults are those of transformers.
     defaults = {

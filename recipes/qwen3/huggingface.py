@@ -54,7 +54,7 @@ FIELDS = {
 """Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
-"""Entries of config.json for which this recipe supports only these values."""
+"""Entries of config.json for which this recipe and `qwen3_moe` support only these values."""
 
 
 def export_config(config: Qwen3Config) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def export_config(config: Qwen3Config) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3Config` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for scaled RoPE frequencies and for sliding-window layers.
+    Raises UserError for layers without full attention, and for RoPE that `parse_rope` refuses, such as any scaling.
     """
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if fields["num_kv_heads"] is None:

@@ -42,7 +42,10 @@ FIELDS = {
 """Maps each field to the name of its entry in config.json and the default for a missing entry."""
 
 AUX_LOSS_COEF = 0.001
-"""The load-balancing coefficient that is assumed if config.json has none, and written if `model.balance` is 0."""
+"""The load-balancing coefficient written if `model.balance` is 0.
+
+It is also assumed if config.json has none but sets `output_router_logits`.
+"""
 
 
 def export_config(config: Qwen3MoeConfig) -> dict[str, Any]:
@@ -63,7 +66,8 @@ def export_config(config: Qwen3MoeConfig) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3MoeConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for layers without experts, for scaled RoPE frequencies, and for contradictory numbers of experts.
+    Raises UserError for layers without experts, for contradictory numbers of experts, and for RoPE that `parse_rope`
+    refuses, such as any scaling.
     """
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
     fields["head_dim"] = config_json.get("head_dim", fields["dim"] // fields["num_heads"])

@@ -12,7 +12,7 @@ from ..qwen3.config import check_heads
 
 @dataclass(frozen=True)
 class Qwen3NextConfig(BalanceConfig):
-    """Architecture and initialization settings of a Qwen3-Next model."""
+    """Architecture, initialization and load-balancing settings of a Qwen3-Next model."""
 
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -39,8 +39,8 @@ class Qwen3NextConfig(BalanceConfig):
     shared_dim: int = declare(
         128, "hidden width of the shared expert, which processes every token", at_least=1, at_most=2**24
     )
-    num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
-    num_chosen: int = declare(2, "experts per token (top-k)", at_least=1)
+    num_experts: int = declare(8, "routed experts per layer", at_least=1, at_most=2**16)
+    num_chosen: int = declare(2, "routed experts per token (top-k)", at_least=1)
     normalize_chosen: bool = declare(True, "normalize the top-k routing weights of each token to sum to 1")
     max_seq_len: int = declare(32768, "maximum sequence length", at_least=1)
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=0)
@@ -50,7 +50,7 @@ class Qwen3NextConfig(BalanceConfig):
 
 
 def check(config: Qwen3NextConfig) -> None:
-    """Validate combinations of fields.  Raises UserError."""
+    """Raise UserError if fields contradict each other, or if `head_dim` or `rotary_dim` is odd."""
     check_heads(config)
     if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
         best = min(config.head_dim, config.rotary_dim) // 2 * 2
