@@ -1355,8 +1355,8 @@ DEFECTS: list[Defect] = [
         "worst-is-best",
         "sweep",
         "trainer.sweep:find_best",
-        "run.eval_loss or 0.0",
-        "-(run.eval_loss or 0.0)",
+        "key=lambda pair: pair[1]",
+        "key=lambda pair: -pair[1]",
     ),
     Defect(
         "sweep-starts-again",

@@ -303,20 +303,22 @@ def array_file(sweep: Sweep, job: ClusterJob, parallel: int | None) -> str:
 # The outcome
 
 
-def find_best(runs: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the finished run with the lowest loss, or None if no finished run has a loss.
+def scores_of(runs: Sequence[RunSummary]) -> list[float]:
+    """Return the loss by which to compare each run; infinity if it has none.
 
-    Compares the evaluation losses if all finished runs have one, otherwise the training losses.
+    That is the evaluation loss if all finished runs with a loss have one, otherwise the training loss.
     """
-    finished = [run for run in runs if run.state == "finished" and score_of(run) is not None]
-    if any(run.eval_loss is None for run in finished):
-        return min(finished, key=lambda run: run.loss if run.loss is not None else float("inf"), default=None)
-    return min(finished, key=lambda run: run.eval_loss or 0.0, default=None)
+    finished = [run for run in runs if run.state == "finished" and (run.eval_loss, run.loss) != (None, None)]
+    are_evaluated = all(run.eval_loss is not None for run in finished)
+    losses = [run.eval_loss if are_evaluated else run.loss for run in runs]
+    return [math.inf if loss is None else loss for loss in losses]
 
 
-def score_of(run: RunSummary) -> float | None:
-    """Return the loss by which to compare a run, or None if it has none yet."""
-    return run.eval_loss if run.eval_loss is not None else run.loss
+def find_best(runs: Sequence[RunSummary]) -> tuple[RunSummary, float] | None:
+    """Return the finished run with the lowest loss (see `scores_of`) and that loss, or None if there is none."""
+    finished = [(run, score) for run, score in zip(runs, scores_of(runs), strict=True) if run.state == "finished"]
+    best = min(finished, key=lambda pair: pair[1], default=None)
+    return best if best is not None and math.isfinite(best[1]) else None
 
 
 def show_outcome(sweep: Sweep) -> bool:
@@ -327,8 +329,7 @@ def show_outcome(sweep: Sweep) -> bool:
     runs = [summarize(trial.folder) for trial in sweep.trials if (trial.folder / "metrics.jsonl").exists()]
     if not runs:
         return False
-    best = find_best(runs)
-    scores = {run.folder: math.inf if (score := score_of(run)) is None else score for run in runs}
+    scores = {run.folder: score for run, score in zip(runs, scores_of(runs), strict=True)}
     ordered = sorted(runs, key=lambda run: (run.state != "finished", scores[run.folder]))
     print_stdout("\n".join(["", *table_of(ordered, sweep.folder)]))
     page = sweep.folder / REPORT
@@ -338,8 +339,9 @@ def show_outcome(sweep: Sweep) -> bool:
         print_stdout(f"\nreport: {page}")
     else:
         print_stderr(f"warning: no report could be written: {finished.stderr.strip()}")
-    if best is not None:
-        print_stdout(f"best: {Path(best.folder).name}, loss {score_of(best):.4f}: {best.folder}")
+    if (found := find_best(runs)) is not None:
+        best, loss = found
+        print_stdout(f"best: {Path(best.folder).name}, loss {loss:.4f}: {best.folder}")
     return True
 
 

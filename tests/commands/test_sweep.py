@@ -19,7 +19,7 @@ from tests.helpers.gate import wait_until
 from tests.helpers.ranks import CommandResult, tiny_overrides
 from trainer import sweep
 from trainer.runs import RunSummary
-from trainer.sweep import find_best, name_of, names_of, split_values
+from trainer.sweep import find_best, name_of, names_of, scores_of, split_values
 
 MODEL = [
     "model.name=tests.helpers.slow_trainer:slow_llama",
@@ -58,9 +58,12 @@ def summary(state: str, loss: float | None, eval_loss: float | None) -> RunSumma
 def test_the_best_run() -> None:
     """The finished run with the lowest loss on held-out data, or in training if one has no such loss."""
     runs = [summary("finished", 1.0, 3.0), summary("finished", 2.0, 2.5), summary("stopped", 0.1, 0.1)]
-    assert find_best(runs) is runs[1]
-    assert find_best([*runs, summary("finished", 0.5, None)]).loss == 0.5  # type: ignore[union-attr]
+    assert find_best(runs) == (runs[1], 2.5)
+    not_evaluated = summary("finished", 1.5, None)
+    assert find_best([*runs, not_evaluated]) == (runs[0], 1.0), "the loss that was compared"
+    assert scores_of([*runs, not_evaluated]) == [1.0, 2.0, 0.1, 1.5]
     assert find_best([summary("failed", 1.0, 1.0)]) is None
+    assert find_best([summary("finished", None, None)]) is None
 
 
 @pytest.mark.parametrize(
