@@ -65,9 +65,9 @@ def export_checkpoint(
 ) -> list[Path]:
     """Write the weights of a checkpoint, or of the newest checkpoint of a run, to `target`; return the files written.
 
-    A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory.  Any other target is a
-    folder that `transformers` can load.  For a run with adapters (LoRA), the folder contains only the adapters in
-    peft's format, unless they are merged.
+    A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory; any adapters (LoRA) must
+    be merged into it.  Any other target is a folder that `transformers` can load.  For a run with adapters, the folder
+    contains only these, in peft's format, unless they are merged.
 
     dtype: dtype of the exported weights; None for the stored dtypes.
     max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.
@@ -79,7 +79,8 @@ def export_checkpoint(
     base: the new path of the base weights, if they have moved.
     ema: whether to export the averaged weights of a run with `train.ema`.
 
-    Raises UserError for invalid arguments, and TrainingFailed if the checkpoint is corrupt.
+    Raises UserError for invalid arguments, if there is no checkpoint, if the base weights are missing or have changed,
+    or if `target` cannot be written; TrainingFailed if the checkpoint is corrupt.
     """
     stored = open_checkpoint(checkpoint, ema)
     config = config_from_yaml(stored.config_yaml, allow_import=allow_import)

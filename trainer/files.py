@@ -45,7 +45,8 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 MAX_JSON_BYTES = 16 << 20
-"""Size limit of a model's JSON files, except tokenizer.json.  Real files have at most a few megabytes."""
+"""Size limit of a model's JSON files, except tokenizer.json and the index of the weights.  Real files have at most a
+few megabytes."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -60,7 +61,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Parse untrusted JSON; see `read_json`.  Raises ValueError."""
+    """Parse untrusted JSON of any size.  Raises ValueError for the same content as `read_json`."""
     try:
         return json.loads(content.decode("utf-8"), object_pairs_hook=_reject_duplicate_keys)
     except RecursionError:

@@ -4,8 +4,8 @@
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
     python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompts FILE --batch 16 --out FILE
 
-Uses one process, on a GPU if there is one.  A completion ends when the model ends the document or the chat turn, or
-after --max-tokens tokens.
+Uses one process, on a GPU if there is one.  A completion ends when the model ends the document or the chat turn, after
+--max-tokens tokens, or when the model has no more positions.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ from trainer.weights.exporting import GENERATION, read_model_files, settings_for
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
 _MAX_PROMPT_CHARS = 60
-"""Error messages cut prompts off after this many characters."""
+"""The message about a prompt that is too long cuts the prompt off after this many characters."""
 
 _NUM_CONTEXT_TOKENS = 8
 """Number of preceding tokens to decode together with new tokens, since they can determine whether the new text starts
@@ -89,7 +89,7 @@ class TextGenerator:
     tokenizer: `bytes`, or the path of a tokenizer, as for `data.tokenizer`.
     template: the name or path of the chat template, as for `data.chat_template`.
     settings: the entries of generation_config.json; `eos_token_id` may come from config.json.
-    bos: the run's `data.bos`.
+    bos: the run's `data.bos`; None for a Hugging Face folder.
     turn_ends: ids of the tokens with which the model was trained to end its chat turns.
     """
 
@@ -146,7 +146,7 @@ def open_generator(
     allow_import: the modules that the checkpoint's configuration may import.
     ema: whether to use the averaged weights of a run with `train.ema`.
 
-    Raises UserError if the model cannot be read.
+    Raises UserError if there is no such model or it cannot generate text, TrainingFailed if a checkpoint is damaged.
     """
     check_single_gguf(path, "path")
     location = locate(local_model_path(path))

@@ -1,8 +1,8 @@
 """Converts models in llama.cpp's GGUF format to Hugging Face folders in the cache, once per file.
 
 GGUF's quantized weights cannot be trained, so they are dequantized to float32; F32, F16 and BF16 tensors keep their
-dtype.  The file's metadata becomes `config.json`, `tokenizer.json` and `chat_template.jinja`, so that all other code
-sees an ordinary model folder.  The stored configuration of a run names the .gguf file, not the converted folder.
+dtype.  The file's metadata becomes `config.json`, `tokenizer.json` and the other files of an ordinary model folder,
+which is what all other code sees.  The stored configuration of a run names the .gguf file, not the converted folder.
 
 Needs the library `gguf` (the extra `gguf`), which is imported when a file is converted.  Does not import torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -28,7 +28,8 @@ from trainer.stopping import raise_if_stop_requested
 
 _SUFFIX = ".gguf"
 _SOURCE_FILE = "made_from.json"
-"""Name of the file in a converted folder that records the path of the .gguf file."""
+"""Name of the file in a converted folder that records the path of the .gguf file.  It exists once all files except the
+weights are complete."""
 _WEIGHTS_FILE = "model.safetensors"
 _VERSION = 2
 """Version of the conversion.  Increment it when the conversion changes, so that folders of older versions are not
@@ -36,7 +37,7 @@ reused."""
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path is a .gguf file, or a folder with exactly one and no safetensors files."""
+    """Return whether a path is that of a .gguf file, or of a folder with exactly one and no safetensors files."""
     return "://" not in path and _find_file(Path(path).expanduser()) is not None
 
 
@@ -71,13 +72,14 @@ def lacks_weights(folder: Path) -> bool:
 def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = True) -> Path:
     """Convert a .gguf file, or the only one in a folder, to a Hugging Face folder in the cache; return that folder.
 
-    A file that was converted before is not converted again.  If several processes convert the same file, one does the
-    work and the others wait.  If `setting` is `data.tokenizer`, returns the folder's tokenizer.json instead.
+    `is_gguf(path)` must be true.  A file that was converted before is not converted again, unless it has changed.  If
+    several processes convert the same file, one does the work and the others wait.  If `setting` is `data.tokenizer`,
+    returns the path of the folder's tokenizer.json instead.
 
     with_weights: whether to convert the weights too; the other files are small.
 
     Raises UserError, naming `setting`, if the file is damaged, if its model or tokenizer is not supported, if the
-    library is missing, or if there is not enough space, or if no cache folder is writable.
+    library is missing, if there is not enough space, or if no cache folder is writable.
     """
     file = _find_file(Path(path).expanduser())
     assert file is not None, path

@@ -1,14 +1,14 @@
 """Resolves the names of Hugging Face Hub repositories to commits, and downloads their files into the Hub's local cache.
 
 `model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit when a
-run first starts, and the run keeps that commit: its stored configuration has `hf://org/name@<commit>`.  Files are
-stored in the cache layout of `huggingface_hub` (`blobs/` named by checksum, and links to them in `snapshots/<commit>/`)
-so that other programs can use them too.  `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` work
-as usual.
+run first starts, and the run keeps that commit: in its stored configuration, the model is `hf://org/name@<commit>`.
+Files are stored in the cache layout of `huggingface_hub` (in `blobs/`, named by checksum, with links to them in
+`snapshots/<commit>/`), so that other programs can use them too.  `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN`
+and `HF_HUB_OFFLINE` work as usual.
 
 The library `huggingface_hub` (the extra `hf`) queries the server and opens connections, but this module writes the
 files, because the library restarts an interrupted download from the beginning.  Here, one process per machine downloads
-while the others wait, interrupted downloads are resumed, and every downloaded file is verified.
+a repository's files while the others wait, interrupted downloads are resumed, and every downloaded file is verified.
 
 This module does not import torch, and imports `huggingface_hub` only when a repository is named.
 """
@@ -50,7 +50,7 @@ _NAME = re.compile(
 _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 """Values of HF_HUB_OFFLINE, in upper case, that count as true."""
 _MAX_TRIES = 5
-"""Maximum number of attempts to download a file; an attempt that receives data starts the count again."""
+"""Maximum number of tries to download a file; a try that receives data starts the count again."""
 _NUM_CONNECTIONS = 4
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Errors of the local disk, after which downloads are not retried."""
@@ -72,7 +72,7 @@ class HubName:
     revision: a branch, tag or commit; None for the default branch.
     path: a file, folder or glob in the repository; empty for all files.
     options: what follows `?` in the name.
-    text: the name as the user wrote it, for messages.
+    text: the name as the user wrote it, for messages; empty if no user did.
     """
 
     kind: Kind
@@ -90,7 +90,7 @@ class HubName:
 
     @property
     def shown(self) -> str:
-        """The name as messages show it."""
+        """The name as the user wrote it or, if no user did, in the form of `str`."""
         return self.text or str(self)
 
     @property

@@ -22,7 +22,7 @@ Each pause is twice as long as the previous one, up to the longest.
 class FileLock:
     """The lock that a `locked` block holds.
 
-    is_locked: whether the lock is held; False on a file system without locks.
+    is_locked: whether the lock was acquired; False on a file system without locks.
     """
 
     def __init__(self, descriptor: int, is_locked: bool) -> None:
@@ -31,7 +31,7 @@ class FileLock:
     def make_exclusive(self) -> bool:
         """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
 
-        If not, the shared lock may be lost as well (see flock(2)).
+        If it is not, the shared lock may be lost as well (see flock(2)).  Raises OSError if there are no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

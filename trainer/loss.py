@@ -58,7 +58,10 @@ _recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_l
 
 @contextmanager
 def row_losses() -> Iterator[list[torch.Tensor]]:
-    """Yield a list, to which each summed cross-entropy inside the block appends its sum per sequence, (B,) in fp64."""
+    """Yield a list, to which each cross-entropy inside the block appends its sum per sequence, (B,) in fp64.
+
+    Only those that return a single sum do, not those inside `by_row` or `replace_loss`.
+    """
     recorded: list[torch.Tensor] = []
     token = _recorded_losses.set(recorded)
     try:

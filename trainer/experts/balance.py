@@ -1,7 +1,7 @@
 """Balances the load of experts, through router losses or biases on the selection of experts, and measures the load.
 
 How often experts are chosen is counted in integers, over the global batch (for `sequence_loss`, over each sequence).
-So the counts are the same on any mesh, with any micro-batch size, and with or without recomputed activations.
+So the counts do not depend on how the mesh and the micro-batches divide the tokens.
 
 Shape suffixes: B sequences, T tokens per sequence, E experts, A experts per token, S tokens (B x T), L expert layers.
 """
@@ -21,16 +21,17 @@ from trainer.distributed.world import World
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
-"""Key in a checkpoint's state under which `ExpertBalance` stores how often each expert was chosen in the last step."""
+"""Name of the part of a checkpoint's state that `ExpertBalance` stores: how often each expert was chosen in the last
+step that was not skipped."""
 
 
 class TopKExperts(nn.Module):
     """Chooses the experts of each token: those with the highest scores.
 
     With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
-    scores.  `ExpertBalance` changes the bias after each step if `Balance.rate` is set (Wang et al. 2024,
-    arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a persistent buffer in fp32: it is saved
-    in checkpoints, and used in evaluation and generation.
+    scores.  `ExpertBalance` changes the bias after each step that is not skipped, by `Balance.rate` if that is set
+    (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a persistent buffer
+    in fp32: it is saved in checkpoints, and used in evaluation and generation.
     """
 
     bias: torch.Tensor | None
@@ -59,9 +60,11 @@ class Load(NamedTuple):
     choices: torch.Tensor
     """(B, E), the number of tokens of each sequence routed to each expert (int64)."""
     probs: torch.Tensor | None
-    """(B, E), the sum over these tokens of the router's probability for each expert (fp32)."""
+    """(B, E), the sum over these tokens of the router's probability for each expert, in the dtype of the probabilities;
+    None if `load_of` was not given them."""
     squares: torch.Tensor | None
-    """A scalar, the sum over these tokens of the squared log-sum-exp of the router's logits (fp32)."""
+    """A scalar, the sum over these tokens of the squared log-sum-exp of the router's logits (fp32); None if `load_of`
+    was not given them."""
 
 
 def load_of(

@@ -23,7 +23,7 @@ from torch.func import functional_call
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
 GROUP_ATTRIBUTE = "expert_group"
-"""Attribute of a module that holds its `ExpertGroup`, if its experts are divided among ranks."""
+"""Name of the attribute in which a module whose experts are divided among ranks holds its `ExpertGroup`."""
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Estimate:
     imbalance: float = 1.0
     """Rows on the busiest rank, relative to the mean."""
     fill_fraction: float = 1.0
-    """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model runs."""
+    """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model runs with that method."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
     weights_SA: the weights of these experts.
 
     Collectives in the expert group, if there is one.  With `exchange`: an all-to-all of counts, on which the host
-    blocks, then two all-to-alls of rows, both repeated in the backward pass.  With `gather`: all-gathers of tokens,
+    blocks, then two all-to-alls of rows, and two more in the backward pass.  With `gather`: all-gathers of tokens,
     choices and weights, and a reduce-scatter of the results; in the backward pass, an all-gather and two
     reduce-scatters.  With `gather`, S must be equal on all ranks.
     """

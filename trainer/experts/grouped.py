@@ -26,8 +26,8 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 
     `ends_E[e]` (int32) is the exclusive end row of group e; the last group ends with the last row.  If `ends_E` has one
     entry more than there are matrices, the rows of this last group belong to no expert: their results and gradients are
-    zero.  On a GPU in bfloat16, with sizes that are multiples of 8, this is one kernel without host sync; otherwise it
-    is one matmul per group.
+    zero.  On a GPU in bfloat16, with K and N multiples of 8, one kernel computes the product without host sync;
+    otherwise there is one matmul per group, and the host reads `ends_E`.
     """
     num_groups = weight_EKN.shape[0]
     if _has_kernel(x_MK, weight_EKN):
@@ -47,7 +47,10 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 
 @torch.library.custom_op("meshtrainer::grouped_outer", mutates_args=())
 def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x.T @ y for the rows of each group, (E, K, N).  Rows after the last group are ignored."""
+    """Return x.T @ y for the rows of each group, (E, K, N).  Rows after the last group are ignored.
+
+    `ends_E` is that of `grouped_mm`, without an extra entry.
+    """
     if _has_kernel(x_MK, y_MN):
         return F.grouped_mm(x_MK.t(), y_MN, offs=ends_E)
     out_EKN = x_MK.new_empty(len(ends_E), x_MK.shape[1], y_MN.shape[1])

@@ -20,9 +20,10 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the expert modules of `model` by name, as listed in `recipe.experts`.
+    """Return the expert modules of `model` by name: those that `recipe.experts` names, or none if it is None.
 
-    Raises UserError if a pattern matches no module, or for a module whose parameters are not all stacked by expert.
+    Raises UserError if a pattern matches no module, or for a module that has no parameters, or whose parameters do not
+    all have the same first dimension.
     """
     if recipe.experts is None:
         return {}
@@ -51,8 +52,8 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
     """Divide the experts in `modules` among the ranks of `mesh`, which has one axis.
 
-    Parameters become DTensors with consecutive experts on each rank.  They must be on the meta device, and the number
-    of experts must be a multiple of the mesh's size.
+    The modules' parameters become DTensors with consecutive experts on each rank.  Before that, they must be on the
+    meta device, and the number of experts must be a multiple of the mesh's size.
     """
     size = mesh.size()
     group = ExpertGroup(size, mesh.get_local_rank(), method, register_group(mesh.get_group(), EXPERT))
@@ -69,7 +70,10 @@ def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -
 
 @contextmanager
 def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
-    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has run one of `modules`."""
+    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has run one of `modules`.
+
+    Their experts must be divided among ranks (`shard_experts`).
+    """
     groups = {name: getattr(module, GROUP_ATTRIBUTE) for name, module in modules.items()}
     for name, module in modules.items():
         setattr(module, GROUP_ATTRIBUTE, replace(groups[name], watch=partial(watch, name)))

@@ -23,8 +23,8 @@ _NAME = "my_model"
 def write_project(name: str, parent: Path) -> Path:
     """Create a project in the folder `parent/name`, which must be new or empty, and return the folder.
 
-    Raises UserError if the name cannot be a module's name or is taken by another module or model, if the folder is not
-    empty, or if the disk is full.
+    Raises UserError if the name, with `_` in place of `-`, cannot be a module's name or is that of a registered model,
+    a standard module, `trainer`, `torch` or `recipes`; if the folder is not empty; or if the disk is full.
     """
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):

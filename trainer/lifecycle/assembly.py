@@ -94,7 +94,7 @@ class TrainingRun:
 
 
 def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
-    """Create the parts of `trainer`.  Collective.
+    """Create the parts that `trainer` does not have yet, and return all of them.  Collective.
 
     The order of registration matters: it is the order of the state's parts in checkpoints, and of the votes in each
     step's all-reduce.  start_time: when the Trainer was created, by `time.monotonic`.

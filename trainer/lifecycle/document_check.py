@@ -9,12 +9,12 @@ So comparing the model's outputs is not enough.  The check runs the model itself
    small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is tested even
    if the next weight is zero, as in fresh adapters and some projections.
 2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two rows hold the
-   same two documents, of equal length, in opposite order.  For each document, every module must compute the same output
-   in both rows.  After each module, its outputs are copied from one row to the other, so that the next module gets the
-   same input in both and rounding errors do not accumulate.
+   same two documents, of equal length, in opposite order.  For each document, every module with parameters must compute
+   the same output in both rows.  After each of these modules, its outputs are copied from one row to the other, so that
+   the next module gets the same input in both and rounding errors do not accumulate.
 
-With rows of full length, document boundaries lie both within and between the chunks that recurrent layers process, and
-documents are longer than any convolution.
+With rows of at least 320 tokens, document boundaries lie both within and between the chunks that recurrent layers
+process, and documents are longer than any convolution.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ from trainer.model.gradients import evaluation_mode
 from trainer.sequence import compute_cu_seqlens, full_sequences
 
 _LENGTHS = (70, 150, 100)
-"""Lengths in tokens of the three documents in a row.  Recurrent layers process chunks of 64 to 256 tokens: the second
-document starts and ends within chunks and spans chunk boundaries, and the third crosses token 256."""
+"""Lengths in tokens of the three documents in a row; shorter in proportion if the run's rows do not hold them.
+Recurrent layers process chunks of 64 to 256 tokens: the second document starts and ends within chunks and spans the
+boundaries of chunks of 64 and 128 tokens, and the third one crosses token 256."""
 
 _MAX_SWAPPED = 128
 """Maximum length of a swapped document, in tokens: a multiple of common chunk sizes and of kernels' block sizes."""
@@ -59,11 +60,12 @@ only a few elements differently."""
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
 
-    The message names the module.  Also raises UserError if compiled blocks would have to separate documents in
-    recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom loader.
+    The message names up to three modules, if they can be found.  Also raises UserError if compiled blocks would have to
+    separate documents in recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom
+    loader.
 
     Collectives: a forward and backward pass over two rows of at most 320 tokens, another of the same or a forward pass
-    over two shorter rows, and a gather.
+    over two rows of at most 256 tokens, and a gather; only the gather if the model takes no documents.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return

@@ -38,7 +38,7 @@ from trainer.model.parameters import local, local_box
 from trainer.sequence import full_sequences
 
 _NUM_TOKENS = 32
-"""Number of test tokens on each rank."""
+"""Maximum number of test tokens per row.  On each rank, the test input is one row, or two if samples are pairs."""
 
 _GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
@@ -50,7 +50,7 @@ class _Observation:
     """Measurements of one experts module in one pass, on this rank."""
 
     sum_of_squares: torch.Tensor
-    """The sum of the squared outputs of all tokens, a scalar; zero until the backward pass."""
+    """The sum of the squared outputs of this rank's tokens, a scalar; zero until the backward pass."""
     first_token: list[torch.Tensor]
     """The first token's input (D,), its chosen experts (A,), their weights (A,), and its output (D,)."""
 

@@ -1,6 +1,7 @@
 """The run folder: its owner, configuration and status, the files of earlier attempts, and what happens if it is lost.
 
-This module writes on rank 0 only, and only after the run's settings have been validated.
+Of a run's ranks, only rank 0 writes, and only after the run's settings have been validated.  `record_end` writes for a
+launcher, after its ranks have exited.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class FolderLoss:
     event: str
     """What happened, such as "was deleted"."""
     moved_to: Path | None = None
-    """The folder's new path, if it was renamed."""
+    """The folder's new path; None if it was not renamed or the path is unknown."""
 
     def __str__(self) -> str:
         return f"{self.setting}={self.folder}: {self.event} while the run was training in it"
@@ -73,9 +74,9 @@ class RunFolder:
         self._locks = [FolderLock(self.path, "run.dir")]
         self._is_owned = False
         self.loss: FolderLoss | None = None
-        """The first folder of this run that was deleted, renamed or replaced.  On rank 0 only."""
+        """The first loss of a folder of this run; None if there was none, and on other ranks than rank 0."""
         self.has_moved = False
-        """True once the run writes elsewhere because a folder was lost."""
+        """True once the run writes elsewhere because a folder was lost; see `Relocation`."""
         self.checkpoint_dir = config.checkpoint.dir
         """The folder or URL for checkpoints; None for the default, `checkpoints` in the run folder."""
         elsewhere = local_path(config.checkpoint.dir) if config.checkpoint.dir else None

@@ -5,10 +5,10 @@
     any ----end----> ended                   finished, stopped or failed: the end record and status.json are written,
                                              the folder is released
 
-A user error before `begin` leaves an existing run unchanged: there is no transition and no record.  An evaluation alone
-(`without_writing`) ends without writing either.
+A user error or a stop request before `begin` leaves an existing run unchanged: there is no transition and no record.
+An evaluation alone (`without_writing`) enters `ended` at once and writes nothing.
 
-This module also abandons steps whose data does not arrive, and runs the command `run.on_end`.
+This module also abandons steps whose data does not arrive after a stop request, and runs the command `run.on_end`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ TRANSITIONS: Mapping[tuple[Phase, Event], Phase] = {
     ("running", "end"): "ended",
     ("ended", "end"): "ended",
 }
-"""The phase after each event.  An event that is not listed for a phase is a bug."""
+"""The phase after each event.  A rollback during training is a `restore` that leaves the run `running`.  An event that
+is not listed for a phase is a bug."""
 
 
 class Lifecycle:

@@ -33,7 +33,7 @@ from trainer.metrics.writers import Metrics, warn
 class Resume:
     """Restores the state from the checkpoint that `checkpoint.resume` selects, or from a given one.
 
-    All methods except the constructor are collective.
+    All public methods are collective.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class Resume:
 
         is_running: whether training has begun, so that this load is a rollback.
 
-        Returns None for a fresh start.  Raises UserError if there is no checkpoint at `path` or it is incompatible, and
-        TrainingFailed if no checkpoint is good.  If the message cannot show all differences, it names a file that does.
+        Returns None for a fresh start.  Raises UserError if there is no checkpoint at `path`, if it is incompatible, or
+        if the folder's records do not fit its checkpoints (`EarlierAttempts`); TrainingFailed if no checkpoint is good.
+        If the message cannot show all differences, it names a file that does.
         """
         self._world.agreed(self.earlier_attempts.check_checkpoint_dir)
         restored = self._restore(state, str(path) if path is not None else None, is_running)

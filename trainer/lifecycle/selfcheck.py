@@ -6,8 +6,8 @@ rank, replicas that differ stay different, and samples that two ranks read count
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
 compares the ones that it stores); and models other than `Trainer.model`, such as a teacher or an average.
 
-The check changes no values, draws no random numbers, and works for any recipe.  A further check, `check_context`, runs
-the model itself: context parallelism must not change its loss.
+The check changes no values, draws no random numbers, and works for any recipe.  Further checks run the model itself:
+`check_context` here (context parallelism must not change its loss), `check_experts` and `check_documents`.
 """
 
 from __future__ import annotations

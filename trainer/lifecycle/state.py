@@ -1,8 +1,9 @@
 """The state of a run (`TrainState`): everything that a resume restores.
 
-State that is not registered here is not restored.  A subclass of Trainer that has an object with `state_dict` and
-`load_state_dict` must register it with `self.state.add("name", thing)`.  Otherwise `Trainer.fit` raises an error before
-the first step; in a custom loop, the first save raises it.
+State that is not registered here is not restored.  A subclass of Trainer that has a random generator, or an object with
+`state_dict` and `load_state_dict`, must register it with `self.state.add("name", thing)`, or exclude it with
+`self.state.leave_out(thing)`.  Otherwise `Trainer.fit` raises an error before the first step; in a custom loop, the
+first save raises it.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
-"""A trained weight of this magnitude is taken for an error: its square overflows float32."""
+"""A trained weight of at least this magnitude is taken for an error: its square overflows float32."""
 
 
 class TrainState:

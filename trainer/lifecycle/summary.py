@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh by name, with `replicate` first even if the mesh does not have it.
+    """Return the size of each axis of a run's mesh by name, first `replicate`, which is 1 if the mesh does not have it.
 
     The sizes of context-parallel and expert-parallel groups are added as `context` and `expert` if above 1.
     """
@@ -61,7 +61,10 @@ def device_name(device: torch.device) -> str:
 
 
 def start_facts(trainer: Trainer) -> Mapping[str, str]:
-    """Return the entries of the start block by name, from `run` to `data`.  On rank 0, this may compute the plan."""
+    """Return the entries of the start block by name, from `run` to `data`.
+
+    On rank 0, this may compute the plan; on other ranks, the entry `plan` is empty.
+    """
     config, world, mesh, model, loader = trainer.config, trainer.world, trainer.mesh, trainer.model, trainer.loader
     num_units, num_micro_batches, resumed_step = len(trainer.units), trainer.num_micro_batches, trainer.resume.step
     axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
@@ -69,7 +72,7 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         (CONTEXT, config.context, config.mesh.context_method),
         (EXPERT, config.expert, config.mesh.expert_method),
     )
-    context_facts = "".join(f", {name} {size} ({method}) inside {SHARD}" for name, size, method in groups if size > 1)
+    group_facts = "".join(f", {name} {size} ({method}) inside {SHARD}" for name, size, method in groups if size > 1)
     batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
     num_sequences = batch * config.rows_per_sample
     num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
@@ -77,9 +80,9 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
     trained_facts = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
     weight_bytes, gradient_bytes, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
     state_bytes = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
-    reference = ", a reference" if config.has_reference_model else ""
+    second_model = ", a reference" if config.has_reference_model else ""
     if (teacher := teacher_of(config, trainer.mesh.size(trainer.mesh.ndim - 1))) is not None:
-        state_bytes, reference = state_bytes + teacher.num_bytes, ", a teacher"
+        state_bytes, second_model = state_bytes + teacher.num_bytes, ", a teacher"
     interface = f", small messages by {world.interface}" if world.interface else ""
     # Shown only if the optimizer, its learning rate or its decay differ between parameters.
     parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -98,8 +101,8 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
         "tokenizer": _tokenizer_facts(config, loader),
         "template": _template_facts(config),
         "mesh": " x ".join(f"{name} {size}" for name, size in axes)
-        + f"{context_facts} on {device_name(world.device)}{interface}",
-        "memory": f"{readable_bytes(state_bytes)} per rank for weights{reference}, gradients and optimizer",
+        + f"{group_facts} on {device_name(world.device)}{interface}",
+        "memory": f"{readable_bytes(state_bytes)} per rank for weights{second_model}, gradients and optimizer",
         **({"optimizer": "\n".join(optimizer_facts)} if optimizer_facts else {}),
         "plan": trainer.forecast.summary() if world.is_main else "",
         "step": f"{readable_count(config.step_tokens)} token positions: {num_sequences} x {config.data.seq_len}, "

@@ -50,9 +50,10 @@ _CHECK_S = 0.5
 _CHECKS_PER_POLL = 4
 """Number of checks of the limits per poll of the store for another rank's request to report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
-"""Seconds that rank 0 waits for the other ranks' reports, and that those ranks wait for rank 0's verdict."""
+"""Seconds that rank 0 waits for the other ranks' reports (and later for them to read its verdict), and that those ranks
+wait for the verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Before this process exits: seconds to wait for the failure to be recorded, and for a save in flight to end."""
+"""Before this process exits: seconds to wait for each record of the failure, and for a save in flight to end."""
 _SUSPENDED_S = 5.0
 """If two checks are more than this many seconds apart, the process was suspended in between."""
 _MAX_FRAMES = 12

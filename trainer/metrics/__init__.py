@@ -1,5 +1,6 @@
-"""Metrics: one record per logged step, reduced across ranks once and sent to the record writers.
+"""Metrics: records of a run, such as one per logged step, reduced across ranks once and sent to the record writers.
 
-Only rank 0 has record writers: metrics.jsonl, the console, Prometheus, and one per tracker.  A tracker, such as Weights
-& Biases, follows metrics.jsonl in a separate thread, so an unreachable server neither stops nor delays training.
+Only rank 0 has record writers: for metrics.jsonl, samples.txt, the console, Prometheus, and each tracker.  The writer
+for a tracker, such as Weights & Biases, follows metrics.jsonl in a separate thread, so an unreachable server neither
+stops nor delays training.
 """

@@ -1,7 +1,8 @@
 """The callback base class and the small built-in callbacks.  A callback implements an optional feature of a run.
 
 The callbacks here log the norms of each FSDP unit, generate samples and schedule garbage collection.  The one that
-profiles is in `profile.py`.  `loss_by_source`, which is not a callback, logs the loss of each source of a mixture.
+profiles is in `profile.py`, and the watchdog is in `lifecycle/watchdog.py`.  `loss_by_source`, which is not a callback,
+logs the loss of each source of a mixture.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data-sheet specifications of common accelerators.  Does not import torch.
+"""Specifications of common accelerators, from data sheets except for the memory sizes.  Does not import torch.
 
 Compute rates and bandwidths are theoretical peaks; the planner estimates the fraction that kernels achieve.
 """
@@ -21,7 +21,7 @@ class Device:
     """Substring of the device name that the driver reports."""
     bf16_flops: float
     fp32_flops: float
-    """Peak for fp32 matmuls without TF32, which is torch's default."""
+    """Peak for fp32 matmuls without TF32, as torch computes them by default."""
     fp8_flops: float | None
     """None if the device has no fp8 matmuls."""
     memory_gib: float
@@ -34,6 +34,7 @@ class Device:
     power_w: float
     """Maximum power according to the data sheet."""
     source: str
+    """Where the specifications are published."""
 
     def flops(self, element_size: int) -> float:
         """Return the peak for bf16 matmuls if elements have at most two bytes, otherwise the peak for fp32 matmuls."""

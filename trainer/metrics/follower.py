@@ -25,7 +25,10 @@ PLOTTED_KINDS = ("train", "eval", "norms")
 
 
 def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numeric fields of a record except `step` and `time`.  Norms by unit become `grad_norm/<unit>`."""
+    """Return the numeric fields of a record except `step` and `time`.
+
+    A dictionary, such as norms by unit, becomes one field per item: `grad_norm/<unit>`.
+    """
     flat: dict[str, Any] = {}
     for name, value in record.items():
         flat |= {f"{name}/{unit}": item for unit, item in value.items()} if isinstance(value, dict) else {name: value}
@@ -42,11 +45,13 @@ def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
 
 @dataclass
 class Row:
-    """The values of all records of one step."""
+    """The numeric fields of the records of one step, except any that arrive after the row is complete."""
 
     step: int
     time: float
+    """Time of the first record, in seconds since the Unix epoch."""
     values: dict[str, float] = field(default_factory=dict)
+    """By `<kind>/<field>`."""
     changed_at: float = 0.0
     """Time at which the last record was added, by `time.monotonic`."""
     has_evaluation: bool = False

@@ -29,9 +29,9 @@ class Goodput:
     lost_s: float = 0.0
     """Time in steps that were repeated after a crash, or skipped because the loss or gradient was not finite."""
     start_s: float = 0.0
-    """Time from the start of a process to its first step, excluding loading."""
+    """Time from the start of a process to its start record, just before its first step, excluding loading."""
     load_s: float = 0.0
-    """Time spent restoring checkpoints or reading initial weights."""
+    """Time spent restoring checkpoints or reading initial weights before the start record."""
     save_s: float = 0.0
     """Time during which saves blocked training."""
     eval_s: float = 0.0
@@ -45,7 +45,7 @@ class Goodput:
     has_failed: bool = False
     """True if the last attempt counts as such a failure, or would if it ended now."""
     downtime_s: float = 0.0
-    """Time from the end of each failed attempt until the next attempt started its first step."""
+    """Time from the last record of each failed attempt to the start record of the next attempt."""
     node_seconds: float = 0.0
     """Each attempt's time multiplied by its number of nodes, summed over attempts."""
     last_time: float = 0.0

@@ -12,16 +12,17 @@ TRAIN_FIELDS = (
     *("kind", "step", "loss", "epoch", "time", "mean_loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_s"),
     *("data_s", "mfu", "peak_memory_gib", "skipped", "profiled"),
 )
-"""The standard fields of a `train` record.  `Trainer.log` adds others."""
+"""The standard fields of a `train` record.  Mixtures and `Trainer.log` add others.  Only some records have `epoch` and
+`profiled`."""
 EVAL_FIELDS = ("kind", "step", "loss", "epoch", "time", "bits_per_byte", "eval_s")
-"""The standard fields of an `eval` record."""
+"""The standard fields of an `eval` record.  Only some records have `epoch` and `bits_per_byte`."""
 
 
 def logged_names(names: Iterable[str]) -> list[str]:
     """Return the names of `train` or `eval` fields that come from `Trainer.log`, in their original order.
 
     The per-source fields `loss_<source>` and `epoch_<source>` are excluded.  A source is recognized by its
-    `epoch_<source>` field, which never comes from `Trainer.log`.
+    `epoch_<source>` field, so a name from `Trainer.log` that starts with `epoch_` is excluded as well.
     """
     names = list(names)
     sources = {name.removeprefix("epoch_") for name in names if name.startswith("epoch_")}

@@ -1,8 +1,8 @@
 """Times each training step, counts good and skipped steps, and writes one record per logged step.
 
 On a GPU, a step's loss and gradient norm are usually read, and its record is written, only after the next step has been
-queued, so that the device is not idle while the host waits.  They are read at once in the first step, in a step that
-may be the last, and before an evaluation or a save.  A step is counted and timed when its numbers reach the host.
+queued, so that the device is not idle while the host waits.  They are read at once in step 1, in a step that may be the
+last, and before an evaluation or a save.  A step is counted and timed when its numbers reach the host.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Decides when a run ends, and tracks its best evaluation.
 
-A run ends at `train.steps`, or earlier if `eval.patience` consecutive evaluations have not improved on the best one.
+A run ends at `train.steps`, or earlier if `eval.patience` consecutive evaluations have not improved on the best one.  A
+learning-rate range test also ends once the loss diverges.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class StopCriterion:
         self.best: tuple[float, int] | None = None
         """The best evaluation's value of `eval.metric` and its step, whether or not its checkpoint still exists."""
         self.num_worse = 0
-        """Number of evaluations since the best one, none of which improved on it."""
+        """Number of consecutive evaluations, up to the latest, without a new best."""
         self._latest: int | None = None
         """Step of the last evaluation."""
 

@@ -27,18 +27,18 @@ STEP = "ProfilerStep#"
 """Prefix of the name of a step's range, before the step number.  Trace viewers recognize it as well."""
 
 PHASE = "phase"
-"""Category of the events that mark the rank's current phase of the step."""
+"""Category of the events that mark the phases of the rank (see `Watchdog`)."""
 
 
 class Span(NamedTuple):
-    """An interval of activity: a kernel on a stream, an operator on a thread, or a collective in flight."""
+    """An interval: a kernel on a stream, an operator on a thread, a collective in flight, a step or a phase."""
 
     name: str
     kind: str
     start_us: float
     duration_us: float
     lane: Any = None
-    """The stream or thread that the span ran on."""
+    """The stream or thread that the span ran on: its process ID and thread ID in the trace."""
     launched_us: float | None = None
     """Time at which the host launched the span; None if it is unknown, or if the span started when it was launched."""
 
@@ -48,7 +48,7 @@ class Span(NamedTuple):
 
 
 def compute_fractions(spans: Iterable[Span], steps: Iterable[Span]) -> dict[str, float]:
-    """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
+    """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1; without steps, all are 0.
 
     Spans may overlap, on one lane or across lanes; time outside the steps is ignored.
     """

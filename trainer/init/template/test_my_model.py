@@ -11,7 +11,7 @@ RECIPE = str(Path(__file__).with_name("my_model.yaml"))
 
 
 def test_it_is_causal() -> None:
-    """Changing a token leaves all earlier logits unchanged."""
+    """Changing tokens leaves the logits at all earlier positions unchanged."""
     model = my_model.MyModel(my_model.MyConfig(width=16, num_layers=2)).eval()
     tokens = torch.arange(12)[None]
     changed = tokens.clone()
