@@ -33,7 +33,8 @@ TEACHER = "teacher"
 """Key of the state entry that identifies the teacher's weights."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Bytes of one model's fp32 logits in a chunk.  Several tensors of this size are in memory at the same time."""
+"""Maximum bytes of one model's fp32 logits in a chunk of several tokens.  Several tensors of this size are in memory at
+the same time."""
 
 
 class DistillationTrainer(Trainer):

@@ -57,7 +57,7 @@ class PeerFailed(Exception):
 
 
 _MAX_SHOWN_CHARS = 500
-"""Error messages truncate strings longer than this many characters."""
+"""Error messages truncate values whose text is longer than this many characters, to half as many."""
 
 
 def print_stderr(text: str) -> None:

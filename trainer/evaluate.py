@@ -1,4 +1,4 @@
-"""Evaluate a model on held-out data, without training or writing files.
+"""Evaluate a model on held-out data, without training it or writing to its run folder.
 
     python -m trainer.evaluate <run, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
 
@@ -68,7 +68,7 @@ _EVALUATION_OVERRIDES = {
     "log.prometheus": "null",
     "log.profile_steps": "null",
 }
-"""Settings that replace the run's own: an evaluation runs on any number of ranks, and stores nothing."""
+"""Settings that replace the run's own: an evaluation runs on any number of ranks, and stores no results."""
 
 
 _DISPLAYED_PATH_OPTION = "--shown-as"

@@ -26,12 +26,12 @@ from trainer.data.tokenizer import tokenizer_of
 Report = Callable[[str], None]
 Hashes = NDArray[np.uint64]
 
-_GRAM = 32
+_GRAM_TOKENS = 32
 """Number of tokens in an n-gram."""
 _STRIDE = 16
 """Distance in tokens between the starts of consecutive n-grams of the training data."""
-_CHUNK = 1 << 16
-"""Number of tokens to hash at once: few enough to stay in the CPU's caches."""
+_CHUNK_TOKENS = 1 << 16
+"""About how many tokens to read at once: few enough that hashing them stays in the CPU's caches."""
 _MAX_LISTED = 10
 """Maximum number of duplicates, and of leaks, that are listed; all are counted."""
 
@@ -42,7 +42,7 @@ def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int
     vocab_size: see `open_source`.
     report: called with each line of the report.
 
-    Raises UserError as `open_source` does, unless a shard is broken.
+    Raises UserError as `open_source` does, unless a local shard that the settings name is broken.
     """
     opened = _open_named_shards(data)
     shards = {name: shard_or_error for name, shard_or_error in opened.items() if isinstance(shard_or_error, Shard)}
@@ -101,8 +101,8 @@ def _find_damage(shard: Shard) -> str | None:
     try:
         shard.verify()
         shard.read_offsets()
-        for start in range(0, shard.info.num_tokens, _CHUNK):
-            tokens = shard.read(start, min(_CHUNK, shard.info.num_tokens - start))
+        for start in range(0, shard.info.num_tokens, _CHUNK_TOKENS):
+            tokens = shard.read(start, min(_CHUNK_TOKENS, shard.info.num_tokens - start))
             if tokens.max(initial=0) >= shard.info.vocab_size:
                 position = int(np.argmax(tokens >= shard.info.vocab_size))
                 return f"{shard.name}: token {start + position} is {tokens[position]}, beyond the vocabulary"
@@ -142,7 +142,7 @@ class _Hasher:
     def grams(self, tokens: NDArray[Any]) -> Hashes:
         """Return the hash of the 32-gram that starts at each token, shape (len(tokens) - 31,)."""
         sums = np.concatenate([np.zeros(1, dtype=np.uint64), np.cumsum(self._terms(tokens))])
-        hashes = sums[_GRAM:] - sums[:-_GRAM]
+        hashes = sums[_GRAM_TOKENS:] - sums[:-_GRAM_TOKENS]
         return hashes * self._inverses[: len(hashes)]
 
     def strided_grams(self, tokens: NDArray[Any]) -> Hashes:
@@ -159,8 +159,8 @@ class _Hasher:
         starts: the offset at which each document starts; the last document ends with the shard.
         """
         hashes = np.zeros(len(starts), dtype=np.uint64)
-        for first in range(0, shard.info.num_tokens, _CHUNK):
-            terms = self._terms(shard.read(first, min(_CHUNK, shard.info.num_tokens - first)))
+        for first in range(0, shard.info.num_tokens, _CHUNK_TOKENS):
+            terms = self._terms(shard.read(first, min(_CHUNK_TOKENS, shard.info.num_tokens - first)))
             first_document = int(np.searchsorted(starts, first, side="right")) - 1
             stop_document = int(np.searchsorted(starts, first + len(terms)))
             sums = np.add.reduceat(terms, np.maximum(starts[first_document:stop_document] - first, 0))
@@ -222,7 +222,7 @@ class _HeldOutIndex:
         # 32-grams with ignored targets, such as padding, and those of a single token are not indexed: many samples
         # contain them.
         is_indexed = _count_in_windows(np.concatenate(ignored), len(grams)) == 0
-        is_indexed &= _count_in_windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM - 1) > 0
+        is_indexed &= _count_in_windows(np.diff(self.tokens, append=-1) != 0, len(grams), _GRAM_TOKENS - 1) > 0
         positions = np.flatnonzero(is_indexed)
         order = np.argsort(grams[positions], kind="stable")
         self._grams, self._positions = grams[positions][order], positions[order]
@@ -245,7 +245,9 @@ class _HeldOutIndex:
             for position in self._positions[first:end].tolist():
                 if position // self.seq_len in skipped_samples:
                     continue
-                if np.array_equal(self.tokens[position : position + _GRAM], tokens[start : start + _GRAM]):
+                if np.array_equal(
+                    self.tokens[position : position + _GRAM_TOKENS], tokens[start : start + _GRAM_TOKENS]
+                ):
                     yield start, position
 
     def drop_samples(self, samples: Iterable[int]) -> None:
@@ -256,7 +258,7 @@ class _HeldOutIndex:
         self._grams, self._positions = self._grams[is_remaining], self._positions[is_remaining]
 
 
-def _count_in_windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) -> NDArray[np.int64]:
+def _count_in_windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM_TOKENS) -> NDArray[np.int64]:
     """Return the number of set flags in each of the first `count` windows of `width` tokens."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
     return sums[width : width + count] - sums[:count]
@@ -264,7 +266,7 @@ def _count_in_windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM) 
 
 def _sample_chunks(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
     """Yield the tokens of all samples in order, in chunks, each with a mask of the tokens whose targets are ignored."""
-    step = max(1, _CHUNK // source.seq_len)
+    step = max(1, _CHUNK_TOKENS // source.seq_len)
     for first in range(0, len(source), step):
         entries = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))
         yield entries["tokens"].ravel(), entries["targets"].ravel() == IGNORE
@@ -274,7 +276,7 @@ def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Re
     """Report held-out samples that share text with the training data, and return their number."""
     index, leaks = _HeldOutIndex(held_out), dict[int, tuple[int, int]]()
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len
-    overlap, step = -(-(_GRAM + _STRIDE) // seq_len), max(1, _CHUNK // seq_len)
+    overlap, step = -(-(_GRAM_TOKENS + _STRIDE) // seq_len), max(1, _CHUNK_TOKENS // seq_len)
     for first in range(0, len(train), step):
         tokens = train.read_tokens(first, min(len(train), first + step + overlap))
         if len(tokens) >= 2 * _STRIDE:
@@ -285,7 +287,7 @@ def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Re
                 index.drop_samples(leaks)
     tokenizer = tokenizer_of(data) if leaks else None
     for sample, (train_sample, position) in sorted(leaks.items())[:_MAX_LISTED]:
-        gram = index.tokens[position : position + _GRAM]
+        gram = index.tokens[position : position + _GRAM_TOKENS]
         text = (
             repr(tokenizer.decode(gram))
             if tokenizer is not None and tokenizer.name == train.tokenizer

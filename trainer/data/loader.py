@@ -54,8 +54,8 @@ Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries of the source.
 
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
-within its row, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries with a
-value per token, except `documents`, hold only this rank's slice: (B, seq_len / mesh.context)."""
+within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries
+with a value per token, except `documents`, hold only this rank's slices: (B, seq_len / mesh.context)."""
 
 
 class TrainLoader:
@@ -75,8 +75,8 @@ class TrainLoader:
     ) -> TrainLoader:
         """Return the loader that a configuration describes, for one rank and its device.
 
-        Raises UserError if the data do not match `train.objective` or the tokenizer of the initial weights, or would be
-        read more than `data.max_epochs` times.
+        Raises UserError if the data cannot be read, or do not match `train.objective` or the tokenizer of the initial
+        weights, or as `make_order` does.
         """
         _check_samples(source, config)
         _check_labels_differ(source, config)

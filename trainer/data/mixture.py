@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 def make_order(source: Source, config: RunConfig) -> SampleOrder:
     """Return the order in which a run reads its training data.
 
-    Raises UserError if the run would read a source more than `data.max_epochs` times.
+    Raises UserError if the run would read a source more than `data.max_epochs` times (None: no limit), or as `Mixture`
+    does.
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):

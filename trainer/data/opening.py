@@ -2,8 +2,8 @@
 
 `open_source` handles each kind of data: chats, synthetic patterns, standard library text, mixtures, and paths of token
 shards or text.  `find_shards` finds the shards at a path or URL, which may name token shards, a manifest, files of text
-or records, a folder or glob of them, or a dataset on the Hub.  Text is tokenized into `data.cache_dir` on first use;
-later processes and runs find the shards there.
+or records, a folder or glob of them, or a dataset on the Hub.  Text is tokenized into the cache (`data.cache_dir`) on
+first use; later processes and runs find the shards there.
 
 This module does not import torch: the source is opened to check the data settings before any process is spawned.
 """
@@ -68,8 +68,8 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 
     vocab_size: the model's vocabulary size, or None if the ids in the data need not fit it.
 
-    Raises UserError if the data cannot be read, are too small for one sample, or have ids outside the model's
-    vocabulary.
+    Raises UserError if the data cannot be read or cached, do not match the data settings, are too small for one sample,
+    or were tokenized with a larger vocabulary than the model's.
     """
     parse_limit(data.bad, "data.bad")
     if isinstance(data.path, Mapping):

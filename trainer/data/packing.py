@@ -3,9 +3,10 @@
 Document boundaries come from the shards' index, not from the tokens, since text may contain the end-of-document token.
 
 A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece, and a longer
-one is split into several.  The layout depends only on the lengths of the documents, the row length, and whether rows
-are packed.  With few documents, it is held in memory.  With many, it is stored in the cache and memory-mapped by all
-ranks of a node, so that even a billion documents need no private memory.
+one is split into several; a document without targets has none.  The layout depends only on the lengths of the
+documents, their division into shards, the row length, and whether rows are packed.  With few documents, it is held in
+memory.  With many, it is stored in the cache and memory-mapped by all ranks of a node, so that even a billion documents
+need no private memory.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ if TYPE_CHECKING:
 
 
 _NUM_SAMPLED_WINDOWS = 64
-"""Number of windows from which `MaskedSource.attended` is estimated."""
+"""Maximum number of windows from which `MaskedSource.attended` is estimated."""
 
 
 def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     """Return the batch entries `documents` and `positions`, both (B, T).
 
-    They hold the number of each token's document within its row, and the position of each token in its document.
+    They hold the number of each token's document within its row, from 0, and the position of each token in that
+    document.
 
     is_start: True at the start of each document except the first of a row, (B, T).
     """
@@ -50,7 +52,8 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 class MaskedSource(TokenSource):
     """The windows of `TokenSource`, with document boundaries: see `_document_entries`.
 
-    A document split between two windows counts as two.  The last token of a document has no target.
+    The parts of a document in different windows count as documents of their own.  The last token of a document has no
+    target.
     """
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:

@@ -20,8 +20,8 @@ def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
 def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     """Return the tokens at which generation with a chat model stops.
 
-    These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if it
-    is a special token.
+    These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if
+    there is a template and the token is an added one.
 
     tokenizer: the value of `data.tokenizer`.
     template: the value of `data.chat_template`.
@@ -51,7 +51,7 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
     key: the setting or option that contains the message, for error messages.
     template: the value of `data.chat_template`.
 
-    Raises UserError if there is no template, or if it rejects the message.
+    Raises UserError as `ChatPrompts` does, or if the template rejects the message.
     """
     return ChatPrompts(tokenizer, key, text, template).tokens([{"role": "user", "content": text}])
 
@@ -67,7 +67,8 @@ class ChatPrompts:
         value: its value, for error messages.
         template: the value of `data.chat_template`.
 
-        Raises UserError if there is no template, or if the template or the tokenizer cannot be read.
+        Raises UserError if there is no template, if the template or the tokenizer cannot be read, or if a library that
+        templates need is missing.
         """
         try:
             from trainer.data.chat.template import find_template

@@ -1,7 +1,7 @@
 """Reads records from .json, .csv and .tsv files one at a time, so that memory does not grow with the file.
 
-A .json file holds records if it is an array of objects, or has one object per line.  Other JSON files, such as a
-model's configuration or a shard's metadata, hold none.
+A .json file holds records if it is an array of objects, or has several lines with one object each.  Other JSON files,
+such as a model's configuration or a shard's metadata, hold none.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ class BadRecord(ValueError):
 
 
 def is_record_file(path: str | Path) -> bool:
-    """Return whether a .json, .csv or .tsv file holds records; a compressed one is assumed to."""
+    """Return whether a .json, .csv or .tsv file holds records.
+
+    An uncompressed .json file is judged by its first _HEAD_BYTES, and holds none if it cannot be read.  All others are
+    assumed to hold records.  False for files with other suffixes.
+    """
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)
@@ -42,9 +46,9 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield (number, record) for each record of an open file, numbered from 1.
+    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines are counted too.
 
-    name: the name of the file, which determines its format.
+    name: the name of the file, whose suffix determines the format: CSV for .csv and .tsv, otherwise JSON.
 
     Raises BadRecord or UnicodeDecodeError if the rest of the file cannot be read.
     """

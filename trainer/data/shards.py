@@ -4,8 +4,9 @@ A token shard consists of three or four files:
 
     NAME.bin    the tokens: little-endian uint8, uint16 or uint32, depending on the vocabulary size
     NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64
-    NAME.crc    for large shards: CRC-32 of all tokens, of the index, and of each 4096-byte page of tokens, as uint32
-    NAME.json   the metadata (`ShardInfo`): contents, sizes and checksums of the other files
+    NAME.crc    for large shards: CRC-32 of all tokens and of the index (big-endian uint32), then of each 4096-byte page
+                of tokens (little-endian uint32)
+    NAME.json   the metadata (`ShardInfo`): what the tokens are, their number, and checksums of NAME.bin and NAME.idx
 
 A manifest lists the shards of a dataset with their metadata, so that thousands of shards can be opened by reading a
 single file.
@@ -42,24 +43,24 @@ from trainer.files import CHECKSUM, atomic_replace, crc32, verify_checksum, with
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
-"""The files of a shard, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
+"""Suffixes of a shard's files, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Maximum total bytes of token data that are verified completely when they are opened, within half a second.  In larger
-data, pages are verified as they are read."""
+"""Maximum total bytes of token data that are verified completely when they are opened, within half a second.  Of larger
+data, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
 
 _PAGE_BYTES = 4096
 """Bytes covered by each page checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that
 verifying them costs no additional reads."""
 
 _MAX_BYTES_WITHOUT_CRC = 1 << 22
-"""Maximum bytes of tokens in a shard without a .crc, which is verified completely before it is first used."""
+"""Maximum bytes of tokens for which no .crc is written; the shard is verified completely before it is first read."""
 
 FileVersion: TypeAlias = "tuple[str, int, int]"
 """A version of a file: path, inode and change time (ctime, ns)."""
 
 _VERIFIED: set[FileVersion] = set()
-"""The files whose checksums this process has verified."""
+"""The files whose checksums this process has verified, or for which it has found no checksum."""
 
 
 class ShardError(Exception):
@@ -71,7 +72,7 @@ class ShardInfo:
     """The metadata of a token shard, NAME.json.
 
     dtype: the name of the smallest dtype that can represent all ids of the vocabulary.
-    end_id: the token that ends each document.
+    end_id: the end-of-document token.
     num_bytes: the size of the raw text, or 0 if there is none or it is unknown.
     """
 

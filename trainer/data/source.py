@@ -1,7 +1,7 @@
 """Sources give random access to samples by index; fingerprints identify the samples of a source.
 
-A sample is `seq_len` tokens and, for each of them, the target: the next token.  Sources do not know about the sample
-order, ranks or batches.  This module does not import torch.
+A sample is `seq_len` tokens and, for each of them, the target: the next token or IGNORE; or several such rows.  Sources
+learn the sample order, ranks and batches only to prefetch (`Source.follow`).  This module does not import torch.
 
 A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
 position means nothing for other data, since even a different number of samples gives a different order.  File names,

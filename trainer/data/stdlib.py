@@ -37,7 +37,7 @@ class SourceFile(NamedTuple):
 
 @functools.cache  # a training process looks them up several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
-    """Return the source files in `folder`, at any depth outside the excluded folders, sorted by name."""
+    """Return the source files in `folder`, at any depth outside excluded and linked folders, sorted by name."""
     return tuple(sorted(_walk(str(folder), "")))
 
 
@@ -58,9 +58,9 @@ class StdlibCorpus:
     """The source code of the running interpreter's standard library.
 
     It is the same on all ranks that use the same Python installation.  Tests, the `encodings` package and the topics of
-    `help()` (`pydoc_data`) are excluded.  About one file in twenty is held out, chosen by a hash of its name.
+    `help()` (`pydoc_data`) are excluded.  About one file in twenty is held out, chosen by a hash of its relative path.
 
-    Raises UserError if this Python comes without source files.
+    Raises UserError if either split has no files, as with a Python that comes without source files.
     """
 
     def __init__(self, folder: Path | None = None) -> None:

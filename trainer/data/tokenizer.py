@@ -61,7 +61,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and end-of-document tokens are dropped."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and at least end-of-document tokens are dropped."""
 
 
 class ByteTokenizer(Tokenizer):

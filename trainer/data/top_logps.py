@@ -48,7 +48,10 @@ def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
 
 
 def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
-    """Create both arrays, without their values.  Raises UserError if the folder has already been written."""
+    """Create both arrays, without their values; those of an incomplete folder are overwritten.
+
+    Raises UserError if the folder is complete.
+    """
     if (folder / TOP_FILE).exists():
         raise setting_error("--out", folder, "has been written already", fix="choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)

@@ -1,7 +1,7 @@
 """Asynchronous transfers between host and device: batches to the device, and a step's metrics back to the host.
 
-The trainer reads a step's metrics after it has queued the next step.  So the device always has work queued, and the
-host is at most one step ahead.
+The trainer reads most steps' metrics only after it has queued the next step, so that the device has work meanwhile.
+The host is at most one step ahead.
 """
 
 from __future__ import annotations

@@ -85,7 +85,9 @@ class Channel:
         return box[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank passes an error, so that none waits for a rank that has failed.  One gather.
+        """Raise on every rank if any rank passes an error, so that none waits for a rank that has failed.
+
+        One all-gather.
 
         A rank that passes an error raises it.  The others raise a UserError if the error of the first failed rank is a
         UserError, and PeerFailed otherwise.
@@ -99,7 +101,10 @@ class Channel:
                 raise UserError(message) if is_user_error else PeerFailed(f"rank {rank} failed: {message}")
 
     def agreed(self, work: Callable[[], Result]) -> Result:
-        """Return the result of `work()`; if that raises on any rank, raise on every rank (see `agree`).  One gather."""
+        """Return the result of `work()`; if that raises on any rank, raise on every rank: see `agree`.
+
+        One all-gather.
+        """
         result, error = None, None
         try:
             result = work()

@@ -1,6 +1,7 @@
 """Reads this process's rank and world size from the launcher's variables, and applies process-wide settings.
 
-Supports torchrun and Slurm.  Does not import torch, so that configuration errors are reported quickly.
+Supports torchrun, srun (Slurm) and `nproc=N`.  Does not import torch, so that configuration errors are reported
+quickly.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SPAWNED_BY_US = "MESHTRAINER_NPROC"
 """Environment variable set in the workers that `nproc=N` starts: their parent has already printed all messages."""
 
 START_TIME = "MESHTRAINER_STARTED"
-"""Environment variable with the command's start time (`metrics.record.uptime`), for its workers on this node."""
+"""Environment variable with the command's start time (`metrics.record.uptime`), for this process and its workers."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
 """Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""
@@ -42,8 +43,8 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """From <malloc.h>."""
 
 _MAX_OPEN_FILES, _USUAL_OPEN_FILES = 65536, 1024
-"""The limit on open files to request, and the usual default.  The request is finite, since some programs close every
-descriptor up to the limit."""
+"""The highest limit on open files to request, and the usual default.  The request is finite, since some programs close
+every descriptor up to the limit."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ _GRACE_S = 3.0
 """Seconds that the main thread has to exit by itself."""
 
 _SAVE_TIMEOUT_S = 600.0
-"""Maximum number of seconds to wait for a save in flight before this process exits."""
+"""Maximum number of seconds to wait for a save in flight before this process exits; 0 after a StoreTimeout."""
 
 
 class FailureWatch(threading.Thread):
@@ -39,7 +39,11 @@ class FailureWatch(threading.Thread):
         parent: int | None,
         listeners: list[Lifecycle],
     ) -> None:
-        """parent: the launcher's PID; None if no launcher outlives this process.  listeners: called before the exit."""
+        """Start the thread.
+
+        parent: the launcher's PID; None if no launcher outlives this process.
+        listeners: called at once after a failure, and again before the exit.
+        """
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._store = rank, store
         self._listeners = listeners

@@ -2,8 +2,7 @@
 
 The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
 Until the first step has ended there is nothing to save, so a signal ends the process within seconds
-(`trainer.stopping`).
-This module does not import torch, so that the handlers are installed before torch is imported.
+(`trainer.stopping`).  This module does not import torch, so that the handlers are installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -24,17 +23,18 @@ from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
 from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""Sent, in this order, by a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints all stacks)."""
+"""Sent by, respectively, a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints all stacks)."""
 
 _KEPT_IF_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stay ignored if the parent has ignored them, as `nohup` and background jobs of a shell do."""
+"""Signals that stay ignored if the parent has ignored them, as `nohup` does, and a shell for its background jobs."""
 
 NOTICE = "notice"
 """Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that
 srun started, such as torchrun's agents, and not the ranks that those started.  A file reaches every rank."""
 
 _STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
-"""Environment variables that each hold a run folder and the identity of a notice meant for an earlier attempt."""
+"""Environment variables that each hold a run folder and the identity of a notice meant for an earlier attempt, empty if
+there was none."""
 
 
 class StopRequest:

@@ -54,7 +54,7 @@ OUTER, EXPERT, INNER = "outer", "expert", "inner"
 def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
     """Return `mesh` with its last axis split into (outer, inner), where `inner` has `num_inner` consecutive ranks.
 
-    Collective: creates the process groups of both axes.
+    Collective: creates the process groups of all axes of the result.
     """
     ranks = mesh.mesh.unflatten(-1, (-1, num_inner))
     names = (*(mesh.mesh_dim_names or ())[:-1], OUTER, INNER)

@@ -6,7 +6,7 @@ then sends tokens to the ranks of their experts, and the results back.
 
 To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns their `Load` (from
 `load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its child module, a
-`Balance`, and adds the result to its loss.  This package does not depend on recipes.
+`Balance`, and adds the result to its loss.  This package does not depend on any particular recipe.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs.
 """

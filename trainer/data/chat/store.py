@@ -60,7 +60,10 @@ class ChatSpec:
 
 @dataclass(frozen=True)
 class ChatShards:
-    """Tokenized conversations: a shard to train on, a held-out shard (None if it is empty), and their statistics."""
+    """Tokenized conversations: a shard to train on, a held-out shard, and the statistics of both.
+
+    A shard is None if it is empty; `get_or_tokenize` never returns an empty `train`.
+    """
 
     train: Shard | None
     held_out: Shard | None
@@ -70,7 +73,8 @@ class ChatShards:
 def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
     """Return the tokenized conversations from the cache, tokenizing them first if they are missing.
 
-    Raises UserError if a conversation cannot be used, or no cache folder is writable.
+    Raises UserError if a record is invalid or too long for `data.too_long=error`, if no conversation is left to train
+    on, if too many have no targets (see `_check`), or if no cache folder is writable.
     """
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))

@@ -1,9 +1,10 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
 A template is a Jinja program published with the model.  It runs in Jinja's sandbox, and its input is plain JSON.  The
-environment offers the filters, functions, `generation` tag and special tokens that transformers offers, so a template
-renders the same text here, except that `strftime_now` returns a fixed date by default.  Private names in namespaces and
-huge integers are refused.  `limits.py` limits the CPU time and memory of rendering.
+environment offers the filters, functions, `generation` tag and special tokens that transformers offers.  A template
+renders the same text here, with two exceptions: `strftime_now` returns a fixed date by default, and messages are
+adapted (see `ChatTemplate.render_unlimited`).  Private names in namespaces and huge integers are refused.  `limits.py`
+limits the CPU time and memory of rendering.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Keys of tokenizer_config.json whose tokens templates can refer to."""
+"""Keys of tokenizer_config.json whose tokens templates can refer to, besides those in its `extra_special_tokens`."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates usually read one of the first two."""
@@ -43,14 +44,14 @@ DEFAULT_DATE = datetime(2024, 7, 26)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The rendered text, and the (start, end) character spans that the template marks as the assistant's."""
+    """The rendered text, and the (start, end) character spans that the template marks as the assistant's, if any."""
 
     text: str
     assistant_spans: tuple[tuple[int, int], ...] = ()
 
 
 class ChatTemplate:
-    """The chat template of a tokenizer.
+    """A compiled chat template.  Raises jinja2.TemplateSyntaxError if a source is not valid Jinja.
 
     templates: Jinja sources by name: `default`, and optionally `tool_use` for conversations with tools.
     tokens: special tokens by the names that templates use for them: {"eos_token": "</s>"}.
@@ -69,7 +70,7 @@ class ChatTemplate:
         self._compiled = {name: self._environment.from_string(text) for name, text in self.sources.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle only the sources: compiled templates cannot be pickled, so each loader worker compiles them again."""
+        """Pickle only the arguments: compiled templates cannot be pickled, so each loader worker compiles its own."""
         return type(self), (self.sources, self.tokens, self._now)
 
     @cached_property

@@ -1,8 +1,9 @@
 """Tokenizes documents: splits long ones, and encodes batches of texts with an engine.
 
-The reference engine is the library that the tokenizer was written for.  A faster engine is used only if it gives the
-same ids.  Before any input is read, the two are compared on texts designed to expose differences.  Later, they are
-compared on samples of each unit's text; if a single id differs, the whole unit is tokenized again with the reference.
+The reference engine is the library that a tokenizer file was written for, or the byte tokenizer itself.  For a file, a
+faster engine is used only if it gives the same ids.  Before any document is read, the two are compared on texts
+designed to expose differences.  Later, they are compared on samples of each unit's text; if a single id differs, the
+whole unit is tokenized again with the reference.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of some texts, and the number of ids of each text."""
 
 _MAX_SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Maximum number of texts in one check of an engine, and the number of bytes used from the start of each."""
+"""Maximum number of texts in one check of an engine (`check_sample`), and of bytes used from the start of each."""
 
 
 class TokenizationMismatch(Exception):
-    """An engine gives different ids from the reference."""
+    """An engine gives different ids from the reference, or cannot encode with this tokenizer at all."""
 
 
 class Engine(ABC):

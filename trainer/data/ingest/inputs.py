@@ -22,7 +22,7 @@ from trainer.data.shards import ShardManifest
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
-"""How a file is read: `records` are JSON arrays and CSV files, `tokens` other trainers' token files."""
+"""How a file is read: `records` are .json, .csv and .tsv files of records, `tokens` other trainers' token files."""
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
@@ -60,7 +60,7 @@ MEGATRON_MAGIC = b"MMIDIDX\0\0"
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of documents.
+    """A file of documents or tokens.
 
     size: in bytes.
     mtime_ns: the modification time in nanoseconds.
@@ -81,7 +81,8 @@ class InputFile:
     def from_path(cls, path: str, key: str) -> InputFile | None:
         """Return a description of the file at `path`, or None if its kind is not supported.
 
-        Raises UserError that names the setting `key` if the file does not exist or cannot be accessed.
+        A .json file without records, or one that cannot be read, is not supported.  Raises UserError that names the
+        setting `key` if any other file does not exist or cannot be accessed.
         """
         kind_and_compression = kind_of(path)  # by the link's name: the target's name may have no suffix
         if kind_and_compression is None:

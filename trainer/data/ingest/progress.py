@@ -19,6 +19,8 @@ class ProgressLine:
     """Context manager that prints the line that `make_line` returns, at regular intervals.
 
     No line is printed if the block ends within the first interval.
+
+    stream: where to print; by default stderr.
     """
 
     def __init__(self, make_line: Callable[[], str], stream: TextIO | None = None) -> None:
@@ -46,7 +48,7 @@ class ProgressLine:
 
 
 class BuildProgress(ProgressLine):
-    """Shows how many of `total` bytes of input have been tokenized, the speed, and the time left.
+    """Shows how many of `total` bytes of input have been tokenized, the speed and, unless that is 0, the time left.
 
     count_bytes: returns the number of bytes tokenized so far, by this process and others.
     """

@@ -41,7 +41,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a JSONL line or text file to hold in memory; longer ones are read in pieces."""
+"""Maximum bytes of a text file (for a JSONL line, roughly) to hold in memory; longer ones are read in pieces."""
 
 
 class LongDocument(ABC):
@@ -49,7 +49,7 @@ class LongDocument(ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[bytes]:
-        """Yield the text in pieces of a few kB to a few MB, each valid UTF-8.
+        """Yield the text in pieces of at most a few MB, each valid UTF-8.
 
         Raises BadLine or UnicodeDecodeError if the text is invalid, or one of READ_ERRORS if the file cannot be read.
         """
@@ -63,6 +63,7 @@ class LongDocument(ABC):
 
 
 DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
+"""Any number of documents that are held in memory, or a single one that is too long for that."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -36,11 +36,14 @@ if TYPE_CHECKING:
     from trainer.data.remote.shards import ShardPrefetcher
 
 _PART = ".part"
-_BLOCK = 1 << 20
+"""Suffix of a file being downloaded."""
+
+_BLOCK_BYTES = 1 << 20
+"""Number of bytes to read at once to compute a checksum."""
 
 
 class CacheFull(Exception):
-    """The cache is full of files that are needed at least as soon as the new one."""
+    """The cache is too full for a new file, even without all token files that are needed later than that file."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,8 @@ class RemoteFile:
     name: the file's name in the cache.
     size: in bytes.
     checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
-    version: the file's version on the server (ETag, modification time) when it was looked up; None if it never was.
+    version: the file's version on the server (such as its ETag and modification time) when it was looked up: blank if
+        the server reports none, None if the file was never looked up.
     """
 
     name: str
@@ -61,7 +65,10 @@ class RemoteFile:
 
 
 class ShardCache:
-    """A folder of cached files, with at most `limit` bytes (None: unlimited).  Thread-safe and process-safe."""
+    """A folder of cached files, with at most `limit` bytes (None: unlimited).  Thread-safe and process-safe.
+
+    The limit is exceeded only if files that are needed now, or that are never evicted, take more.
+    """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self._folder, self._limit = folder, limit
@@ -203,7 +210,7 @@ def checksum_path(path: Path) -> Path:
 def _size_and_crc(path: Path) -> tuple[int, int]:
     size, crc = 0, 0
     with open(path, "rb") as file:
-        while block := file.read(_BLOCK):
+        while block := file.read(_BLOCK_BYTES):
             raise_if_stop_requested()
             size, crc = size + len(block), crc32(block, crc)
     return size, crc

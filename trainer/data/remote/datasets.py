@@ -5,7 +5,7 @@
     hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, selected by path, folder or glob
     hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
 
-Configurations and splits are those declared in the repository's README.md, or else those suggested by the names of its
+Configurations and splits are those declared in the repository's README.md, or else those suggested by the paths of its
 files, as in the `datasets` library: https://huggingface.co/docs/hub/datasets-data-files-configuration.
 """
 
@@ -45,7 +45,7 @@ class HubData:
     """The files that the URL of a dataset names.
 
     repository: the repository, at one commit.
-    files: their entries in the repository, in order.
+    files: their entries in the repository, in the order in which they are read.
     column: the name of the column with the text, or None for `data.text_key`.
     """
 

@@ -1,4 +1,4 @@
-"""Downloads remote text files, and keeps them until shards have been built from them."""
+"""Downloads remote text files, which include tables, and keeps them until shards have been built from them."""
 
 from __future__ import annotations
 

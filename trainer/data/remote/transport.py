@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     import http.client
 
 STALL_S = 60.0
-"""Seconds without data after which a connection counts as lost; also the window over which the speed is averaged."""
+"""Seconds without data after which an HTTP connection counts as lost; also the window over which speed is averaged."""
 
 MIN_BYTES_PER_S = 1 << 10
 """Minimum bytes per second from a web server, averaged over STALL_S."""
@@ -47,10 +47,10 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts in seconds; pauses start at one second and double."""
 
 FEW_TRIES = 3
-"""Number of attempts while the data are opened, when the URL may be wrong."""
+"""Maximum number of attempts to look up, list or peek at files, since the URL may be wrong, or with a slow server."""
 
 MANY_TRIES = 12
-"""Number of attempts during a run; the pauses between them take about 6 minutes."""
+"""Maximum number of attempts to download a file that was found before; the pauses take about 6 minutes in total."""
 
 _NUM_THREADS = 16
 """Maximum number of URLs that are read at the same time."""
