@@ -1094,7 +1094,7 @@ DEFECTS: list[Defect] = [
         "_multiply_by_rows if ctx.is_transposed else _multiply_by_columns",
         "_multiply_by_columns",
     ),
-    Defect("cache-planned-unpadded", "generation-planned", "_capacity", "[workload.prompt - 1]", "[]"),
+    Defect("cache-planned-unpadded", "generation-planned", "_capacity", "[workload.prompt_len - 1]", "[]"),
     Defect(
         "generation-planned-without-weights",
         "generation-planned",

@@ -338,7 +338,7 @@ def _check_memory(text_generator: TextGenerator, workload: GenerationWorkload, o
     needed = weights + cache + temporaries
     parts = f"weights {readable_size(weights)}{'' if is_known else ', more for the texts that cannot be estimated'}"
     if cache:
-        batch = f"{workload.number} x {workload.prompt + workload.completion} tokens"
+        batch = f"{workload.num_completions} x {workload.prompt_len + workload.completion_len} tokens"
         parts += f", cache {readable_size(cache)} for {batch}, temporaries {readable_size(temporaries)}"
     print_stderr(f"memory: {readable_size(needed)} ({parts})")
     free = _free_bytes(text_generator.device)
@@ -347,9 +347,9 @@ def _check_memory(text_generator: TextGenerator, workload: GenerationWorkload, o
     rule = f"needs {readable_size(needed)} of memory ({parts}), but the GPU has {readable_size(free)} free"
     if weights > free:
         raise setting_error("path", options.path, rule, fix="free memory on the GPU, or use --device cpu")
-    if workload.number > 1:
-        number = max(1, int(workload.number * (free - weights) / (needed - weights)))
-        raise setting_error("--batch", workload.number, rule, number)
+    if workload.num_completions > 1:
+        number = max(1, int(workload.num_completions * (free - weights) / (needed - weights)))
+        raise setting_error("--batch", workload.num_completions, rule, number)
     raise setting_error("--max-tokens", options.max_tokens, rule, fix="generate fewer tokens, or use --device cpu")
 
 

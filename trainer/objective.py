@@ -3,7 +3,8 @@
 An objective is a frozen dataclass whose fields are the keys of the configuration section `objective`.  It knows nothing
 of the mesh, the rank or the micro-batch size.  The Trainer class named by `Objective.trainer` computes the objective's
 inputs (`ObjectiveInputs`), sums the losses that the objective returns, and divides the sum by the number of samples in
-the global batch (of targets, for a `TokenObjective`).
+the global batch.  For a `TokenObjective`, it computes the log-probabilities that `divergence` takes, and divides by the
+number of targets.
 
 Importing this module or the built-in objectives does not import torch, so that `--help` lists them quickly.
 """
@@ -36,7 +37,7 @@ def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = Non
 
 @dataclass(frozen=True)
 class ObjectiveInputs:
-    """The inputs of an objective for one micro-batch: R sequences that form S samples of `Objective.rows_per_sample`.
+    """The inputs of an objective for one micro-batch: R sequences, which form S samples of `rows_per_sample` each.
 
     logps: log-probability of each sequence's targets, summed over the sequence, (R,), in float64.
     lengths: number of targets in each sequence, (R,); 1 for a sequence without targets.
@@ -45,7 +46,7 @@ class ObjectiveInputs:
     scores: output of the head for each sequence, (R, outputs), in float64; only if `needs` includes "scores", in which
         case `logps` is empty.
     mean_statistic: mean of `Objective.statistic` over the samples of the global batch or, in an evaluation, over all
-        held-out samples; None if the objective has no statistic.
+        held-out samples; None in calls of `statistic` itself, and if the objective has no statistic.
     log: `log(name, values, over)` adds a field to the metrics: the mean of `values` (S,) over all samples, or over
         those selected by the boolean mask `over` (S,).
     """
@@ -121,7 +122,8 @@ class TokenObjective(Objective):
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the divergence of the student from the teacher at each token, (n,).
 
-        student, teacher: next-token log-probabilities, (n, V), in fp32.
+        student, teacher: next-token log-probabilities, (n, V), in fp32; for stored outputs of a teacher,
+            those of its k most likely tokens and of all others together, (n, k + 1).
         """
         raise NotImplementedError
 

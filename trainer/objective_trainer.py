@@ -41,7 +41,7 @@ class ObjectiveTrainer(Trainer):
     def __init__(self, config: RunConfig) -> None:
         self.reference: nn.Module | None = None
         self._mean_statistic: torch.Tensor | None = None
-        """The mean of the objective's statistic, during a step or an evaluation; otherwise None."""
+        """The mean of the objective's statistic, if it has one, during a step or an evaluation; otherwise None."""
         super().__init__(config)
         if self.reference is not None:
             with self.world.closing_on_user_error():

@@ -42,9 +42,9 @@ def generated(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> tuple[int, i
         advance(cache, num_tokens)
 
     monkeypatch.setattr(Cache, "advance", watch)
-    prompts = [[1] * TEXTS.prompt, *[[1] for _ in range(TEXTS.number - 1)]]
+    prompts = [[1] * TEXTS.prompt_len, *[[1] for _ in range(TEXTS.num_completions - 1)]]
     with MemoryMeter(model, []) as meter:
-        generate_batch(model, prompts, TEXTS.completion, Sampling(1.0))
+        generate_batch(model, prompts, TEXTS.completion_len, Sampling(1.0))
     meter.cut()
     return largest, meter.segments()[0].peak
 
@@ -110,4 +110,4 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     head = shape["hidden_size"] // shape["num_attention_heads"]
     of_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * 4
     found = planned(config, 1)
-    assert found.cache == pytest.approx(TEXTS.number * 64 * of_token, rel=0.05)
+    assert found.cache == pytest.approx(TEXTS.num_completions * 64 * of_token, rel=0.05)

@@ -1,8 +1,9 @@
-"""Writes a run's records to `metrics.jsonl`, `samples.txt`, the console, Prometheus and trackers.
+"""Writes a run's records to `metrics.jsonl`, `samples.txt`, the console and its copy, Prometheus and trackers.
 
-`Metrics` creates a `RecordWriter` for each of these and sends every record to all of them.  The writers for the two
-files are below; the others are in `console.py`, `prometheus.py` and `follower.py`.  The writer for a tracker such as
-Weights & Biases (`trackers.py`) is a `Follower`, which reads the records back from `metrics.jsonl`.
+`Metrics` creates a `RecordWriter` for each of these that the run uses, and sends every record to all of them.  Those
+for `metrics.jsonl` and `samples.txt` are below; the others are in `console.py`, `prometheus.py` and `follower.py`.  The
+writer for a tracker such as Weights & Biases (`trackers.py`) is a `Follower`, which reads the records back from
+`metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -33,12 +34,13 @@ from trainer.metrics.trackers import TrackedRun, find_tracker, tracker_names
 class JsonLines(RecordWriter):
     """Writes `metrics.jsonl`: one JSON object per line, appended without buffering.
 
-    A resumed run first drops the lines that it will write again: records of the kinds in `_WRITTEN_AGAIN` for steps
-    after its checkpoint.  It also drops lines that are not records, such as the partial line of a killed process.  The
-    dropped lines are appended to `metrics_superseded.jsonl`, and the other lines are rewritten atomically, so that a
-    crash leaves either the old file or the new one.
+    A later attempt first drops the lines that it will write again: records of the kinds in `_WRITTEN_AGAIN` for steps
+    after the checkpoint that it resumes from, or for all steps without one.  It also drops lines that are not records,
+    such as the partial line of a killed process.  The dropped lines are appended to `metrics_superseded.jsonl`, and the
+    other lines are rewritten atomically, so that a crash leaves either the old file or the new one.
 
-    The attributes `ledger`, `lost_steps` and `earlier_goodput` account for earlier attempts, including dropped lines.
+    The attributes `ledger`, `lost_steps` and `earlier_goodput` account for earlier attempts (after `go_back`, for this
+    one too), including dropped lines.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
@@ -51,7 +53,7 @@ class JsonLines(RecordWriter):
         self._file = self._drop_lines_and_open(resumed_step)
 
     def _drop_lines_and_open(self, step: int) -> io.FileIO:
-        """Drop the lines that a run resumed after `step` will write again, and open the file for appending."""
+        """Drop lines that are not records or that will be written again after `step`; open the file for appending."""
         ledger = TimeLedger(step)
         if self._path.exists():
             kept: list[str] = []

@@ -32,8 +32,8 @@ def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, em
     linear layers, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
     matmuls are computed in float32 from inputs rounded to float8, on any device, for tests.
 
-    Raises UserError if torchao is missing or cannot be imported, if the device does not support float8, or if no layer
-    can be replaced.
+    Raises UserError if torchao is missing or cannot be imported, if the device does not support float8 with this
+    scaling (not checked with `emulate`), or if no layer can be replaced.
     """
     if scaling == "none":
         return 0

@@ -34,7 +34,8 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
 
     The reduce-scatter over `shard` and the all-reduce over `replicate` run only in the enabled pass; until then, each
     rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, so ranks
-    hold only shards.  On one rank nothing is reduced.
+    hold only shards.  On one rank nothing is reduced.  After a pass that is not enabled, units stay gathered unless
+    `fsdp.reshard_after_backward` is set.  Without `fsdp`, its defaults apply.
     """
     fsdp = fsdp or FsdpSection()
     replicas = replicas_of(model)

@@ -18,8 +18,9 @@ SCORE = "score"
 class ScoreHead(nn.Module):
     """A linear map from hidden states (..., D) to scores (..., num_outputs), without a bias.
 
-    Given targets, `forward` returns the summed cross-entropy of the scores, like the output projection that the head
-    replaces.  So the functions of `trainer.loss` also work for a model with this head.
+    Given targets, `forward` returns what `linear_cross_entropy` does, by default the summed cross-entropy of the
+    scores, like the output projection that the head replaces.  So the functions of `trainer.loss` also work for a model
+    with this head.
     """
 
     def __init__(self, in_features: int, num_outputs: int, dtype: torch.dtype) -> None:
@@ -39,7 +40,7 @@ class ScoreHead(nn.Module):
 
 
 def is_score_name(name: str) -> bool:
-    """Return whether `name` is the name of a `ScoreHead`'s parameter."""
+    """Return whether `name` is the name of a `ScoreHead`'s parameter, judging by its last part."""
     return name.rpartition(".")[2] == SCORE
 
 

@@ -1,9 +1,10 @@
 """LoRA: freezes a linear layer, and trains a low-rank update of its weight, the product of two small matrices.
 
-Modules and parameters have peft's names, so that adapters can be exchanged with peft.  `<layer>.base_layer.weight` is
-the layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are
-the adapter.  Adapters of stacked experts are in `trainer.experts`: `<experts>.adapters.<matrix>.lora_A.default.weight`
-(E, rank, in), and the same with `lora_B` (E, out, rank).  This module does not depend on recipes, meshes or files.
+Adapted layers have peft's names, so that adapters can be exchanged with peft.  `<layer>.base_layer.weight` is the
+layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are the
+adapter.  Adapters of stacked experts are in `trainer.experts`, and have names of their own:
+`<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in), and the same with `lora_B` (E, out, rank).  This
+module does not depend on recipes, meshes or files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -53,7 +54,7 @@ class LoraFactor(nn.Module):
 
 
 FACTORS = (LoraFactor, ExpertFactor)
-"""The modules that hold adapter parameters."""
+"""The classes of the modules that hold adapter parameters."""
 
 
 class AdaptedLinear(nn.Module):

@@ -44,7 +44,8 @@ class Growth:
         """Return the learning-rate factor for `adamw` or `sgd`.
 
         The size of an AdamW step does not depend on the width, but its effects add up over the inputs, so the learning
-        rate falls with their number.  For SGD, the gradients themselves shrink as the number of outputs grows.
+        rate falls with their number.  For SGD it also rises with the number of outputs, since the gradients shrink as
+        that grows.
         """
         if optimizer == "adamw":
             return 1 / self.input_ratio
@@ -62,8 +63,8 @@ class Growth:
 def find_growth(config: RunConfig, model: nn.Module) -> dict[str, Growth]:
     """Return the growth of each parameter of `model` over `optim.base_model`, by name; empty if that is not set.
 
-    Raises UserError if the base model has different parameters, or if a trained parameter is both an embedding table
-    and an output projection, which need different factors.
+    Raises UserError if the base model has different parameters, or if a trained parameter whose shape differs is tied:
+    as an embedding table and as an output projection, it would need different factors.
     """
     if config.optim.base_model is None:
         return {}

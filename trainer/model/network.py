@@ -56,7 +56,9 @@ def build_network(config: RunConfig) -> nn.Module:
 def replace_head(
     model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Replace the projection onto the vocabulary with a new head.  Raises UserError if the recipe does not name it.
+    """Replace the projection onto the vocabulary with a new head.
+
+    Raises UserError if the recipe does not name the projection.
 
     dtype: the dtype of the new weight; by default that of the projection's weight.
     """

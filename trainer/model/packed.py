@@ -2,8 +2,8 @@
 
 A row consists of blocks of 64 weights.  A block has one float32 scale and, for each weight, a code of 4 bits (NF4) or
 8 bits (float8, e4m3).  The codes and scales of all rows form one uint8 parameter: weights of shape (out, in) become
-(out, bytes).  FSDP2 shards such a parameter by rows and gathers it like any other; since torch 2.13, its mixed
-precision leaves integers alone.  No block spans two rows, so the values do not depend on the mesh.
+(out, bytes).  FSDP2 shards and gathers such a parameter like any other; since torch 2.13, its mixed precision leaves
+integers alone.  No block spans two rows, so the values do not depend on the mesh.
 
 The matrices of stacked experts, (E, out, in), are packed as (E, out, bytes); their matmuls are in `trainer.experts`.
 

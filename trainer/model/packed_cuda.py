@@ -1,4 +1,4 @@
-"""The GPU kernel that unpacks weights of `trainer.model.packed`.  It needs Triton, so it is only imported on GPUs."""
+"""The GPU kernel that unpacks weights of `trainer.model.packed`.  Imported only on GPUs, since it needs Triton."""
 
 from __future__ import annotations
 

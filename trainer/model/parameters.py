@@ -17,7 +17,10 @@ from trainer.model.placement import Box, Division, chunk_of
 
 
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether a parameter is a vector, or a stack of vectors, one per expert (a bias with two dimensions)."""
+    """Return whether a parameter is a scalar, a vector, or a stack of vectors, one per expert.
+
+    A parameter of two dimensions is such a stack if its name ends in `bias`.
+    """
     return parameter.ndim < 2 or (parameter.ndim == 2 and name.endswith("bias"))
 
 

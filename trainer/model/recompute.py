@@ -41,7 +41,9 @@ _KIND_OF = {
     CHUNK_STATES: "linear-attention states",
     **dict.fromkeys(ATTENTION_OPERATORS, "attention"),
 }
-"""The kinds of the operators that are expensive to recompute.  Which attention kernel runs depends on the device."""
+"""The kinds of the operators that are expensive to recompute, except float8 matmuls, which a budget does not support.
+
+Which attention kernel runs depends on the device."""
 
 OperatorId = tuple[str, int]
 """The kind of an expensive operator, and its index among the operators of that kind in a block's forward pass."""

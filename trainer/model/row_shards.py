@@ -1,10 +1,10 @@
 """Shards stacks with fewer matrices than ranks, such as 128 experts on 512 ranks, by the rows of each matrix.
 
-FSDP alone would divide such a stack, of shape (N, rows, columns), along its rows or columns.  It would then copy the
-stack once more in every all-gather and every reduce-scatter, because the ranks' shards interleave in memory.
-Here, each matrix is split by rows among consecutive ranks instead (`placement.choose_ranks_per_matrix`): every shard is
-contiguous in the stack, so FSDP handles the stack like a tensor of shape (ranks, rows / ranks per matrix, columns)
-divided along dimension 0.
+FSDP divides a tensor along one dimension: such a stack, of shape (N, rows, columns), along its rows or columns, since N
+is less than the number of ranks.  It would then copy the stack once more in every all-gather and every reduce-scatter,
+because the ranks' shards interleave in memory.  Here, each matrix is split by rows among consecutive ranks instead
+(`placement.choose_ranks_per_matrix`): every shard is contiguous in the stack, so FSDP handles the stack like a tensor
+of shape (ranks, rows / ranks per matrix, columns) divided along dimension 0.
 
 This module sets attributes of FSDP's private class FSDPParam, which are the same in torch 2.11 to 2.14
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
@@ -32,6 +32,7 @@ class RowShard:
     rows: torch.Tensor
     """(1, rows / ranks per matrix, columns)."""
     shape: torch.Size
+    """Shape of the full stack, whose strides are `stride`."""
     stride: tuple[int, ...]
     mesh: DeviceMesh
 
@@ -45,7 +46,7 @@ def row_shards_of(
     ranks_per_matrix: Callable[[nn.Parameter], int],
     split_mesh: Callable[[int], DeviceMesh],
 ) -> RowShards:
-    """Return this rank's row shards of the stacks in `modules`, to which `fully_shard` has not been applied yet.
+    """Return this rank's row shards of the stacks in `modules` that `fully_shard` has not divided yet.
 
     ranks_per_matrix: returns the number of ranks among which each matrix of a parameter is split; if it is 1, the
         parameter is left to FSDP.

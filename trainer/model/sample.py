@@ -26,11 +26,11 @@ from trainer.model.gradients import evaluation_mode, forward_is_collective
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 NO_TOKEN = -1
-"""Sentinel in place of a token whose logits are not finite: the completion ends there, but training continues."""
+"""Sentinel in place of a token whose log-probability is not finite: the completion ends there, but training goes on."""
 
 PREFILL_TOKENS = 512
-"""Maximum number of prompt tokens in one call, over all sequences (but at least one token of each); bounds the memory
-for activations."""
+"""Maximum number of prompt tokens in one call of `CachedDecoder`, over all sequences (but at least one token of each);
+bounds the memory for activations."""
 
 _MIN_CONTEXT = 1024
 """Minimum context length for a model that declares no maximum length."""

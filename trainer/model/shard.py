@@ -58,11 +58,11 @@ def apply_sharding(
     of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` is true, the model keeps
     plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the
     parameters of experts are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in two.  Returns the
-    units in the order of the forward pass.
+    units, in the order of `find_units`.
 
-    Raises UserError for settings that the model or the version of torch does not support.  Collective only if process
-    groups are created: one set for each number of ranks to reshard to, shared by all units, and one set for each number
-    of ranks among which matrices are split.
+    Raises UserError for settings that the model, the device or the version of torch does not support.  Collective only
+    if process groups are created: one set for each number of ranks to reshard to, shared by all units; one set for each
+    number of ranks among which matrices are split; and those of `fsdp.separate_reduce`.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)

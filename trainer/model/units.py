@@ -45,7 +45,8 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
     Units that the recipe or a function lists keep their order, which should be that of the forward pass.  All others
     are in the order of `named_modules`.
 
-    Raises UserError for a listed name that the model does not have, and for units that would separate tied parameters.
+    Raises UserError for an entry that is not a module inside the model, for a module in two units, for units that would
+    separate tied parameters, and for a function that fails or returns neither units nor a boolean.
     """
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))

@@ -44,7 +44,7 @@ def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:
 
 
 def convert_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Convert moments read from a checkpoint to the dtype set for each parameter's group."""
+    """Convert moments read from a checkpoint to or from 8-bit codes, where a parameter group's dtype requires it."""
     for group in optimizer.param_groups:
         dtype_name = group.get("state_dtype", "float32")
         is_int8 = dtype_name == "int8"

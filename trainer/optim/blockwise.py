@@ -3,7 +3,8 @@
 A block is a part of one row of a parameter.  With these moments, rows are never divided between ranks, so neither codes
 nor scales depend on the mesh.  Values grow as a power of the code, so that small values in a block with large ones keep
 a precision of a few percent.  Relative errors matter because a step of Adam divides one moment by the root of the
-other.  Values are rounded stochastically to one of the two nearest codes, so that they are exact on average.
+other.  With stochastic rounding, a value becomes one of the two nearest codes at random, so that it is exact on average
+(except for the smallest squares, see `SQUARE`).
 
 Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with a different code
 and with blocks that do not cross rows.

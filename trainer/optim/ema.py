@@ -26,7 +26,7 @@ class WeightAverage:
     """The exponential moving average of a model's trainable parameters.  With a decay of 0, it averages nothing."""
 
     may_be_absent = True
-    """Older checkpoints do not have it."""
+    """Whether a checkpoint may lack this state: older ones do."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, is_evaluated: bool = True) -> None:
         """`parameters`: the trainable parameters, by name.  `is_evaluated`: whether evaluations use the average."""
@@ -42,7 +42,8 @@ class WeightAverage:
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
-        The first call copies the weights.  No host sync, no collectives.
+        The first call copies the weights in any case.  No collectives, and no host sync unless parameters are offloaded
+        to the CPU.
         """
         if not self._has_started:
             self._has_started = True

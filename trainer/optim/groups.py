@@ -1,8 +1,8 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the resulting groups.
 
 The defaults follow common practice.  Weight decay applies to all matrices except embedding tables, but not to vectors
-and biases.  Muon updates the hidden matrices and stacked experts; embeddings, the output projection, routers,
-convolutions and vectors stay with AdamW.  `optim.groups` can change any of this, by parameter name.
+and biases.  Muon updates the hidden matrices and stacked experts; embeddings, the output projection, score heads,
+routers, convolutions and vectors stay with AdamW.  `optim.groups` can change this, by parameter name.
 """
 
 from __future__ import annotations
@@ -29,10 +29,7 @@ OPTIMIZERS = ("adamw", "sgd", "muon")
 
 @dataclass(frozen=True)
 class Assignment:
-    """The optimizer and settings of one parameter.
-
-    `lr_scale` multiplies the schedule's learning rate, which peaks at `optim.lr`.
-    """
+    """The optimizer and settings of one parameter.  `lr_scale` multiplies the scheduled learning rate."""
 
     name: str
     parameter: nn.Parameter

@@ -1,11 +1,12 @@
 """Muon and NorMuon on sharded parameters: each matrix is orthogonalized once, by one rank, on any mesh.
 
 Muon replaces a matrix's momentum with (nearly) the closest orthogonal matrix.  This needs the full matrix, but each
-rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates
-the momentum of the local parts and sends them to the owners, which orthogonalize the matrices and send the results back
-to all ranks that hold a part.  Each way takes one all-to-all per bucket of matrices, and one bucket is sent while
-another is computed.  No matmul is split between ranks, so Muon's result does not depend on the mesh.  NorMuon
-also sums squared norms over ranks, so its results on two meshes may differ in the last bits.
+rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates the
+momentum of the local parts and sends it to the owners, which orthogonalize the matrices and send the results back to
+all ranks that hold a part.  Each way takes one all-to-all per bucket of matrices, at most (a replica of one rank sends
+nothing to owners), and one bucket is sent while another is computed.  No matmul is split between ranks, so Muon's
+result does not depend on the mesh.  NorMuon also sums squared norms over ranks, so its results on two meshes may differ
+in the last bits.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
 Amsel et al. 2025, "The Polar Express", arXiv:2505.16932; Liu et al. 2025, "Muon is Scalable for LLM Training",

@@ -25,8 +25,8 @@ from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_mu
 from trainer.optim.muon import Muon
 
 MATCHES_TORCH_MUON = "as_torchs"
-"""Key in Muon's parameter groups, set if the run continues from a checkpoint of torch.optim.Muon.  Its value lies in
-checkpoints, so it stays as it is."""
+"""Key in Muon's parameter groups, set if the run continues from a checkpoint of torch.optim.Muon.  Checkpoints contain
+this string, so it must not change."""
 
 
 class StepListener(Protocol):
@@ -56,6 +56,7 @@ class Optimizer:
 
     @property
     def lr(self) -> float:
+        """The learning rate of the first group, including that group's `lr_scale`."""
         return float(self.parts[0].param_groups[0]["lr"])
 
     def set_lr(self, lr: float) -> None:

@@ -3,7 +3,8 @@
     python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
-  ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else at most one node)
+  ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else at most one node, or
+                     as many as the one that is set)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
                      or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops

@@ -3,12 +3,14 @@
 Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
 Collectives: how often a step issues each one, by operation, mesh axis, number of ranks and size.  Sizes are those of
-the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.
+the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.  The size of
+an all-to-all is that of the larger of a rank's two buffers (of Muon's, what rank 0 receives).
 
-Time: kernels run on one stream and collectives on three others, with FSDP2's waits between them.  The host is assumed
-to run ahead of the device, but a step never takes less than the host needs to issue its operators.  For the streams,
-see FSDPCommContext in torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; for collectives, Patarasuk and Yuan
-2009, "Bandwidth optimal all-reduce algorithms for clusters of workstations".
+Time: kernels run on one stream, together with the collectives that a forward or backward pass itself issues; FSDP2's
+collectives run on three others, with its waits between them.  The host is assumed to run ahead of the device, but a
+step never takes less than the host needs to issue its operators.  For the streams, see FSDPCommContext in
+torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal
+all-reduce algorithms for clusters of workstations".
 """
 
 from __future__ import annotations

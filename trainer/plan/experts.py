@@ -23,6 +23,8 @@ _MIN_GAIN = 0.02
 def advice_on_experts(plan: Plan) -> Iterator[str]:
     """Yield lines on what `mesh.expert` would change, if the model has experts and is sharded without it.
 
+    Before these, warns if padding adds more than half, and suggests a smaller `mesh.shard` if it makes steps shorter.
+
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
     FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the 8 network

@@ -26,7 +26,7 @@ from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_au
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
-"""Deviations from the plan up to this fraction of the planned value are not reported."""
+"""Deviations of the step time, and of a GPU's peak memory, up to this fraction of the plan are not reported."""
 _HOST_TOLERANCE_GIB = 0.25
 """On a CPU, how far the peak memory of the process may lie outside the planned range without being reported."""
 _HEAP_FRACTION = 0.5

@@ -32,11 +32,10 @@ SAMPLING_BYTES = 30
 class GenerationWorkload:
     """What each rank generates at once."""
 
-    number: int
-    """Number of completions."""
-    prompt: int
+    num_completions: int
+    prompt_len: int
     """Maximum length of a prompt in tokens."""
-    completion: int
+    completion_len: int
     """Maximum length of a completion in tokens."""
 
     @staticmethod
@@ -63,7 +62,7 @@ def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
         rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
         raise setting_error("model.name", config.model.name, rule) from error
     weights = _gathered_bytes(plan.layout, plan.trace.units)
-    description = f"{workload.number} texts of {workload.prompt} + {workload.completion} tokens"
+    description = f"{workload.num_completions} texts of {workload.prompt_len} + {workload.completion_len} tokens"
     return replace(plan, generation=Generation(description, weights, cache, temporaries))
 
 
@@ -76,15 +75,14 @@ def advice_on_workload(plan: Plan, workload: GenerationWorkload | None) -> list[
         and (peak := plan.generation_peak) is not None
     ):
         if plan.fits:
-            return [f"would fit: generate={workload.number}x{workload.prompt}+{workload.completion}"]
+            return [f"would fit: generate={workload.num_completions}x{workload.prompt_len}+{workload.completion_len}"]
         generation_bytes = generation.cache + generation.temporaries
         # Not quite proportional: the number of sequences also determines how many prompt tokens are fed at once.
-        number = min(
-            workload.number - 1, int(workload.number * (budget - peak.total + generation_bytes) / generation_bytes)
-        )
+        proportional = int(workload.num_completions * (budget - peak.total + generation_bytes) / generation_bytes)
+        number = min(workload.num_completions - 1, proportional)
         if number < 1 or peak.total < plan.memory.peak.total:
             return []
-        workload = replace(workload, number=number)
+        workload = replace(workload, num_completions=number)
         plan = with_generation(plan, workload)
     return []
 
@@ -115,14 +113,15 @@ def memory_of_generation(
     model.eval()
     if device_type == "cuda":
         use_gpu_kernels(model)
-    length, padding = workload.prompt + workload.completion, [workload.prompt - 1, *[0] * (workload.number - 1)]
-    num_fed, capacity = workload.prompt, length
+    length = workload.prompt_len + workload.completion_len
+    padding = [workload.prompt_len - 1, *[0] * (workload.num_completions - 1)]
+    num_fed, capacity = workload.prompt_len, length
     if supports_kv_cache(model):
-        num_fed = min(workload.prompt, max(1, PREFILL_TOKENS // workload.number))
+        num_fed = min(workload.prompt_len, max(1, PREFILL_TOKENS // workload.num_completions))
         capacity = _capacity(workload, num_fed)
     with fake_tensors(), torch.no_grad(), full_sequences(), last_logits_only():
         make_fake(model, dtype, set())
-        tokens = torch.zeros(workload.number, num_fed, dtype=torch.int64)
+        tokens = torch.zeros(workload.num_completions, num_fed, dtype=torch.int64)
         with MemoryMeter(model, [tokens]) as meter:
             if supports_kv_cache(model):
                 cache = Cache(padding, capacity - max(padding))
@@ -131,7 +130,8 @@ def memory_of_generation(
                 growth, vocab_size = 1.0, output.shape[-1]
             else:
                 output = model(input_ids=tokens, use_cache=True, **last_logits_option(model))
-                cache, growth, vocab_size = output.past_key_values, length / workload.prompt, output.logits.shape[-1]
+                cache, vocab_size = output.past_key_values, output.logits.shape[-1]
+                growth = length / workload.prompt_len
             meter.cut()
             del output
             if isinstance(cache, Cache):
@@ -141,15 +141,17 @@ def memory_of_generation(
         cache_bytes = called.net + freed.net
         del cache
     logits = -freed.net
-    sampling = SAMPLING_BYTES * workload.number * vocab_size
+    sampling = SAMPLING_BYTES * workload.num_completions * vocab_size
     return round(cache_bytes * growth), max(called.peak - cache_bytes, logits + sampling)
 
 
 def _capacity(workload: GenerationWorkload, num_fed: int) -> int:
     """Return the final capacity of a cache in tokens per sequence, found by filling a cache with heads of size 1."""
-    cache, keys = Cache([workload.prompt - 1], workload.prompt + workload.completion), torch.empty(0)
-    sizes = [num_fed] * (workload.prompt // num_fed) + [workload.prompt % num_fed] * (workload.prompt % num_fed > 0)
-    for size in (*sizes, *[1] * workload.completion):
+    cache = Cache([workload.prompt_len - 1], workload.prompt_len + workload.completion_len)
+    keys = torch.empty(0)
+    num_calls, rest = divmod(workload.prompt_len, num_fed)
+    sizes = [num_fed] * num_calls + [rest] * (rest > 0)
+    for size in (*sizes, *[1] * workload.completion_len):
         keys, _ = cache.extend(torch.empty(1, 1, size, 1), torch.empty(1, 1, size, 1))
         cache.advance(size)
     return keys.untyped_storage().nbytes() // keys.element_size()

@@ -1,6 +1,7 @@
 """The machine that a plan is for.
 
-It comes from a data sheet, from the user's description, or from measurements by `--calibrate`.
+Its rates come from a data sheet, from the user's description, from measurements by `--calibrate` or, for a CPU that has
+not been measured, from a guess.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from trainer.plan.estimates import Rates
 
 GIB = 2**30
 
-# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the resulting rates.  For matmuls,
-# fitted to a figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to Llama 3 8B on
-# 8 H100 at 500 W.  For attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the rates that it measures.  For
+# matmuls, fitted to a figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to Llama
+# 3 8B on 8 H100 at 500 W.  For attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
 _MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
 _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
@@ -55,7 +56,7 @@ class Machine:
     reserved_gib: float
     """Memory that is unavailable to tensors."""
     is_measured: bool
-    """Whether the rates come from `--calibrate`."""
+    """Whether the rates come from `--calibrate`, as far as it measures them."""
     source: str
     """Where the rates come from, in words."""
     imbalance: float = 1.0

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The costs of one Muon update for rank 0 of a mesh of `replicate` x `shard` ranks."""
+    """The costs of one Muon update on a mesh of `replicate` x `shard` ranks: rank 0's, but the busiest rank's FLOPs."""
 
     def __init__(
         self,

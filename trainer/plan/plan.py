@@ -60,7 +60,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates for a run before it starts.  Per-rank values are those of rank 0, which needs the most memory."""
+    """Estimates for a run before it starts.  Per-rank values are those of rank 0, which holds the largest shards."""
 
     config: RunConfig
     mesh: MeshShape
