@@ -328,6 +328,21 @@ def test_evaluation_does_not_affect_training(tmp_path: Path) -> None:
     assert losses[0] == losses[1]
 
 
+def test_failed_evaluation_leaves_the_model_training(tmp_path: Path) -> None:
+    """A custom loop may catch the error and go on."""
+
+    class Failing(Trainer):
+        def count(self, micro_batch: Any) -> Any:
+            assert self.model.training, "no batch can be evaluated"
+            return super().count(micro_batch)
+
+    trainer = Failing(tiny_config(tmp_path, "eval.every=100"))
+    with pytest.raises(AssertionError, match="no batch can be evaluated"):
+        trainer.evaluate()
+    assert trainer.model.training
+    trainer.close()
+
+
 def test_padding_of_the_last_evaluation_batch_does_not_count(tmp_path: Path) -> None:
     """Of 256 held-out samples in micro-batches of 3, the last one lacks two."""
     losses = []

@@ -63,10 +63,12 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Run the block in evaluation mode without gradients, then free parameters that are still gathered."""
     was_training = model.training
     model.eval()
-    with torch.no_grad():
-        yield
-    reshard(model)
-    model.train(was_training)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        reshard(model)
+        model.train(was_training)
 
 
 _gathered_models: WeakSet[nn.Module] = WeakSet()
