@@ -208,7 +208,7 @@ def _raise_on_signals() -> Iterator[None]:
 
 
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:
-    """Return the legal value whose spelling is closest to `value`, or else one that contains it; None if there is none.
+    """Return the legal value whose spelling is closest to `value`, or else one that contains it, or None.
 
     cutoff: minimum similarity, as in difflib.  Use a higher cutoff for short values and for values that end alike.
     """

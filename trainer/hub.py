@@ -431,7 +431,7 @@ def _read_file_list(name: HubName, commit: str) -> list[HubFile] | None:
 
 
 def _list_cached_files(name: HubName, commit: str) -> list[HubFile] | None:
-    """Return the files of a commit that are in the cache, whoever stored them, or None if there are none."""
+    """Return the files of a commit that are in the cache, whoever stored them, or None."""
     folder = _snapshot(name, commit)
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return [HubFile(str(path.relative_to(folder)), path.stat().st_size, "") for path in files] or None

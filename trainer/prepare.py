@@ -242,7 +242,7 @@ class _Split:
 
 
 def _round_up(fraction: float) -> float:
-    """Return a short decimal number slightly above `fraction`, or `fraction` itself if there is none below 1."""
+    """Return a short decimal number slightly above `fraction`, or `fraction` itself if no such number is below 1."""
     for digits in range(1, 17):
         rounded = math.ceil(fraction * 10.0**digits + 1) / 10.0**digits
         if rounded < min(1.0, 2 * fraction):

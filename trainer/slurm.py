@@ -5,7 +5,7 @@ ranks with `srun`, tells them when the job's time limit is near, requeues the jo
 gives up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether
 it requeued the job, in RUN_DIR/attempts.log.
 
-The overrides are those of `trainer.run`; options may stand before, between or after them.  Environment variables:
+The overrides are those of `trainer.run`; options may come before, between or after them.  Environment variables:
 
   RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
   REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings, exit code 2 (torchrun has only

@@ -315,7 +315,7 @@ def scores_of(runs: Sequence[RunSummary]) -> list[float]:
 
 
 def find_best(runs: Sequence[RunSummary]) -> tuple[RunSummary, float] | None:
-    """Return the finished run with the lowest loss (see `scores_of`) and that loss, or None if there is none."""
+    """Return the finished run with the lowest loss (see `scores_of`) and that loss, or None."""
     finished = [(run, score) for run, score in zip(runs, scores_of(runs), strict=True) if run.state == "finished"]
     best = min(finished, key=lambda pair: pair[1], default=None)
     return best if best is not None and math.isfinite(best[1]) else None

@@ -30,7 +30,7 @@ def is_http(url: str) -> bool:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Split a URL into the part before the query, and the query with its `?` (empty if there is none)."""
+    """Split a URL into the part before the query, and the query with its `?` (empty without a query)."""
     location, mark, query = url.partition("?") if is_http(url) else (url, "", "")
     return location, mark + query
 

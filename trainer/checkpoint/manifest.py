@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Earlier steps at which a save was due but did not succeed, and which this checkpoint stands in for."""
+        """Earlier steps at which a save was due but did not succeed, and which this checkpoint replaces."""
         return tuple(self.extra.get("due", ()))
 
     @property
@@ -220,7 +220,7 @@ class StoredBlocks(Mapping[str, Blocks]):
 
 
 def find_damage(storage: Storage, manifest: Manifest, depth: str, rank: int = 0, num_ranks: int = 1) -> list[str]:
-    """Return the problems in the files that `rank` checks, one line each; empty if there are none.
+    """Return the problems in the files that `rank` checks, one line each.
 
     depth: `sizes` checks sizes only; `metadata` checks all bytes except those of large tensors, which `read_tensors`
     verifies as it reads them; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one

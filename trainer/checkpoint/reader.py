@@ -121,7 +121,7 @@ class CheckpointReader:
         return list_steps(self.storage)
 
     def newest_run_info(self) -> RunInfo | None:
-        """Return the run that wrote the newest readable checkpoint; None if there is none.  Not collective."""
+        """Return the run that wrote the newest readable checkpoint, or None.  Not collective."""
         for step in reversed(self.steps()):
             storage = self.storage / checkpoint_name(step)
             try:

@@ -67,7 +67,8 @@ class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Manifests are cached.
 
     The policy keeps the newest `checkpoint.keep_last` good checkpoints, those of steps that are multiples of
-    `checkpoint.keep_every` or stand in for such a step, and the `checkpoint.keep_best` ones with the best `metric`.
+    `checkpoint.keep_every` or that replace the save of such a step, and the `checkpoint.keep_best` ones with the best
+    `metric`.
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:

@@ -157,7 +157,7 @@ class Saver:
             self._collect(has_ended=self._is_written.all_yes)
 
     def finish(self) -> SaveResult | None:
-        """Wait for the save in flight, report it and return its result; None if there is none."""
+        """Wait for the save in flight, report it and return its result, or None."""
         return self._collect() if self._checkpoints.in_flight else None
 
     def save_final(self, state: TrainState) -> None:

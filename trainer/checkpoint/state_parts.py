@@ -33,7 +33,7 @@ class StatePart:
     may_be_absent = False
     """True if a checkpoint that lacks this part, as older ones may, can be restored without it."""
     can_restart = False
-    """True if `restart` can stand in for stored per-rank state, when the checkpoint has a different number of ranks."""
+    """True if `restart` can replace stored per-rank state, when the checkpoint has a different number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError

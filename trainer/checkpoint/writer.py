@@ -128,7 +128,7 @@ class RankReport:
     files: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     """Size and checksum of each file."""
     chunks: WrittenChunks | None = None
-    """The chunks in the rank's data file; None if there are none or they have not changed since its last report."""
+    """The chunks in the rank's data file; None if it has none or they have not changed since its last report."""
 
 
 class Checkpoints:
@@ -214,7 +214,7 @@ class Checkpoints:
         """Start saving `state` as it is now.
 
         With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
-        returns.  `replaced_steps`: earlier steps at which a save was due, for which this save stands in.
+        returns.  `replaced_steps`: earlier steps at which a save was due, which this save replaces.
 
         No save may be in flight.  Raises UserError for state that cannot be saved at all.
         Collectives: one gather of small messages; another one if unsharded tensors differ between ranks; those of
@@ -567,7 +567,7 @@ class Snapshot:
     num_skipped: int
     evaluation: Mapping[str, float] = field(default_factory=dict)
     replaced_steps: Sequence[int] = ()
-    """Earlier steps at which a save was due but did not succeed, and which this save stands in for."""
+    """Earlier steps at which a save was due but did not succeed, and which this save replaces."""
     differing_keys: list[str] = field(default_factory=list)
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 

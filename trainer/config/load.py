@@ -31,8 +31,8 @@ def load_config(
     `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
     from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  Training with the
     configuration of a run folder continues that run, even if the folder has been moved, unless `overrides` give the
-    run another folder or name.  A learning-rate range test (`schedule.name=range`) gets a folder beside it, so that the
-    run itself is not touched.
+    run another folder or name.  A learning-rate range test (`schedule.name=range`) gets a folder next to it, so
+    that the run itself is not touched.
 
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.

@@ -297,7 +297,7 @@ def type_name(hint: Any) -> str:
 
 
 def example_value(key: dataclasses.Field[Any]) -> Any:
-    """Return an example value for a key, or None if there is none."""
+    """Return an example value for a key, or None."""
     default = None if key.default is dataclasses.MISSING else key.default
     return _EXAMPLES.get(key.name, default)
 

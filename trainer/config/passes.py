@@ -786,7 +786,7 @@ def free_name(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def _differences_from_finished_run(config: RunConfig) -> list[str]:
-    """Return the differences that keep `config` from resuming a finished run in its folder; empty if there are none."""
+    """Return the differences that keep `config` from resuming a finished run in its folder, or an empty list."""
     folder = Path(config.run.dir)
     try:
         status = json.loads((folder / "status.json").read_text())

@@ -24,7 +24,7 @@ _EXAMPLE_FILE = "the output of python -m trainer.run recipe=llama_small --print-
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if there is none."""
+    """Return the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if no such file exists."""
     if not recipe:
         raise setting_error("recipe", recipe, EMPTY_VALUE_PROBLEM, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():

@@ -4,7 +4,7 @@
   parts at the same time.
 - `build_entry` takes a lock, builds an entry under a temporary name unless it exists by then, flushes it to disk, and
   renames it.  An entry therefore appears under its name only once it is complete.  A corrupt entry is reported, removed
-  and rebuilt.  Downloaded shards and text (`remote.cache`), which have folders of their own, use only this.
+  and rebuilt.  Downloaded shards and text (`remote.cache`), which have separate folders, use only this.
 - `get_or_build` combines the two, for tokenized chats, the tokenized standard library, row layouts and shard catalogs.
 
 `read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
@@ -132,7 +132,7 @@ def build_entry(
     build: writes the entry at a temporary path: to an empty folder, or with `is_file` to a file.
     partial: a temporary path that all processes share, so that they can see what is being written.  The file is locked
         while it is written, so locks are required: see `locked`.
-    complaint: what to print about a corrupt entry, after its path; {error} stands for what is wrong with it.
+    complaint: what to print about a corrupt entry, after its path; {error} is replaced by what is wrong with it.
 
     Raises OSError and the exceptions of `build`, after removing the temporary files.
     """

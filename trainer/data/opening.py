@@ -187,7 +187,7 @@ def _open_mixture(
 ) -> MixedSource | None:
     """Return the mixture of the sources in `data.path`.
 
-    For the split `eval`, it consists of the sources that have held-out data; returns None if there are none.
+    For the split `eval`, it consists of the sources that have held-out data; returns None if no source has any.
     """
     held_out = data.eval_path if isinstance(data.eval_path, Mapping) else {}
     if split == "train":
@@ -311,7 +311,7 @@ def _find_shard_files(location: str, key: str) -> tuple[Path | None, list[str]]:
 def _find_text_files(location: str, key: str) -> list[InputFile]:
     """Return the text files that a path names, and the token files in other trainers' formats.
 
-    Raises UserError if there are none.
+    Raises UserError if no shards are found.
     """
     path = location.removeprefix("file://")
     bin_files = _find_bin_files(path)

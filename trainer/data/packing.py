@@ -52,7 +52,7 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 class MaskedSource(TokenSource):
     """The windows of `TokenSource`, with document boundaries: see `_document_entries`.
 
-    The parts of a document in different windows count as documents of their own.  The last token of a document has no
+    The parts of a document in different windows count as separate documents.  The last token of a document has no
     target.
     """
 

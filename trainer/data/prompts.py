@@ -13,7 +13,7 @@ from trainer.errors import setting_error
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokenizer's start tokens and the tokens of `text`, or the end-of-document token if there are none."""
+    """Return the tokenizer's start tokens and the tokens of `text`, or the end-of-document token if both are empty."""
     return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
 
 

@@ -73,7 +73,7 @@ class ShardInfo:
 
     dtype: the name of the smallest dtype that can represent all ids of the vocabulary.
     end_id: the end-of-document token.
-    num_bytes: the size of the raw text, or 0 if there is none or it is unknown.
+    num_bytes: the size of the raw text, or 0 if there was no text or its size is unknown.
     """
 
     dtype: str
@@ -257,7 +257,7 @@ class Shard:
 
     @functools.cached_property
     def _page_checksums(self) -> FileVersion | None:
-        """The file of page checksums, or None if there is none for these tokens."""
+        """The file of page checksums, or None if these tokens have no checksums."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
         if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
@@ -535,7 +535,7 @@ _MANIFEST_FORMAT = 1
 class ShardManifest:
     """Lists the training and held-out shards of a dataset, all produced with the same tokenizer.
 
-    train_content: the `sample_content` of the shards in `train`, or "" if there are none.
+    train_content: the `sample_content` of the shards in `train`, or "" without shards.
     held_out_content: the same for `held_out`.
     notes: statistics collected while building the shards, for the messages of later runs.
     checksums: the checksums in the metadata of all shards: first those of `train`, then those of `held_out`.  Empty in

@@ -36,7 +36,7 @@ _BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[
 
 _RULES_VERSION = "text is text"
 """Part of a tokenizer's name, so of the keys of caches.  Change it if a code change makes the same tokenizer file give
-different tokens.  The current text stands for the rule that special tokens in a text are encoded as text."""
+different tokens.  The current text refers to the rule that special tokens in a text are encoded as text."""
 
 
 class Tokenizer(ABC):
@@ -171,7 +171,7 @@ def missing_bos_error(tokenizer: object, why: str) -> UserError:
 
 
 def tokenizer_of(data: DataSection) -> Tokenizer:
-    """Return the tokenizer that the data settings name.  Raises UserError if there is none."""
+    """Return the tokenizer that the data settings name.  Raises UserError if it cannot be found."""
     return find_tokenizer(data.tokenizer, bos=data.bos)
 
 

@@ -71,7 +71,7 @@ class HostScalars:
         If they arrived before the host first checked, the result is the arrival time of an earlier copy plus the time
         between the two copies according to their CUDA events, but not later than that check.
 
-        previous: the earlier copy, or None if there is none: then the result is the time of the check.
+        previous: the earlier copy, or None, in which case the result is the time of the check.
         previous_arrived_at: the time at which the earlier copy arrived.
         """
         self.read()

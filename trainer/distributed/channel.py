@@ -85,7 +85,7 @@ class Channel:
         return box[0]
 
     def agree(self, error: BaseException | None) -> None:
-        """Raise on every rank if any rank passes an error, so that none waits for a rank that has failed.
+        """Raise on every rank if any rank passes an error, so that no rank waits for one that has failed.
 
         One all-gather.
 

@@ -60,7 +60,7 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     job: str = ""
-    """The launcher's id of the job, which restarts do not change; empty if there is none."""
+    """The launcher's id of the job, which restarts do not change, or an empty string."""
     num_restarts: int = 0
     """How many times the launcher has restarted the job."""
 
@@ -341,7 +341,7 @@ def choose_interface(env: Environment, variables: MutableMapping[str, str] = os.
 
 
 def find_interface(hosts: Sequence[str], source_address: Callable[[str], str], interfaces: Mapping[str, str]) -> str:
-    """Return the interface of the route to the first of `hosts` that is on another machine; empty if there is none.
+    """Return the interface of the route to the first of `hosts` that is on another machine, or an empty string.
 
     source_address: returns the source address of the route to a host, or an empty string if there is no route.
     interfaces: interface names by address.

@@ -29,7 +29,7 @@ def register_group(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def purpose_of(frame: FrameType | None) -> str:
-    """Return the purpose of the group on which a thread is running one of these operators; empty if there is none.
+    """Return the purpose of the group on which a thread is running one of these operators, or an empty string.
 
     frame: the thread's innermost frame.
     """

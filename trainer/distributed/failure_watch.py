@@ -72,7 +72,7 @@ class FailureWatch(threading.Thread):
                 os._exit(EXIT_FAILED)
 
     def _failure(self) -> str:
-        """Return the first failure on any rank; empty if there is none."""
+        """Return the first failure on any rank, or an empty string."""
         if self._store.check(FAILURE):
             return self._store.get(FAILURE)
         if self._parent is None or os.getppid() == self._parent:

@@ -127,14 +127,14 @@ class World(Channel):
         return None if self._store is None else TimedStore(self._store, _ANSWER_S)
 
     def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of this rank's process groups, except those with a timeout of their own.
+        """Set the timeout of this rank's process groups, except those with their own timeout.
 
         If the default group was opened elsewhere, this affects only groups that this object opened.  Until the first
         step ends, the timeout is longer, because that step compiles and allocates.
         """
         previous, self.timeout = self.timeout, timedelta(seconds=timeout_s)
-        # Includes groups that torch opened internally, such as those of integer resharding, but not groups with a
-        # timeout of their own.
+        # Includes groups that torch opened internally, such as those of integer resharding, but not those with their
+        # own timeout.
         groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
         for group in set(groups) - self._groups_with_custom_timeout:
             current = None
@@ -411,7 +411,7 @@ def _num_cores() -> int:
 def select_device(requested: str, env: Environment) -> torch.device:
     """Return this rank's device, and make it the current device.
 
-    requested: `run.device`.  Raises UserError if it requires a GPU and there is none, or if there are too few GPUs.
+    requested: `run.device`.  Raises UserError if it requires a GPU and the machine has none or too few.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     index = choose_gpu(requested, env, num_gpus)
@@ -457,7 +457,7 @@ def choose_gpu(
 
     Each rank takes the GPU with the index of its local rank.  If it sees only one GPU, the launcher has assigned that
     one to it: `srun --gpus-per-task=1`, or a wrapper that sets CUDA_VISIBLE_DEVICES per rank.  `claim_gpu` checks later
-    that no two ranks share a GPU.  Raises UserError if a GPU is required and there is none, or if there are too few.
+    that no two ranks share a GPU.  Raises UserError if GPUs are required and the machine has none or too few.
     """
     if requested == "cuda" and not num_gpus:
         raise setting_error("run.device", requested, "torch finds no usable GPU", "cpu")

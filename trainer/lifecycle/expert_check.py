@@ -165,7 +165,7 @@ def _wrong_gradients(
 ) -> Iterator[str]:
     """Yield a line for each module that violates Euler's theorem.
 
-    linear: the parameters in which the modules' outputs are linear.  One all-reduce, or none if there are none.
+    linear: the parameters in which the modules' outputs are linear.  One all-reduce, or none if `linear` is empty.
     """
     names = [
         name

@@ -297,7 +297,7 @@ def _inspect(
     """Return the problem with a parameter (empty if none), and this rank's piece of it if there is one to compare.
 
     is_expert: whether the last axis of `mesh` divides experts among ranks, so that two axes shard the parameter.  Two
-    axes also shard a stack whose matrices are split by rows (`trainer.model.row_shards`), on a mesh of its own.
+    axes also shard a stack whose matrices are split by rows (`trainer.model.row_shards`), on a separate mesh.
     is_reduced: whether the parameter's gradient needs no FSDP, because it is averaged elsewhere or there is one rank.
     """
     shape, is_trainable = tuple(parameter.shape), parameter.requires_grad

@@ -570,7 +570,7 @@ class CollectiveProgress:
     started: int
     enqueued: int
     waiting_for: str
-    """Describes the oldest unfinished collective; empty if there is none."""
+    """Describes the oldest unfinished collective, or an empty string."""
 
 
 def has_flight_recorder() -> bool:

@@ -41,7 +41,7 @@ class ConsoleWriter(RecordWriter):
         self._step_s = math.nan  # moving average of the seconds per step, updated by each `train` record
         self._step, self._phase_label = 0, ""
         self.first_step_label = ""
-        """Status bar label until the first step has completed, such as `compiling`; empty if there is none."""
+        """Status bar label until the first step has completed, such as `compiling`, or an empty string."""
 
     def start(self, summary: Mapping[str, str]) -> None:
         """Print the start block.  summary: the text of each topic."""

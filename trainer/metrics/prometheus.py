@@ -50,7 +50,7 @@ class Prometheus(RecordWriter):
 
     @property
     def port(self) -> int:
-        """The port in use, or 0 if there is none."""
+        """The port in use, or 0 if nothing is served."""
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def progress(self, step: int) -> None:

@@ -225,7 +225,7 @@ class Metrics:
         self._prometheus: Prometheus | None = None
         self._tracking: TrackingFile | None = None
         self.tracking_id: str | None = None
-        """The run's ID in its trackers, or None if there are none.  Once the run has started, it is the same on all
+        """The run's ID in its trackers, or None without trackers.  Once the run has started, it is the same on all
         ranks.  Checkpoints contain it, so that every attempt continues the same run in the trackers."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Adapted layers have peft's names, so that adapters can be exchanged with peft.  `<layer>.base_layer.weight` is the
 layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are the
-adapter.  Adapters of stacked experts are in `trainer.experts`, and have names of their own:
+adapter.  Adapters of stacked experts are in `trainer.experts`, and have their own names:
 `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in), and the same with `lora_B` (E, out, rank).  This
 module does not depend on recipes, meshes or files.
 

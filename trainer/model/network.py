@@ -173,7 +173,7 @@ class HuggingFaceNames:
         return _SCORE if is_score_name(name) else None
 
     def from_huggingface(self, name: str) -> MappedTensor | None:
-        """Return the counterpart of Hugging Face's tensor `name`, with or without the prefix; None if there is none."""
+        """Return the counterpart of Hugging Face's tensor `name`, with or without the prefix, or None."""
         for full_name in (name, self._hf.prefix + name):
             for ours, theirs in self._pairs:
                 translated = _translate(full_name, theirs, ours)

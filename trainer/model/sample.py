@@ -26,7 +26,7 @@ from trainer.model.gradients import evaluation_mode, forward_is_collective
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 NO_TOKEN = -1
-"""Sentinel in place of a token whose log-probability is not finite: the completion ends there, but training goes on."""
+"""Sentinel in place of a token whose log-probability is not finite: the completion ends there; training continues."""
 
 PREFILL_TOKENS = 512
 """Maximum number of prompt tokens in one call of `CachedDecoder`, over all sequences (but at least one token of each);

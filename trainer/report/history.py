@@ -35,7 +35,7 @@ _STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 @dataclass
 class Attempt:
-    """One attempt of a run: from its start record to its end record or, if there is none, to its last record."""
+    """One attempt of a run: from its start record to its end record or, without one, to its last record."""
 
     start: Mapping[str, Any]
     """The start record, without numeric fields whose value is invalid."""
@@ -117,7 +117,7 @@ class RecordedRun:
         return float(finite[-1]) if finite.size else None
 
     def median(self, column: str) -> float | None:
-        """Return the median of a column's finite values, or None if there are none."""
+        """Return the median of a column's finite values, or None."""
         finite = self.train[column][np.isfinite(self.train[column])]
         return float(np.median(finite)) if finite.size else None
 
@@ -294,7 +294,7 @@ def _columns(values: Mapping[str, array[float]]) -> dict[str, Column]:
 
 
 def _nearest_run(folder: Path) -> Path | None:
-    """Return the run folder with the most similar name, to suggest in an error message; None if there is none."""
+    """Return the run folder with the most similar name, to suggest in an error message, or None."""
     if folder.name == "metrics.jsonl" and folder.is_file():
         return folder.parent
     parents = (folder, folder.parent, Path("runs"))

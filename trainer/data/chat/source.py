@@ -260,7 +260,7 @@ class LabeledSource(_ConversationSource):
         return EncodedSample(encoded.ids[1:], encoded.loss_mask[1:])
 
     def _next_with_another_prompt(self, number: int) -> int:
-        """Return the next conversation after `number` with a different prompt.  Raises UserError if there is none."""
+        """Return the next conversation after `number` with a different prompt.  Raises UserError if all have the same."""
         chat, start = self._read_and_find_response(number)
         for distance in range(1, len(self)):
             other = (number + distance) % len(self)

@@ -1,6 +1,6 @@
 """Builds the shards of a job in this process and its workers, alongside other processes that do the same.
 
-The input is split into units, and each unit is written to shards of its own.  Any number of processes, on any machines
+The input is split into units, and each unit is written to separate shards.  Any number of processes, on any machines
 that share the folder, can build there at the same time, join late, or be killed.  File locks decide which process
 builds which unit; the kernel releases the locks of a process that dies.
 """

@@ -332,7 +332,7 @@ class DocumentSplitter:
             yield text
 
     def _find_boundary(self, text: bytes, searched_to: int) -> int:
-        """Return the last boundary within `MAX_PIECE_BYTES`, otherwise the first one after that, or 0 if there is none.
+        """Return the last boundary within `MAX_PIECE_BYTES`, otherwise the first one after that, or 0.
 
         searched_to: the position up to which `text` is known to have no boundary.
         """

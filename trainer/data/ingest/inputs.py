@@ -127,7 +127,7 @@ def find_inputs(values: Iterable[str], key: str) -> list[InputFile]:
 
 
 def _find_matches(value: str, key: str) -> list[str]:
-    """Return the files and folders that `value` names, a path or glob.  Raises UserError if there are none."""
+    """Return the files and folders that `value` names, a path or glob.  Raises UserError if nothing matches."""
     pattern = os.path.expanduser(value)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if matches:
@@ -424,7 +424,7 @@ def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None
 
 
 def describe_bad_documents(tally: DocumentCounts) -> str:
-    """Return a message about the bad documents, or "" if there are none."""
+    """Return a message about the bad documents, or ""."""
     if not tally.bad:
         return ""
     total = tally.bad + tally.documents

@@ -114,7 +114,7 @@ def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
 def find_data(url: str, key: str) -> HubData:
     """Return the files that the URL of a dataset names.  Downloads at most the list of files and README.md.
 
-    Raises UserError that names the setting `key` if there are none.
+    Raises UserError that names the setting `key` if no files are found.
     """
     name = _parse(url, key)
     options = dict(urllib.parse.parse_qsl(name.options, keep_blank_values=True))

@@ -41,8 +41,8 @@ def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | No
     url: the URL of a shard, a manifest or a folder, or a glob.
     key: the configuration key whose value it is, for messages.
 
-    Raises NoShardsFound if there are none.  Raises ShardError if they cannot be reached or used.  Raises UserError if
-    the URL is that of a shard's metadata, or if the cache is not writable or too small.
+    Raises NoShardsFound if the URL has no shards.  Raises ShardError if they cannot be reached or used.  Raises
+    UserError if the URL is that of a shard's metadata, or if the cache is not writable or too small.
     """
     cache_settings = CacheSettings(
         make_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
