@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Earlier steps at which a save was due but did not succeed, and which this checkpoint stands in for."""
+        """Earlier steps at which a save was due but none succeeded; this checkpoint stands in for theirs."""
         return tuple(self.extra.get("due", ()))
 
     @property

@@ -21,6 +21,7 @@ class MeshShape:
 
     @property
     def is_hybrid(self) -> bool:
+        """True if there are several replicas, even if each is unsharded."""
         return self.replicate > 1
 
     @property
@@ -28,7 +29,7 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return a warning if neither shard groups nor nodes divide evenly into the other; otherwise an empty string.
+        """Return a warning if neither of `shard` and `local_world_size` divides the other; otherwise an empty string.
 
         Some shard groups then span two nodes, and links between nodes are many times slower than those within a node.
         """
@@ -41,7 +42,7 @@ class MeshShape:
 
 
 def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
-    """Return the shape of the mesh for `world_size` ranks.  Raises UserError if the settings do not fit that number."""
+    """Return the shape of the mesh for `world_size` ranks.  Raises UserError for illegal or unsuitable sizes."""
     replicate, shard = mesh.replicate, mesh.shard
     if shard == "node":
         if world_size % local_world_size:

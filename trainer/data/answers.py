@@ -30,7 +30,8 @@ class AnswerFile:
         prompts_path: the file of prompts, for error messages.
         prompts: the records of the prompts.
 
-        Raises UserError if `path` cannot be used, or if a line is not the answer to the prompt with the same number.
+        Raises UserError if `path` is a folder or is in a missing folder, or if a line is not the answer to the prompt
+        with the same number.
         """
         if not path.parent.is_dir():
             raise setting_error(key, path, f"there is no folder {path.parent}", fix="create it, or name another one")
@@ -48,7 +49,7 @@ class AnswerFile:
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
     def begin(self, model: str, provenance: Mapping[str, Any]) -> None:
-        """Record what produces the answers, if the file is new.
+        """Record what produces the answers, if the file is new or empty.
 
         Otherwise, check that the recorded model and settings are the same, and remove a partial last line.
 

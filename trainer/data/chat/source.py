@@ -1,4 +1,4 @@
-"""Data sources of packed conversations, preference pairs, and labeled conversations."""
+"""Data sources of conversations, packed or not, of preference pairs, and of labeled conversations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
     vocab_size: the model's vocabulary size, or None to skip its check.
 
-    Raises UserError if the tokenizer's vocabulary is larger than the model's, or if a conversation cannot be used.
+    Raises UserError if the files, their columns, the tokenizer, the chat template or a conversation cannot be used, or
+    if the tokenizer's vocabulary is larger than the model's.
     """
     check_columns(data.columns or {}, data.format)
     encoder = make_encoder(data)
