@@ -79,7 +79,7 @@ class StatePart:
 
 
 class _WrappedPart(StatePart):
-    """An object that does not derive from StatePart, with the default hooks that it does not define itself."""
+    """An object that does not derive from StatePart, with the default for each hook that is not taken from it."""
 
     def __init__(self, thing: Any) -> None:
         names = ["state_dict", "load_state_dict"]

@@ -33,7 +33,7 @@ class Arguments:
 
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
-    """The arguments of the form section.key=value."""
+    """The arguments of the form key=value, except `recipe` and `nproc`."""
     nproc: int | None = None
     options: frozenset[str] = frozenset()
     allow_import: list[str] = field(default_factory=list)

@@ -170,7 +170,7 @@ def with_context(config: RunConfig, context: int) -> RunConfig:
 def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each `mesh.context` that the mesh, batch, sequence length and model allow.
 
-    Sizes are in ascending order, and `mesh.context_method` is resolved for each.
+    Sizes are in ascending order, and `mesh.context_method` is resolved for each above 1.
     """
     choices = []
     for size in (size for size in range(1, shape.shard + 1) if shape.shard % size == 0):

@@ -40,11 +40,11 @@ class AnswerFile:
         self._path, self._key = path, key
         content = path.read_bytes() if path.exists() else b""
         *lines, unfinished = content.split(b"\n")
-        for number, line in enumerate([*lines, unfinished] if unfinished else lines):
-            is_complete = number < len(lines)
+        for index, line in enumerate([*lines, unfinished] if unfinished else lines):
+            is_complete = index < len(lines)
             matches = _is_answer if is_complete else _is_partial_answer
-            if number >= len(prompts) or not matches(line, prompts[number]):
-                rule = f"line {number + 1} is not the answer to prompt {number + 1} of {prompts_path}"
+            if index >= len(prompts) or not matches(line, prompts[index]):
+                rule = f"line {index + 1} is not the answer to prompt {index + 1} of {prompts_path}"
                 raise setting_error(key, path, rule, fix=_FIX)
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
