@@ -46,7 +46,7 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""Maximum number of times to list a folder, which is repeated if a run has saved checkpoints in the meantime."""
+"""Maximum number of times to list a folder; it is listed again if a run has saved checkpoints in the meantime."""
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of each tensor to read at a time when two checkpoints are compared."""
@@ -66,8 +66,8 @@ class CheckpointEntry:
     """`whole` (manifest and sizes match), `verified` (checksums match too), `damaged` or `quarantined`."""
     damage: tuple[str, ...] = ()
     num_skipped: int = 0
-    """Number of consecutive skipped updates up to this step.  If it is above 0, runs do not resume from this checkpoint
-    automatically, unless there is no other."""
+    """Number of consecutive steps skipped just before the save.  If it is above 0, runs do not resume from this
+    checkpoint automatically, unless there is no other."""
     notes: tuple[str, ...] = ()
     """Remarks to print below the list."""
     evaluation: Mapping[str, float] = field(default_factory=dict)

@@ -58,7 +58,7 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
+"""Maps each field that is one entry of config.json to that entry's name and the default if it is missing."""
 
 _ROTARY_FRACTION = "partial_rotary_factor"
 

@@ -60,7 +60,7 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Earlier steps at which a save was due but did not succeed, and which this checkpoint replaces."""
+        """Earlier steps at which a save was due but none succeeded; this checkpoint replaces theirs."""
         return tuple(self.extra.get("due", ()))
 
     @property
@@ -228,8 +228,8 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, rank: int = 0,
     """
     damage = []
     checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != TORCH_METADATA)
-    for number, (name, size) in enumerate(checked):
-        if number % num_ranks != rank:
+    for index, (name, size) in enumerate(checked):
+        if index % num_ranks != rank:
             continue
         try:
             _check_file(storage, manifest, name, size, depth)

@@ -34,15 +34,16 @@ def newest_step(storage: Storage) -> int | None:
 
 
 def best_step(storage: Storage) -> int | None:
-    """Return the step of the checkpoint with the best evaluation in `storage`; None if none was evaluated."""
+    """Return the step that `find_best` finds; None if it finds none."""
     best = find_best(storage)
     return None if best is None else best[1]
 
 
 def find_best(storage: Storage) -> tuple[float, int] | None:
-    """Return the metric and step of the checkpoint with the best evaluation in `storage`; None if none was evaluated.
+    """Return the metric's value and the step of the best good checkpoint in `storage`; None if none has a value.
 
-    Checkpoints are ranked by the metric that was configured when the newest good one with an evaluation was saved.
+    The metric is the one that was configured when the newest good checkpoint with an evaluation was saved; checkpoints
+    without a value of it do not count.  If two are equal, the older one is the best.
     """
     manifests = [
         m for step in list_steps(storage) if (m := _read_if_usable(storage / checkpoint_name(step))) is not None
@@ -68,7 +69,7 @@ class RetentionPolicy:
 
     The policy keeps the newest `checkpoint.keep_last` good checkpoints, those of steps that are multiples of
     `checkpoint.keep_every` or that replace the save of such a step, and the `checkpoint.keep_best` ones with the best
-    `metric`.
+    `metric`; it keeps every checkpoint with `checkpoint.keep_last=0`.
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:

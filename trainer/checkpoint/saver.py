@@ -41,7 +41,9 @@ _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 
 
 class Saver:
-    """Saves a state at intervals, on request and at the end.  Methods are collective unless documented otherwise.
+    """Saves a state when a save is due, if it is among the best, on request, and at the end.
+
+    Methods are collective unless documented otherwise.
 
     With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether it has
     ended everywhere, so `take_finished_save` does not wait for the storage unless the save is overdue.
@@ -87,7 +89,7 @@ class Saver:
         self._started_key: tuple[object, ...] | None = None
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
-        """The key of the state in this run's newest checkpoint; None if there is no such checkpoint."""
+        """The key of the state that was last saved, or loaded from this run; None if there is none, or it was lost."""
         self.longest_save_s = 0.0
         """Duration of the longest save so far, in seconds."""
 

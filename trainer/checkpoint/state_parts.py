@@ -59,7 +59,7 @@ class StatePart:
         return False
 
     def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check that what the part refers to outside the checkpoint is unchanged, such as the data of a position in it.
+        """Check that what the part refers to outside the checkpoint is unchanged, such as the training data.
 
         plain: as in `differences`.
         allowed: keys and parts of the state that may differ (`checkpoint.allow_changes`).
@@ -79,7 +79,7 @@ class StatePart:
 
 
 class _WrappedPart(StatePart):
-    """An object that does not derive from StatePart, with the default hooks that it does not define itself."""
+    """An object that does not derive from StatePart, with the default for each hook that is not taken from it."""
 
     def __init__(self, thing: Any) -> None:
         names = ["state_dict", "load_state_dict"]

@@ -38,7 +38,7 @@ MANIFEST = "manifest.json"
 """Name of the manifest.  A folder without it is not a checkpoint."""
 DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint.  The reason becomes the prefix of the checkpoint's new name."""
-_QUARANTINED = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
+_QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 """In a file system, prefixes of the temporary names of folders that are being written, deleted and replaced."""
 _UNFINISHED = ".unfinished"
@@ -227,7 +227,7 @@ class LocalStorage:
         sync_folder(self.path)
 
     def quarantined_names(self) -> list[str]:
-        return [name for name in self.names() if name.startswith(_QUARANTINED)]
+        return [name for name in self.names() if name.startswith(_QUARANTINED_PREFIXES)]
 
     def unpublish(self, name: str) -> str:
         removed = f"{_REMOVED}{name}-{uuid.uuid4().hex[:8]}"
@@ -428,7 +428,7 @@ class RemoteStorage:
 
     def quarantined_names(self) -> list[str]:
         names = self.names()
-        moved_out = [name for name in names if name.startswith(_QUARANTINED)]
+        moved_out = [name for name in names if name.startswith(_QUARANTINED_PREFIXES)]
         return sorted({*moved_out, *(quarantined for name in names for quarantined in self._quarantined_in(name))})
 
     def _quarantined_in(self, name: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Saves checkpoints: snapshots the state, writes and verifies the files, publishes them, and prunes old checkpoints.
+"""Saves checkpoints: snapshots the state, writes files and checks their sizes, publishes, and prunes old checkpoints.
 
 A background save pauses training only while the state is collected and copied.  A thread on each rank then writes the
 copy, using a separate channel for its collectives.  Every rank writes its files and flushes them to disk; rank 0 checks
@@ -88,16 +88,19 @@ _FREE_MARGIN = 1.02
 
 @dataclass(frozen=True)
 class SaveResult:
-    """The outcome of one save, the same on all ranks except for the times and for `warning`, which only rank 0 has."""
+    """The outcome of one save, the same on all ranks except for the times and for `warning`, which only rank 0 has.
+
+    If `lost` is set, only `error` and `lost` are the same on all ranks.
+    """
 
     step: int
     path: str
     bytes: int = 0
-    """Total size of all files."""
+    """Total size of the files, without the manifest; 0 if the save failed."""
     blocked_s: float = 0.0
     """Time that training was paused."""
     total_s: float = 0.0
-    """Time from the start until the checkpoint was published."""
+    """Time from the start until the checkpoint was published, or until the save failed."""
     error: str = ""
     """What went wrong and where; empty if the checkpoint was published."""
     warning: str = ""

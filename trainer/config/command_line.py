@@ -22,7 +22,7 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""Upper limit of `nproc`, more than the number of ranks on any one machine."""
+"""Upper limit of `nproc`, more than the ranks that any one machine has."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
@@ -33,13 +33,13 @@ class Arguments:
 
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
-    """The arguments of the form section.key=value."""
+    """The arguments of the form key=value, except `recipe` and `nproc`."""
     nproc: int | None = None
     options: frozenset[str] = frozenset()
     allow_import: list[str] = field(default_factory=list)
     """Modules that may be imported if the stored configuration of a run names them."""
     sections: list[str] = field(default_factory=list)
-    """Sections for which `--help` is requested; empty for all."""
+    """Sections for which `--help` is requested; empty for all, and without `--help`."""
 
     def has_option(self, option: str) -> bool:
         """Return whether an option such as `--help` was given."""
@@ -47,9 +47,9 @@ class Arguments:
 
 
 def parse(argv: Sequence[str]) -> Arguments:
-    """Parse the command line.  Raises UserError for a malformed argument.
+    """Parse the command line.  If a key is given twice, the last value applies.
 
-    If a key is given twice, the last value applies.
+    Raises UserError for an unknown option, a malformed argument, or `--why` without `--print-config`.
     """
     argv, assignments = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []

@@ -18,7 +18,7 @@ def with_expert(config: RunConfig, expert: int, method: Literal["auto", "exchang
 
 
 def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
-    """Return the configuration, with `mesh.expert_method=auto` resolved if it uses expert parallelism.
+    """Return the configuration with `mesh.expert_method=auto` resolved; unchanged if `mesh.expert` is 1 or auto.
 
     With `exchange`, tensor shapes depend on the data, so `train.compile=auto` becomes false.
     """
@@ -38,9 +38,10 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
 
 
 def expert_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return one configuration for each legal combination of `mesh.expert` and `mesh.expert_method`.
+    """Return one configuration for each legal `mesh.expert` and, if `mesh.expert_method` is auto, each legal method.
 
-    The sizes are 1, the divisors of the number of ranks on a node, and 16, 32 and 64, in ascending order.
+    The sizes that are tried, in ascending order, are 1 and, if the model declares experts, the divisors of the number
+    of ranks on a node, and 16, 32 and 64.  Size 1 has no method to choose.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:

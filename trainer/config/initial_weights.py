@@ -20,7 +20,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
     given: the values that are set in the recipe file and on the command line, by key.
 
-    A run that will resume from a checkpoint is not checked.
+    A run that will resume from a checkpoint is not checked, nor are weights that are not in a Hugging Face folder.
     """
     if will_resume(config):
         return

@@ -1,4 +1,4 @@
-"""Loads a configuration: merges the defaults, the recipe files and the command line, and resolves the rest.
+"""Loads a configuration: merges the defaults, the recipe files and the command line, and resolves the other values.
 
 The passes that resolve values are in `passes.py`.
 """
@@ -28,24 +28,24 @@ def load_config(
 ) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
-    `recipe` is a name in conf/, a path ending in .yaml, or a run folder (its `config.yaml`).  A recipe file may inherit
-    from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  Training with the
+    `recipe` is a name in conf/, a path ending in .yaml or .yml, or a run folder (its `config.yaml`).  A recipe file may
+    inherit from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  Training with the
     configuration of a run folder continues that run, even if the folder has been moved, unless `overrides` give the
-    run another folder or name.  A learning-rate range test (`schedule.name=range`) gets a folder next to it, so
+    run another folder or name.  A learning-rate range test (`schedule.name=range`) gets a folder next to the run's, so
     that the run itself is not touched.
 
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
 
-    If the weights in `train.init_from` come with a description of their model, its fields replace the recipe's.  Model
-    fields in `overrides` must agree with them, unless a field only affects training or `checkpoint.allow_changes`
-    permits the difference.
+    If the weights in `train.init_from` come with a description of their model, its fields replace those in recipe
+    files, and those in `overrides` must agree with it.  A field that only affects training, or that
+    `checkpoint.allow_changes` permits to differ, keeps the value that is set.
 
     `needs_weights=False` skips the check that the initial weights can be read, for commands that need only the model's
     structure or the data.
 
-    Raises UserError for an unknown recipe or key, a wrong type, or a value outside its limits.  Rules that depend on
-    the number of ranks are checked by `check_config`.
+    Raises UserError for an unknown recipe or key, a wrong type, a value outside its limits, or a file that cannot be
+    read.  `check_config` checks the rules between settings, and those that depend on the number of ranks.
     """
     return load_with_origins(recipe, overrides, allow_import, needs_weights)[0]
 

@@ -30,7 +30,7 @@ class Location:
 
     path: the path or URL, without `file://`.
     kind: one of
-        file: unsharded tensors in one file (.pt, .pth, .safetensors), with the names that they have in our model;
+        file: unsharded tensors in one file (.pt, .pth, .safetensors), with the names of this project's model;
         huggingface: a Hugging Face model folder, which has config.json or safetensors, such as an export.  A folder
             with a PEFT adapter gets this kind too, but is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
@@ -43,7 +43,7 @@ class Location:
 
     @property
     def folder(self) -> Path:
-        """The folder with the config.yaml of the checkpoint or run; for RUN/best, the run folder."""
+        """The folder where the config.yaml of a checkpoint or run would be; for RUN/best, the run folder."""
         return Path(run_of_best(self.path) or self.path)
 
 

@@ -21,6 +21,7 @@ class MeshShape:
 
     @property
     def is_hybrid(self) -> bool:
+        """True if there are several replicas, even if each is unsharded."""
         return self.replicate > 1
 
     @property
@@ -28,7 +29,7 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return a warning if neither shard groups nor nodes divide evenly into the other; otherwise an empty string.
+        """Return a warning if neither of `shard` and `local_world_size` divides the other; otherwise an empty string.
 
         Some shard groups then span two nodes, and links between nodes are many times slower than those within a node.
         """
@@ -41,7 +42,7 @@ class MeshShape:
 
 
 def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
-    """Return the shape of the mesh for `world_size` ranks.  Raises UserError if the settings do not fit that number."""
+    """Return the shape of the mesh for `world_size` ranks.  Raises UserError for illegal or unsuitable sizes."""
     replicate, shard = mesh.replicate, mesh.shard
     if shard == "node":
         if world_size % local_world_size:
@@ -169,7 +170,7 @@ def with_context(config: RunConfig, context: int) -> RunConfig:
 def context_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each `mesh.context` that the mesh, batch, sequence length and model allow.
 
-    Sizes are in ascending order, and `mesh.context_method` is resolved for each.
+    Sizes are in ascending order, and `mesh.context_method` is resolved for each above 1.
     """
     choices = []
     for size in (size for size in range(1, shape.shard + 1) if shape.shard % size == 0):

@@ -77,7 +77,7 @@ _OTHER_NAMES = {
     "nproc": "num_processes nproc_per_node nproc_per_gpu devices num_gpus n_gpus gpus ngpu",
     "recipe": "config config_file config_path job_config",
 }
-"""For each key, the names of the same setting in other trainers."""
+"""For each key, and for `nproc` and `recipe`, the names of the same setting in other trainers."""
 _KEY_OF_NAME = {name: key for key, names in _OTHER_NAMES.items() for name in names.split()}
 
 _COMPUTED = "it is computed from train.global_batch_size, train.micro_batch_size and the number of ranks"

@@ -31,7 +31,8 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Entries of config.json that are refused unless the recipe lists them in `HuggingFace.dropped`."""
+"""Maps the entries of config.json that are refused to the reason.  A recipe can accept some (`HuggingFace.dropped`);
+the generic recipe `hf` accepts `auto_map`."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:

@@ -38,7 +38,7 @@ from trainer.errors import UserError, choice_error, nearest, setting_error
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
-    """Check all rules before anything is built, and return the shape of the mesh.
+    """Check the rules between settings, and those about the number of ranks; return the shape of the mesh.
 
     Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """

@@ -25,7 +25,7 @@ milliseconds."""
 MAX_SIZE = 2**31 - 1
 """The largest legal value of keys that set the size of a tensor dimension."""
 
-DTYPES = {
+DTYPE_ALIASES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
@@ -277,13 +277,13 @@ class FsdpSection:
     param_dtype: Literal["float32", "bfloat16", "auto"] = declare(
         "float32",
         "dtype of unsharded parameters and compute; auto: bfloat16 on a GPU, else float32",
-        aliases=DTYPES,
+        aliases=DTYPE_ALIASES,
     )
     reduce_dtype: Literal["float32", "bfloat16"] = declare(
-        "float32", "dtype in which gradients are reduced", aliases=DTYPES
+        "float32", "dtype in which gradients are reduced", aliases=DTYPE_ALIASES
     )
     output_dtype: Literal["float32", "bfloat16"] | None = declare(
-        None, "dtype of the model's outputs; null: as computed", aliases=DTYPES
+        None, "dtype of the model's outputs; null: as computed", aliases=DTYPE_ALIASES
     )
     accumulate: Literal["unsharded", "sharded"] = declare(
         "unsharded",
@@ -464,7 +464,7 @@ class MuonSection:
     dtype: Literal["bfloat16", "float32"] = declare(
         "bfloat16",
         "dtype of the iterations and of messages between ranks; float32: losses agree within 1e-6 on any mesh",
-        aliases=DTYPES,
+        aliases=DTYPE_ALIASES,
     )
     cautious: bool = declare(False, "apply weight decay only where the update shrinks the weight too")
     bucket_mib: float = declare(64.0, "MiB that a rank receives for one bucket of matrices", above=0)
@@ -492,7 +492,7 @@ class OptimSection:
     state_dtype: Literal["float32", "bfloat16", "int8"] = declare(
         "float32",
         "dtype of AdamW's two moments; int8: one byte per number, with one scale for every 256 numbers of a row",
-        aliases={**DTYPES, **dict.fromkeys(("8bit", "uint8", "torch.int8"), "int8")},
+        aliases={**DTYPE_ALIASES, **dict.fromkeys(("8bit", "uint8", "torch.int8"), "int8")},
     )
     rounding: Literal["stochastic", "nearest"] = declare(
         "stochastic", "how AdamW rounds bfloat16 weights and moments; nearest loses small updates"
@@ -591,7 +591,7 @@ class TrainSection:
         "float32",
         "dtype of the sharded weights and gradients: float32 (master weights), or bfloat16 for half the memory "
         "(see optim.rounding)",
-        aliases=DTYPES,
+        aliases=DTYPE_ALIASES,
     )
     init_from: str | None = declare(
         None,
@@ -631,7 +631,7 @@ class LoraSection:
         None,
         "dtype of the frozen weights; null: bfloat16 if they are stored as bfloat16, else train.weights_dtype; nf4 or "
         "fp8: 4.5 or 8.5 bits per weight for linear layers and experts of the blocks, fsdp.param_dtype for all others",
-        aliases=DTYPES,
+        aliases=DTYPE_ALIASES,
     )
 
     @property

@@ -34,7 +34,7 @@ def is_run(folder: Path) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether `folder` is the folder of one checkpoint."""
+    """Return whether `folder` has the manifest of a checkpoint."""
     return (folder / "manifest.json").is_file()
 
 

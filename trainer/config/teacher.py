@@ -1,4 +1,4 @@
-"""The configuration of the teacher model in distillation, which is frozen but otherwise built like the student."""
+"""The configuration of the teacher in distillation: a frozen model on the student's mesh, without adapters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer.objective import Tokens
 TEACHER_KEY = "objective.teacher"
 """The key of the setting that names the teacher."""
 TOP_FILE = "top.json"
-"""The file that identifies a folder of the teacher's log-probabilities, stored in place of the teacher."""
+"""A folder with this file holds a teacher's log-probabilities, and can be named in place of the teacher."""
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
@@ -25,8 +25,9 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
 
     The teacher is sharded on the same mesh as the student, and its weights have the run's compute dtype.
 
-    Raises UserError if the teacher's model is unknown, if the vocabulary sizes differ, if the teacher does not support
-    the mesh, or if a setting needs the teacher model but `objective.teacher` has only log-probabilities.
+    Raises UserError if no teacher is named, if its model is unknown, if the vocabulary sizes differ, if the teacher
+    does not support the mesh, or if a setting needs the teacher model but `objective.teacher` has only its
+    log-probabilities.
     """
     if "teacher" not in config.objective.needs:
         return None

@@ -92,10 +92,10 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
     for argument in remaining:
         key, _, value = argument.partition("=")
         if key in parsed.numbers:
-            count = value or next(remaining, "")
-            if not count.isdecimal() or int(count) < 1:
-                raise setting_error(key, count or None, "must be a whole number of at least 1", example=1)
-            parsed.numbers[key] = int(count)
+            text = value or next(remaining, "")
+            if not text.isdecimal() or int(text) < 1:
+                raise setting_error(key, text or None, "must be a whole number of at least 1", example=1)
+            parsed.numbers[key] = int(text)
         elif argument == "--full":
             parsed.is_full = True
         elif argument.startswith("-"):

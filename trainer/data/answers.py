@@ -30,7 +30,8 @@ class AnswerFile:
         prompts_path: the file of prompts, for error messages.
         prompts: the records of the prompts.
 
-        Raises UserError if `path` cannot be used, or if a line is not the answer to the prompt with the same number.
+        Raises UserError if `path` is a folder or is in a missing folder, or if a line is not the answer to the prompt
+        with the same number.
         """
         if not path.parent.is_dir():
             raise setting_error(key, path, f"there is no folder {path.parent}", fix="create it, or name another one")
@@ -39,16 +40,16 @@ class AnswerFile:
         self._path, self._key = path, key
         content = path.read_bytes() if path.exists() else b""
         *lines, unfinished = content.split(b"\n")
-        for number, line in enumerate([*lines, unfinished] if unfinished else lines):
-            is_complete = number < len(lines)
+        for index, line in enumerate([*lines, unfinished] if unfinished else lines):
+            is_complete = index < len(lines)
             matches = _is_answer if is_complete else _is_partial_answer
-            if number >= len(prompts) or not matches(line, prompts[number]):
-                rule = f"line {number + 1} is not the answer to prompt {number + 1} of {prompts_path}"
+            if index >= len(prompts) or not matches(line, prompts[index]):
+                rule = f"line {index + 1} is not the answer to prompt {index + 1} of {prompts_path}"
                 raise setting_error(key, path, rule, fix=_FIX)
         self.num_done, self._num_bytes, self._is_new = len(lines), len(content) - len(unfinished), not content
 
     def begin(self, model: str, provenance: Mapping[str, Any]) -> None:
-        """Record what produces the answers, if the file is new.
+        """Record what produces the answers, if the file is new or empty.
 
         Otherwise, check that the recorded model and settings are the same, and remove a partial last line.
 

@@ -7,7 +7,7 @@
   and rebuilt.  Downloaded shards and text (`remote.cache`), which have separate folders, use only this.
 - `get_or_build` combines the two, for tokenized chats, the tokenized standard library, row layouts and shard catalogs.
 
-`read_value` and `write_value` store single JSON values; a corrupt one counts as missing.
+`write_value` stores a single JSON value and `read_value` returns it; a corrupt one counts as missing.
 """
 
 from __future__ import annotations

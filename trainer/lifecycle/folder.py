@@ -592,8 +592,8 @@ def _process_start_time(pid: int) -> str:
 #
 # If training continued, its results would be lost.  If the folder were recreated, its files would reappear where
 # somebody has just deleted them, or where another run has started.  So the run ends after the current step.  Its state,
-# metrics and status go to the renamed folder, or if it cannot be found, to a new folder next to the old one.  The run can be
-# resumed there.
+# metrics and status go to the renamed folder, or if it cannot be found, to a new folder next to the old one.  The run
+# can be resumed there.
 
 
 class Relocation:

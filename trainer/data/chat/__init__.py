@@ -5,6 +5,6 @@ template   renders chat templates as transformers does
 limits     limits the CPU time and memory of rendering templates
 masking    converts conversations to tokens and loss masks
 store      caches tokenized conversations on disk
-source     data sources of packed conversations, preference pairs or labeled conversations;
+source     data sources of conversations, packed or not, of preference pairs and of labeled conversations;
            also reads conversations for display
 """

@@ -1,4 +1,4 @@
-"""Reads chat files: converts the records of JSONL, parquet, JSON and CSV files to conversations.
+"""Reads chat files: converts records of JSONL, parquet, JSON and CSV files to conversations, completions and pairs.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  If a
 value in a record is invalid, the error gives its path in the record, such as `messages[2].role`.
@@ -29,7 +29,8 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
 """`role` (one of ROLES), `content` (text), and optional keys for the chat template, such as `tool_calls` or
-`reasoning_content`.  An optional `weight` of 0 excludes the message from the loss."""
+`reasoning_content`.  An optional `weight` of 0 excludes the message from the loss, except with
+`data.train_on=end`."""
 
 
 class BadChat(Exception):
@@ -48,7 +49,7 @@ class BadChat(Exception):
 class Conversation:
     """Messages in order, and the tools that the assistant may call.
 
-    first_trainable: index of the first message that may be a target.
+    first_trainable: index of the first assistant turn that may contain targets; `data.train_on=all` ignores it.
     """
 
     messages: Sequence[Message]

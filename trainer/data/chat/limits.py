@@ -9,7 +9,7 @@ access, but not how much CPU time and memory it uses.  Both are limited in two w
   rendering in this process is limited too.  The kernel limits its memory.  A watchdog thread limits its CPU time, by
   raising an exception in the rendering thread.
 
-The overhead for ordinary chats is negligible: one fork per tokenizer, and a few microseconds per rendering.
+The overhead for ordinary chats is negligible: one fork per chat template, and a few microseconds per rendering.
 """
 
 from __future__ import annotations

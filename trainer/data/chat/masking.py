@@ -42,7 +42,7 @@ class EncodedSample:
     spelled_token: str = ""
 
     def truncated(self, num_tokens: int, targets_only_end: bool) -> EncodedSample:
-        """Return the first `num_tokens` tokens.
+        """Return the first `num_tokens` tokens; `spelled_token` is not kept.
 
         targets_only_end: whether the last of them is the only target, instead of the targets among them.
         """
@@ -60,7 +60,8 @@ class Encoder:
 
     train_on: which tokens are targets: those of all assistant turns (`assistant`), of the last one (`last`), of those
         after the last user message (`completion`), all tokens (`all`), or only the last token (`end`).  Except for
-        `end`, messages with weight 0 are not targets.
+        `end`, no token of a message with weight 0 is a target.  Of a `Completion`, all tokens are targets with `all`,
+        the last one with `end`, and otherwise those of the completion, not of its prompt.
     template_name: the value of `data.chat_template`, for error messages.
     """
 

@@ -1,4 +1,4 @@
-"""Data sources of packed conversations, preference pairs, and labeled conversations."""
+"""Data sources of conversations, packed or not, of preference pairs, and of labeled conversations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
     vocab_size: the model's vocabulary size, or None to skip its check.
 
-    Raises UserError if the tokenizer's vocabulary is larger than the model's, or if a conversation cannot be used.
+    Raises UserError if the files, their columns, the tokenizer, the chat template or a conversation cannot be used, or
+    if the tokenizer's vocabulary is larger than the model's.
     """
     check_columns(data.columns or {}, data.format)
     encoder = make_encoder(data)
@@ -260,7 +261,7 @@ class LabeledSource(_ConversationSource):
         return EncodedSample(encoded.ids[1:], encoded.loss_mask[1:])
 
     def _next_with_another_prompt(self, number: int) -> int:
-        """Return the next conversation after `number` with a different prompt.  Raises UserError if all have the same."""
+        """Return the next conversation after `number` with another prompt.  Raises UserError if all have the same."""
         chat, start = self._read_and_find_response(number)
         for distance in range(1, len(self)):
             other = (number + distance) % len(self)
