@@ -134,10 +134,16 @@ def test_peft_gives_the_scores_of_an_adapter_and_its_head(name: str, recipe: str
 def test_classifier_keeps_the_best_by_accuracy_and_is_exported(model: Path, tmp_path: Path) -> None:
     data = labelled(tmp_path)
     settings = settings_of(model, data, *QUICK)
-    best = [f"data.eval_path={write(tmp_path / 'held_out.jsonl', held_out())}", "eval.metric=accuracy", "eval.every=4"]
+    best = [
+        f"data.eval_path={write(tmp_path / 'held_out.jsonl', held_out())}",
+        "eval.metric=accuracy",
+        "eval.every=1",
+        "schedule.warmup_steps=24",
+    ]
     ran = run_command(tmp_path / "run", *settings, *best, "checkpoint.keep_best=1", "checkpoint.keep_last=1")
     assert ran.exit_code == 0, ran.stderr
     accuracies = {line["step"]: line["accuracy"] for line in ran.metrics if line["kind"] == "eval"}
+    assert len(set(accuracies.values())) > 1, "otherwise the first is the best whatever is compared"
     first_best = min(step for step, accuracy in accuracies.items() if accuracy == max(accuracies.values()))
     assert f"best: step {first_best}, {max(accuracies.values()):.4f}" in ran.stdout
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
