@@ -140,10 +140,11 @@ def test_classifier_keeps_the_best_by_accuracy_and_is_exported(model: Path, tmp_
         "eval.every=1",
         "schedule.warmup_steps=24",
     ]
-    ran = run_command(tmp_path / "run", *settings, *best, "checkpoint.keep_best=1", "checkpoint.keep_last=1")
+    ran = run_command(tmp_path / "run", *settings, *best, "checkpoint.keep_best=1", "checkpoint.keep_last=3")
     assert ran.exit_code == 0, ran.stderr
     accuracies = {line["step"]: line["accuracy"] for line in ran.metrics if line["kind"] == "eval"}
     assert len(set(accuracies.values())) > 1, "otherwise the first is the best whatever is compared"
+    assert (tmp_path / "run/checkpoints/step_00000001").is_dir(), "a worse one is there to choose from"
     first_best = min(step for step, accuracy in accuracies.items() if accuracy == max(accuracies.values()))
     assert f"best: step {first_best}, {max(accuracies.values()):.4f}" in ran.stdout
     assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
