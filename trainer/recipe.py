@@ -1,4 +1,4 @@
-"""Recipes, which describe models to the trainer, and their registry.
+"""Recipes, which describe models to the trainer, and their registry.  (The YAML files in conf/ are recipe files.)
 
 A recipe consists of data and functions that do not depend on the mesh or the rank.  Importing a built-in recipe does
 not import torch: the recipe only names the module that defines the model, and that module is imported when the model is
@@ -34,14 +34,16 @@ ENTRY_POINTS = "meshtrainer.recipes"
 """The entry-point group in which other distributions list modules that register recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
-"""One FSDP unit: a module, its dotted name (`*` matches one part of it), or several modules gathered together."""
+"""Selects FSDP units: a module, or a dotted name (`*` matches one part, and each match is a unit by itself).
+
+A tuple or list of these is one unit, whose modules are gathered together."""
 
 
 TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of tensors, under the names that they have in the recipe's model.  Needs no process group.
+    """A source of tensors, by their names in the recipe's model.  Needs no process group.
 
     description: where the weights are, for messages.
     shapes: the shape of every tensor, by name.  A tied weight may appear under one of its names or under all of them.
@@ -56,7 +58,7 @@ class WeightSource(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along dimension 0, or a scalar, on the CPU.
+        """Return rows [start, stop) along dimension 0, on the CPU; stop=None: to the end.  A scalar is returned whole.
 
         The tensor may be a view of the source's memory and must not be modified.
         """

@@ -1,8 +1,9 @@
 """The Trainer: builds the model, optimizer and data that a configuration describes, and trains the model.
 
-Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`, `loss`,
-`train_step`, `evaluate`, `on_step`, `fit`.  Saving, resuming, metrics, and the start and end of a run are handled by
-the parts of a `TrainingRun` (`lifecycle/assembly.py`); the Trainer decides when they act.
+Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`,
+`build_eval_loader`, `loss`, `count`, `train_step`, `evaluate`, `on_step` or `fit`.  Saving, resuming, metrics, and the
+start and end of a run are handled by the parts of a `TrainingRun` (`lifecycle/assembly.py`); the Trainer decides when
+they act.
 """
 
 from __future__ import annotations
@@ -49,14 +50,15 @@ class Trainer:
 
         Trainer(load_config("llama_small", ["train.steps=100"])).fit()
 
-    Every rank constructs a Trainer with the same configuration.  `fit` runs the entire training; `steps` is a generator
-    that yields one record per step, for your own training loop.
+    Every rank constructs a Trainer with the same configuration.  `fit` runs training from start to finish;
+    `steps` is a generator that yields one record per step, for your own training loop.
 
-    Raises UserError on all ranks if the configuration is invalid, for example for this number of ranks.
+    Raises UserError on all ranks if the configuration is invalid, for example because it does not fit the number of
+    ranks.
     """
 
     load_weights = staticmethod(load_weights)
-    accounts, horizon = Renamed("step_metrics"), Renamed("stop_criterion")
+    accounts, horizon = Renamed("step_metrics"), Renamed("stop_criterion")  # the old names, deprecated
 
     def __init__(self, config: RunConfig) -> None:
         start_time = time.monotonic()

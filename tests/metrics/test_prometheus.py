@@ -56,7 +56,7 @@ def test_a_port_that_is_taken_ends_nothing(tmp_path: Path, capsys: pytest.Captur
         port = listener.getsockname()[1]
         found = fit(tmp_path, "train.steps=2", f"log.prometheus={port}")
     assert found[-1]["reason"] == "finished"
-    assert capsys.readouterr().err.count(f"warning: log.prometheus={port}: cannot be served") == 1
+    assert capsys.readouterr().err.count(f"warning: log.prometheus={port}: cannot listen on this port") == 1
 
 
 def test_names_and_numbers_are_spelled_as_prometheus_reads_them() -> None:

@@ -1,6 +1,7 @@
-"""Retention: decides which published checkpoints to keep, which are good, and whether they will fit on the disk.
+"""Decides which published checkpoints to keep and which are good, and estimates whether they will fit on the disk.
 
-A checkpoint is not good if it was saved while steps were skipped, if its manifest is missing, damaged or of an
+A published checkpoint is complete, under its final name.  It is not good if the steps just before it were skipped
+because their loss or gradient was not finite, if its manifest is missing, damaged or of an
 unsupported format, or if its folder is named after a different step.  Such a checkpoint never causes a good one to be
 pruned.
 """
@@ -22,8 +23,8 @@ from trainer.metrics.console import readable_bytes
 def newest_step(storage: Storage) -> int | None:
     """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
-    A checkpoint that was saved while steps were skipped is chosen only if there is no other.  The result may still be
-    damaged, which is only detected when it is read.
+    A checkpoint that was saved right after skipped steps is chosen only if there is no other.  A damaged manifest does
+    not rule a checkpoint out: that error is reported when the checkpoint is opened.
     """
     steps = list_steps(storage)
     for step in reversed(steps):
@@ -43,7 +44,7 @@ def find_best(storage: Storage) -> tuple[float, int] | None:
     """Return the metric's value and the step of the best good checkpoint in `storage`; None if none has a value.
 
     The metric is the one that was configured when the newest good checkpoint with an evaluation was saved; checkpoints
-    without a value of it do not count.  If two are equal, the older one is the best.
+    without a value for it are ignored.  Ties go to the older checkpoint.
     """
     manifests = [
         m for step in list_steps(storage) if (m := _read_if_usable(storage / checkpoint_name(step))) is not None

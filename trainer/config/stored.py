@@ -1,6 +1,7 @@
 """Recognizes the configurations that runs store in their folders and checkpoints, and reads them as untrusted data.
 
-No module that a stored configuration names is imported without permission, and values with masked secrets are refused.
+No module outside this package that a stored configuration names is imported without permission, and values with masked
+secrets are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ CONFIG = "config.yaml"
 OLD_DPO_SECTION = "dpo"
 """The old section for DPO settings, which every run stored before there were other objectives.
 
-`read_stored` converts it in stored configurations, and the pass `objective_section` does so in all others."""
+`read_stored` converts it in the text that it parses, and the pass `objective_section` in files that are loaded with
+`load_config`."""
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
@@ -39,7 +41,7 @@ def is_checkpoint(folder: Path) -> bool:
 
 
 def is_written_by_run(path: Path) -> bool:
-    """Return whether a run has written this recipe file, into its folder or into a checkpoint."""
+    """Return whether `path` is a `config.yaml` that a run wrote into its folder or into a checkpoint."""
     return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
 
 
@@ -54,7 +56,7 @@ def run_of_best(path: str) -> str | None:
 
 
 def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow_import: Collection[str]) -> None:
-    """Raise UserError if a configuration written by a run names a module that the user has not allowed to import.
+    """Raise UserError if a configuration written by a run names a module whose import the user has not allowed.
 
     A key that is also given on the command line (`assignments`) is trusted.
     """

@@ -5,7 +5,8 @@
 - `build_entry` takes a lock, builds an entry under a temporary name unless it exists by then, flushes it to disk, and
   renames it.  An entry therefore appears under its name only once it is complete.  A corrupt entry is reported, removed
   and rebuilt.  Downloaded shards and text (`remote.cache`), which have separate folders, use only this.
-- `get_or_build` combines the two, for tokenized chats, the tokenized standard library, row layouts and shard catalogs.
+- `get_or_build` combines the two.  It caches tokenized chats, the tokens of Python's standard library (the built-in
+  data, `stdlib.py`), the packing of documents into rows, and lists of remote shards.
 
 `write_value` stores a single JSON value and `read_value` returns it; a corrupt one counts as missing.
 """
@@ -50,7 +51,9 @@ def in_writable_folder(
 
     Raises UserError if there is no such folder.
     """
-    error = setting_error("data.cache_dir", cache_dir, f"no folder to store {content} in", fix="give a writable folder")
+    error = setting_error(
+        "data.cache_dir", cache_dir, f"there is no writable folder for {content}", fix="give a writable folder"
+    )
     for folder in find_cache_folders(cache_dir):
         try:
             return use(folder)

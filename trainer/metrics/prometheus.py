@@ -1,7 +1,7 @@
 """Serves a run's current state to Prometheus, in its text format: `http://HOST:PORT/metrics`, on rank 0.
 
-The page has what alerts and dashboards need: whether the run makes progress, how well it trains, and where its time
-goes.  Everything else is in `metrics.jsonl`.
+The endpoint exposes what alerts and dashboards need: whether the run makes progress, how well it trains, and where its
+time goes.  Everything else is in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _GAUGES = (
     ("grad_norm", "grad_norm", "Gradient norm of the last recorded step, before clipping."),
     ("lr", "learning_rate", "Learning rate of the last recorded step."),
     ("tokens_per_s", "tokens_per_second", "Target tokens per second over all ranks."),
-    ("step_s", "step_seconds", "Mean seconds of a step."),
-    ("data_s", "data_wait_seconds", "Mean seconds of a step spent waiting for data."),
+    ("step_s", "step_seconds", "Mean step time in seconds."),
+    ("data_s", "data_wait_seconds", "Mean time per step spent waiting for data, in seconds."),
     ("mfu", "mfu", "Model FLOPs utilization."),
-    ("peak_memory_gib", "peak_memory_gib", "Peak memory of a rank in GiB, the maximum over ranks."),
+    ("peak_memory_gib", "peak_memory_gib", "Peak memory in GiB, maximum over ranks."),
 )
 """The metrics taken from `train` records: the record's field, the metric's name, and its help text."""
 
 
 class Prometheus(RecordWriter):
-    """Serves the page over HTTP.  If the port cannot be used, it warns and serves nothing."""
+    """Serves the metrics over HTTP.  If the port cannot be used, it warns and serves nothing."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
-        """Start serving.  port: 0 for any free port.  run: the run's name, a label of every metric."""
+        """Start serving.  port: 0 for any free port.  run: the run's name, attached to every metric as a label."""
         self._run = run
         self._lock = threading.Lock()
         self._ledger = TimeLedger()
@@ -46,7 +46,7 @@ class Prometheus(RecordWriter):
         try:
             self._server = _Server(port, self.page)
         except (OSError, OverflowError) as error:
-            warn(f"log.prometheus={port}: cannot be served ({error}); continuing without it")
+            warn(f"log.prometheus={port}: cannot listen on this port ({error}); continuing without it")
 
     @property
     def port(self) -> int:
@@ -54,7 +54,7 @@ class Prometheus(RecordWriter):
         return 0 if self._server is None else int(self._server.server_address[1])
 
     def progress(self, step: int) -> None:
-        """Note that a step has completed."""
+        """Record that a step has completed."""
         self._step, self._last_step_at = step, time.time()
 
     def write(self, record: Record) -> None:

@@ -1,11 +1,11 @@
 """Initializes models built on the meta device, with identical weights on any mesh.
 
-A model is filled module by module.  A module's own parameters are temporarily replaced by full tensors on the CPU.  The
-recipe's ordinary code initializes these, with the generator seeded from (seed, module name), and each rank keeps its
-shard.  Of a large tensor of random numbers, a rank usually draws only the rows of its shard, and advances the generator
-past all other rows (`_should_defer`).  Several threads can share this work.  No rank holds more than its shards plus
-one module, there is no communication, and the weights depend only on the seed, not on the mesh or the device.  (A GPU's
-generator would give different values.)  This module does not depend on particular recipes.
+A model is initialized one module at a time.  A module's own parameters are temporarily replaced by full tensors on the
+CPU.  The recipe's ordinary code initializes these, with the generator seeded from (seed, module name), and each rank
+keeps its shard.  For a large tensor of random numbers, a rank usually draws only the rows in its shard, and advances
+the generator past all other rows (`_should_defer`).  Several threads can share this work.  No rank holds more than its
+shards plus one module, there is no communication, and the weights depend only on the seed, not on the mesh or the
+device.  (A GPU's generator would give different values.)  This module does not depend on particular recipes.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ def materialize(
 ) -> None:
     """Allocate and initialize every parameter and buffer of `model` that is on the meta device, in place.
 
-    `init(module)`, or `init(module, name, model)`, fills the tensors that one module owns directly; by default, and for
-    adapters, this is `module.reset_parameters()` or, as some of torch's modules call it, `_reset_parameters()`.  Tied
-    parameters are filled once, by the first module that owns them.  Values are computed on the CPU and moved to
-    `device`; with `cpu_offload`, parameters stay on the CPU.
+    `init(module)`, or `init(module, name, model)`, initializes the tensors that one module owns directly; by default,
+    and for adapters, this is `module.reset_parameters()` or, as some of torch's modules call it, `_reset_parameters()`.
+    Tied parameters are initialized once, by the first module that owns them.  Values are computed on the CPU and moved
+    to `device`; with `cpu_offload`, parameters stay on the CPU.
 
     Parameters for which `is_loaded_later(name)` is true are not initialized: until they are loaded, floating-point ones
-    are NaN and quantized ones undefined.  Buffers are always filled.
+    are NaN and quantized ones undefined.  Buffers are always initialized.
 
-    Raises UserError naming every parameter and buffer that was not filled.  All ranks raise it, since they run the
+    Raises UserError naming every parameter and buffer that was not initialized.  All ranks raise it, since they run the
     initialization code of the same modules.
     """
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))

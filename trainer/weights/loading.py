@@ -1,8 +1,8 @@
-"""Loads weights: the initial or base weights of a training run, or an unsharded model for inference.
+"""Loads the initial or base weights of a training run, and builds unsharded models for inference.
 
 Weights come from checkpoints, run folders, Hugging Face folders, single state-dict files (not for inference), or the
-recipe itself.  Functions that take a `Channel` are collective and raise errors on all ranks together; `load_weights`
-needs no process group.
+source that the recipe names (`Recipe.weights`).  Functions that take a `Channel` are collective and raise errors on all
+ranks together; `load_weights` needs no process group.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from trainer.weights.exporting import ModelFiles, read_model_files, read_tokeniz
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
 MODEL_FILES = "origin"
-"""Key of the state entry for the files that came with the model."""
+"""Key, in the state of a checkpoint, of the files that came with the model.  Old checkpoints have this value."""
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:

@@ -1,9 +1,10 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
 A template is a Jinja program published with the model.  It runs in Jinja's sandbox, and its input is plain JSON.  The
-environment offers the filters, functions, `generation` tag and special tokens that transformers offers.  A template
-renders the same text here, with two exceptions: `strftime_now` returns a fixed date by default, and messages are
-adapted (see `ChatTemplate.render_unlimited`).  Private names in namespaces and huge integers are refused.  `limits.py`
+environment offers the filters, functions, `generation` tag and special tokens that transformers offers.  The
+text is that of transformers, with two exceptions: `strftime_now` returns a fixed date by default, and messages are
+adapted (see `ChatTemplate.render_unlimited`).  It is an error to set an attribute whose name begins with `_` on a Jinja
+`namespace`, or to compute a huge integer.  `limits.py`
 limits the CPU time and memory of rendering.
 """
 
