@@ -28,7 +28,7 @@ class Simpo(Objective):
     rows_per_sample, better = 2, REWARDS
 
     beta: float = declare(2.0, "scale of the mean log-probabilities", above=0)
-    gamma: float = declare(1.0, "target margin between chosen and rejected response, after scaling by beta", at_least=0)
+    gamma: float = declare(1.0, "target margin between the rewards of the chosen and the rejected response", at_least=0)
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:
         chosen, rejected = pairs(self.beta * inputs.logps / inputs.lengths)

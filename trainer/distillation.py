@@ -30,11 +30,11 @@ from trainer.trainer import Trainer
 from trainer.weights.loading import load_base, load_initial_weights
 
 TEACHER = "teacher"
-"""Key of the state entry that identifies the teacher's weights."""
+"""Key, in the state of a checkpoint, of what identifies the teacher's weights."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Maximum bytes of one model's fp32 logits in a chunk of several tokens.  Several tensors of this size are in memory at
-the same time."""
+"""Maximum bytes of one model's fp32 logits in a chunk, unless a single token needs more.  Several tensors of this size
+are in memory at the same time."""
 
 
 class DistillationTrainer(Trainer):
@@ -44,16 +44,16 @@ class DistillationTrainer(Trainer):
     """
 
     takes_objectives = True
-    """Whether the Trainer computes the inputs of objectives other than next-token prediction."""
+    """True, since this Trainer requires an objective other than next-token prediction."""
 
     def __init__(self, config: RunConfig) -> None:
         self.teacher: nn.Module | None = None
         super().__init__(config)
         if self.teacher is not None:
-            config_of_teacher = teacher_config(self.config)
-            assert config_of_teacher is not None
+            its_config = teacher_config(self.config)
+            assert its_config is not None
             with self.world.closing_on_user_error():
-                self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, TEACHER_KEY))
+                self.state.add(TEACHER, load_base(self.teacher, its_config, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model of `config` (default: this run's).

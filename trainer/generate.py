@@ -1,11 +1,12 @@
 """Generate text with a trained model: stream one completion, or complete a file of prompts in batches.
 
-    python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompt TEXT
-    python -m trainer.generate <run, checkpoint or Hugging Face folder> --chat TEXT
-    python -m trainer.generate <run, checkpoint or Hugging Face folder> --prompts FILE --batch 16 --out FILE
+    python -m trainer.generate MODEL --prompt TEXT
+    python -m trainer.generate MODEL --chat TEXT
+    python -m trainer.generate MODEL --prompts FILE --batch 16 --out FILE
 
-Uses one process, on a GPU if there is one.  A completion ends when the model ends the document or the chat turn, after
---max-tokens tokens, or when the model has no more positions.
+MODEL is the folder of a run or a checkpoint, a Hugging Face folder or name (org/name), or a GGUF file.  Uses one
+process, on a GPU if there is one.  A completion ends with an end-of-document or end-of-turn token, after --max-tokens
+tokens, or when the model's context is full.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""List the runs in a folder, with the progress and losses of each, and what to do next with it.
+"""List the runs in a folder, with the progress, the losses and the next command of each.
 
     python -m trainer.runs              the runs in runs/ and its subfolders
     python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example those of a sweep
@@ -54,7 +54,7 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Training loss: the mean over the steps that the last metrics line covers."""
+    """Training loss: the mean over the steps of the last `train` record."""
     eval_loss: float | None
     """Loss of the last evaluation."""
     goodput: float | None

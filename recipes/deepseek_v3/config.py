@@ -41,12 +41,16 @@ class DeepseekV3Config(BalanceConfig):
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=1)
     rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not pairs half a head apart")
     rope_factor: float = declare(40.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
-    rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
+    rope_original_len: int = declare(4096, "YaRN: context length before the extension", at_least=1)
     rope_beta_fast: float = declare(
-        32.0, "YaRN: pairs with more rotations in rope_original_len tokens are not scaled", above=0
+        32.0,
+        "YaRN: pairs of dimensions that rotate more often than this in rope_original_len tokens are not scaled",
+        above=0,
     )
     rope_beta_slow: float = declare(
-        1.0, "YaRN: pairs with fewer rotations in that length are scaled by the full factor", above=0
+        1.0,
+        "YaRN: pairs of dimensions that rotate less often than this in rope_original_len tokens are fully scaled",
+        above=0,
     )
     rope_mscale: float = declare(
         1.0,

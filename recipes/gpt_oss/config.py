@@ -22,7 +22,8 @@ class GptOssConfig(BalanceConfig):
     head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
     window: int = declare(
         128,
-        "sliding window of layers 0, 2, 4, ... in tokens, including the current one; other layers attend to all tokens",
+        "sliding window of layers 0, 2, 4, ... in tokens, including the current one; the others attend to all earlier "
+        "tokens",
         at_least=1,
     )
     expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)
@@ -30,19 +31,23 @@ class GptOssConfig(BalanceConfig):
     num_chosen: int = declare(2, "experts per token (top-k)", at_least=1)
     swiglu_alpha: float = declare(1.702, "factor of the gate projection inside the sigmoid", above=0)
     swiglu_limit: float = declare(
-        7.0, "upper bound of an expert's gate projection, and bound of the magnitude of its up projection", above=0
+        7.0, "an expert's gate projection is clamped to at most this value, its up projection to +- this value", above=0
     )
     max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(150000.0, "base of the rotary frequencies", above=1)
     rope_factor: float = declare(32.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
-    rope_original_len: int = declare(4096, "YaRN: sequence length without scaling", at_least=1)
+    rope_original_len: int = declare(4096, "YaRN: context length before the extension", at_least=1)
     rope_beta_fast: float = declare(
-        32.0, "YaRN: pairs with more rotations in rope_original_len tokens are not scaled", above=0
+        32.0,
+        "YaRN: pairs of dimensions that rotate more often than this in rope_original_len tokens are not scaled",
+        above=0,
     )
     rope_beta_slow: float = declare(
-        1.0, "YaRN: pairs with fewer rotations in that length are scaled by the full factor", above=0
+        1.0,
+        "YaRN: pairs of dimensions that rotate less often than this in rope_original_len tokens are fully scaled",
+        above=0,
     )
-    rope_truncate: bool = declare(False, "YaRN: round the bounds of the interpolated pairs to whole numbers")
+    rope_truncate: bool = declare(False, "YaRN: round the ends of the ramp between unscaled and fully scaled pairs")
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this Qwen3 and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's Qwen3 and Hugging Face's.
 
 Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
@@ -29,7 +29,7 @@ SHARED_NAMES = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-"""Names of the weights outside the feed-forward layers, which dense and mixture-of-experts models share."""
+"""Maps the names of the weights outside the feed-forward layers; the same for dense and mixture-of-experts models."""
 
 NAMES = {
     **SHARED_NAMES,
@@ -51,7 +51,7 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
+"""Maps each field except `rope_theta` to the name of its entry in config.json and the default for a missing entry."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
 """Entries of config.json for which this recipe and `qwen3_moe` support only these values."""

@@ -1,9 +1,9 @@
-"""Balances the load of experts, through router losses or biases on the selection of experts, and measures the load.
+"""Balances the load of experts, through auxiliary losses of the router and biases on its choices, and measures it.
 
-How often experts are chosen is counted in integers, over the global batch (for `sequence_loss`, over each sequence).
-So the counts do not depend on how the mesh and the micro-batches divide the tokens.
+The tokens of each expert are counted in integers over the global batch (for `sequence_loss`, over each sequence), so
+the counts do not depend on how the mesh and the micro-batches divide the tokens.
 
-Shape suffixes: B sequences, T tokens per sequence, E experts, A experts per token, S tokens (B x T), L expert layers.
+Shape suffixes: B sequences, T tokens per sequence, E experts, A experts per token, S tokens (B x T), L MoE layers.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from trainer.distributed.world import World
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
-"""Name of the part of a checkpoint's state that `ExpertBalance` stores: how often each expert was chosen in the last
-step that was not skipped."""
+"""Key of `ExpertBalance` in a checkpoint's state: the number of tokens of each expert in the last step that was not
+skipped."""
 
 
 class TopKExperts(nn.Module):
     """Chooses the experts of each token: those with the highest scores.
 
     With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
-    scores.  `ExpertBalance` changes the bias after each step that is not skipped, by `Balance.rate` if that is set
-    (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a persistent buffer
-    in fp32: it is saved in checkpoints, and used in evaluation and generation.
+    scores.  If `Balance.rate` is set, `ExpertBalance` changes each bias by that amount, up or down, after each step
+    that is not skipped (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a
+    persistent buffer in fp32: it is saved in checkpoints, and used in evaluation and generation.
     """
 
     bias: torch.Tensor | None

@@ -1,4 +1,4 @@
-"""Presents a plan as tables, as JSON, or as a picture of memory over one step."""
+"""Presents a plan as tables, as JSON, or as a plot of memory over one step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
-    """Print the plan as tables that fit the terminal."""
+    """Print the plan as tables that fit the terminal.  choice: how `auto` settings were resolved, if there were any."""
     width = terminal_width()
     for line in _heading(plan):
         print_stdout(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False))
@@ -45,16 +45,16 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
     fits = "fits" if plan.fits else "DOES NOT FIT"
     _print_table(f"{_peak_text(plan)}, {fits}", ("kind", "GiB"), _memory_rows(plan), text_columns=(0,))
     if (generation := plan.generation) is not None:
-        parts = f"{readable_bytes(generation.weights)} gathered weights, {readable_bytes(generation.cache)} cache"
+        parts = f"{readable_bytes(generation.weights)} gathered weights, {readable_bytes(generation.cache)} KV cache"
         line = f"generation of {generation.texts}: {parts}, {readable_bytes(generation.temporaries)} temporaries"
         print_stdout("\n" + textwrap.fill(line, width))
     if plan.collectives:
         headers = ("collective", "axis", "ranks", "count", "size", "s")
         _print_table("communication per rank in one step", headers, _communication_cells(plan), text_columns=(0, 1))
-    source = "" if plan.machine.is_measured else f" (estimated from {plan.machine.source})"
+    source = "" if plan.machine.is_measured else f" (estimated; rates: {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
     costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
-    title = "saves and failures (guesses, until a run has seen them)"
+    title = "saves and failures (assumed, until a run has measured them)"
     _print_table(title, ("", ""), costs, text_columns=(0, 1))
     for line in _omitted_costs(plan):
         print_stdout(textwrap.fill(line, width))
