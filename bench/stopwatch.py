@@ -49,7 +49,7 @@ METHODS = {
     "trainer.config.load": {"load_with_origins": "configuration"},
     "trainer.config.rules": {"check_config": "configuration"},
     "trainer.data.opening": {"open_source": "data"},
-    "trainer.distributed.world": {"World.__init__": "process group", "World.mesh_of": "process group"},
+    "trainer.distributed.world": {"World.__init__": "process group", "World.build_mesh": "process group"},
     "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
     "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.summary": "planner's forecast"},
     "trainer.trainer": {

@@ -27,7 +27,7 @@ from tests.helpers.tiny import fit
 from trainer import UserError, load_config
 from trainer.config import rules
 from trainer.config.rules import check_requirements
-from trainer.metrics.follower import Follower, RowReader
+from trainer.metrics.follower import Follower, RowReader, TrackingFile
 from trainer.metrics.trackers import TRACKERS, TrackedRun, tracker_names
 
 STEPS = 100
@@ -253,6 +253,68 @@ def test_repeated_steps_are_returned_again_only_to_a_tracker_that_can_rewind(
         append(path, kind="eval", step=5, loss=3.0)
         assert [row.values for row in reader.read(5)] == [{"eval/loss": 3.0}], "late, but not repeated"
         reader.close()
+
+
+@pytest.mark.parametrize("can_rewind", [True, False])
+@pytest.mark.parametrize("waits_in", ["open", "write"])
+def test_a_slow_tracker_gets_each_step_once_if_the_run_goes_back(
+    can_rewind: bool, waits_in: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run goes back from step 6 to step 4 while the tracker is connecting, or sending step 2."""
+    monkeypatch.setattr(RowReader, "SETTLE_S", 0.05)
+    monkeypatch.setattr(Follower, "_PAUSES_S", (0.01,))
+    reached, released = threading.Event(), threading.Event()
+    kept: dict[int, float] = {}
+    sent: list[int] = []
+    failures = [TimeoutError("the server is slow")]
+
+    class Slow:
+        def open(self, run: TrackedRun) -> int:
+            if waits_in == "open":
+                self.wait()
+            return max(kept, default=0)
+
+        def write(self, step: int, values: Mapping[str, float], time: float) -> None:
+            if waits_in == "write" and step == 2:
+                self.wait()
+            sent.append(step)
+            kept[step] = values["train/loss"]
+
+        def wait(self) -> None:
+            reached.set()
+            assert released.wait(60)
+
+        def close(self) -> None: ...
+
+    class SlowAndRewinding(Slow):
+        def rewind(self, step: int) -> None:
+            if failures:
+                raise failures.pop()  # it is called again
+            for later in [each for each in kept if each > step]:
+                del kept[later]
+
+    path = tmp_path / "metrics.jsonl"
+    for step in range(1, 7):
+        append(path, kind="train", step=step, loss=1.0)
+    run = TrackedRun("id", tmp_path, load_config("llama_small", ["eval.every=0", f"run.dir={tmp_path}"]), 0)
+    kind = SlowAndRewinding if can_rewind else Slow
+    follower = Follower("slow", "Slow", kind, run, TrackingFile(tmp_path, "id"), lambda message: None)
+    assert reached.wait(60)
+    for step in range(1, 5):
+        append(tmp_path / "shorter", kind="train", step=step, loss=1.0)
+    (tmp_path / "shorter").rename(path)
+    follower.go_back(4)
+    for step in range(5, 8):
+        append(path, kind="train", step=step, loss=2.0)
+    released.set()
+    wait_until(lambda: 7 in kept, "the last step")
+    follower.close()
+    assert sorted(kept) == list(range(1, 8))
+    assert failures == [] or not can_rewind
+    if can_rewind:
+        assert [kept[step] for step in (5, 6, 7)] == [2.0] * 3
+    else:
+        assert sent == list(range(1, 8))
 
 
 # ---------------------------------------------------------------------------------------------------------------

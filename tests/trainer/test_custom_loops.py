@@ -24,7 +24,7 @@ from tests.helpers.ranks import run_ranks, tiny_overrides
 from tests.helpers.tiny import full
 from trainer import Recipe, RunConfig, Source, Trainer, TrainLoader, UserError, load_config, register, run
 from trainer.config import MeshShape
-from trainer.metrics.record import Record
+from trainer.metrics.record import Record, RecordWriter
 from trainer.recipe import find_recipe
 
 pytestmark = pytest.mark.slow
@@ -438,8 +438,7 @@ def test_closing_after_a_loop_closes_all_sinks(tmp_path: Path) -> None:
     """Weights & Biases sends from a thread, and the status bar of a terminal must be cleared."""
     closed = []
 
-    class LastSink:
-        def write(self, record: Record) -> None: ...
+    class LastSink(RecordWriter):
         def close(self) -> None:
             closed.append(True)
 

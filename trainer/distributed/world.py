@@ -40,6 +40,7 @@ from trainer.distributed.exchange import register_group
 from trainer.distributed.failure_watch import FAILURE, FailureWatch
 from trainer.distributed.stop_request import stop_is_requested_early
 from trainer.errors import EXIT_STOPPED, PeerFailed, TrainingFailed, UserError, print_stderr, setting_error
+from trainer.renamed import Renamed
 
 if TYPE_CHECKING:
     from trainer.lifecycle.lifecycle import Lifecycle
@@ -171,6 +172,8 @@ class World(Channel):
         if self.size > 1:
             self._groups_with_custom_timeout.add(channel.group)
         return channel
+
+    mesh_of, expert_mesh_of = Renamed("build_mesh"), Renamed("build_expert_mesh")
 
     def build_mesh(self, shape: MeshShape) -> DeviceMesh:
         """Create a mesh of the given shape, with axes (shard,), or (replicate, shard) for HSDP.

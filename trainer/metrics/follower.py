@@ -83,6 +83,8 @@ class RowReader:
         """The last step whose row was returned."""
         self._repeated_until = 0
         """Rows up to this step were returned before the run went back, and are not returned again."""
+        self._is_reread = False
+        """True if the next lines may have been read before, because the file was reopened."""
         self._has_finished = False
 
     @property
@@ -121,23 +123,37 @@ class RowReader:
         return not row.has_evaluation and self._awaits_evaluation(row.step)
 
     def go_back(self, step: int, returns_again: bool) -> None:
-        """The run repeats the steps after `step`.  returns_again: whether to return their rows a second time."""
-        if self._row is not None and self._row.step > step:
-            self._row = None
+        """Read the file from its beginning: it has been replaced, and the run repeats the steps after `step`.
+
+        returns_again: whether to return the rows of those steps a second time.
+        """
+        self._row = None  # if its step is not repeated, the new file has it too
+        self._reopen()
         if returns_again:
-            self._last_returned = min(step, self._last_returned)
-        self._repeated_until = self._last_returned
+            self._last_returned, self._repeated_until = min(step, self._last_returned), 0
+        else:
+            self._repeated_until = self._last_returned
 
     def _new_records(self) -> Iterator[tuple[dict[str, Any], bool]]:
         """Yield new records, each with a flag: True if it may have been read before, because the file was replaced."""
+        is_reread, self._is_reread = self._is_reread, False
         for record in self._parse_new_lines(self._file):
-            yield record, False
+            yield record, is_reread
         with contextlib.suppress(FileNotFoundError):  # until it is restored
-            if not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno())):
-                self.close()
-                self._file, self._partial = self._open(), b""
+            is_replaced = not os.path.samestat(os.stat(self.path), os.fstat(self._file.fileno()))
+            if is_replaced and self._reopen():
+                self._is_reread = False
                 for record in self._parse_new_lines(self._file):
                     yield record, True
+
+    def _reopen(self) -> bool:
+        """Continue with the beginning of the file at `path`.  If there is none, continue where it was; return False."""
+        with contextlib.suppress(FileNotFoundError):
+            file = self._open()
+            self.close()
+            self._file, self._partial, self._is_reread = file, b"", True
+            return True
+        return False
 
     def _open(self) -> BinaryIO:
         return open(self.path, "rb")
@@ -236,7 +252,7 @@ class Follower(RecordWriter):
 
     def go_back(self, step: int) -> None:
         """Tell the tracker that the steps after `step` will be repeated, if it has a `rewind` method."""
-        self._rewind_to = step
+        self._rewind_to = step if self._rewind_to is None else min(step, self._rewind_to)
         self._wake.set()
 
     def move_to(self, folder: Path) -> None:
@@ -300,8 +316,12 @@ class Follower(RecordWriter):
                     rewind = getattr(tracker, "rewind", None)
                     reader.go_back(rewind_to, returns_again=rewind is not None)
                     if rewind is not None:
-                        rewind(rewind_to)
-                        last_sent = rewind_to
+                        try:
+                            rewind(rewind_to)
+                        except BaseException:
+                            self.go_back(rewind_to)  # again, once the tracker has been reopened
+                            raise
+                        last_sent = min(last_sent, rewind_to)
                         self._run = replace(self._run, resumed_step=rewind_to)
                 for row in reader.read(last_sent, has_ended):
                     tracker.write(row.step, row.values, row.time)

@@ -243,7 +243,10 @@ def describe(
     lines = []
     for part, group in groups:
         algorithm = getattr(part, "algorithm", type(part).__name__).lower()
-        group_names = [re.sub(r"\.\d+(?=\.)", ".*", names[id(p)]).removesuffix(".weight") for p in group["params"]]
+        group_names = [
+            re.sub(r"\.\d+(?=\.)", ".*", names.get(id(p), "a parameter outside the model")).removesuffix(".weight")
+            for p in group["params"]
+        ]
         patterns = list(dict.fromkeys(group_names))
         shown = patterns[0] + (f" and {len(patterns) - 1} more" if len(patterns) > 1 else "")
         numel = sum(p.numel() for p in group["params"])

@@ -113,7 +113,7 @@ def find_machine(
             _from_sheet(_UNKNOWN, ranks_per_node or 8, network_gbps),
             name=device,
             peak_flops=None,
-            source=f"those of {_UNKNOWN.name}, because this GPU has no data sheet",
+            source=f"data sheet of {_UNKNOWN.name}, since this GPU has none",
         )
     else:
         raise choice_error("device", device, [*(each.name for each in DEVICES), "cpu"])

@@ -290,11 +290,12 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
         locations = _list_locations(report.unused)
         fix = "remove these records, or choose other targets with data.train_on"
         raise setting_error(spec.key, files, f"{rule}: {locations} (data.train_on={spec.train_on})", fix=fix)
-    if is_empty and report.held_out:
+    if is_empty and report.held_out and not report.dropped:
         rule = "leaves no conversations to train on"
         raise setting_error("data.holdout", spec.holdout, rule, fix="decrease it, or give more conversations")
     if is_empty:
-        rule = f"all {report.chats} {report.kind} are longer than a sequence"
+        held_out = f", or held out (data.holdout={spec.holdout})" if report.held_out else ""
+        rule = f"all {report.chats} {report.kind} are longer than a sequence{held_out}"
         fix = f"{report.suggested_lengths()}, if the model has that many positions; data.too_long=truncate cuts them"
         raise setting_error("data.seq_len", spec.seq_len, rule, fix=fix)
 
