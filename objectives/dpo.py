@@ -22,7 +22,10 @@ REWARDS: Mapping[str, Direction] = {
 
 
 def report_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of the chosen and rejected responses, (S,) each, their margin, and the share of positive margins."""
+    """Log the rewards of the chosen and rejected responses, (S,) each, and their difference, the margin.
+
+    `accuracy` is the share of pairs with a positive margin.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     inputs.log("accuracy", (chosen > rejected).float())
     inputs.log("margin", chosen - rejected)

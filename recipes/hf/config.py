@@ -1,4 +1,4 @@
-"""The configuration of a transformers model: its fields, their completion from the model's folder, and their validation.
+"""The configuration of a transformers model: the fields, their completion from the model's folder, and validation.
 
 This module imports neither torch nor transformers.
 """
