@@ -1,4 +1,4 @@
-"""Text classification."""
+"""The objective for text classification."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 class Classify(Objective):
     """A text classifier, trained on labeled texts.
 
-    The loss of a text is the cross-entropy of its scores with its label.  The scores are the logits that a new head
-    computes at the last token.
+    The loss of a text is the cross-entropy between its scores and its label.  The scores are the logits that a new head
+    computes at the text's last token.
     """
 
     needs = ("scores", "labels")

@@ -1,4 +1,4 @@
-"""Distillation from a teacher model."""
+"""The objective for distillation from a teacher model."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Distill(TokenObjective):
 
     The loss of a token is hard * (-log p) + (1 - hard) * D, where p is the student's probability of the target token.
     D is the divergence between the student's distribution S and the teacher's distribution T, both softened by
-    `temperature`.  With beta=0, the usual choice, D is KL(T || S); with beta=1 it is KL(S || T).  In between, it is the
-    generalized Jensen-Shannon divergence beta * KL(T || M) + (1 - beta) * KL(S || M), where M = (1 - beta) * S + beta *
-    T.
+    `temperature`.  With beta=0, the usual choice, D is KL(T || S); with beta=1, D is KL(S || T).  In between, D is the
+    generalized Jensen-Shannon divergence beta * KL(T || M) + (1 - beta) * KL(S || M), where
+    M = (1 - beta) * S + beta * T.
 
     Sources: Hinton et al. 2015, arXiv:1503.02531; Agarwal et al. 2023, arXiv:2306.13649, equation 1.
     """
@@ -47,7 +47,8 @@ class Distill(TokenObjective):
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V).
 
-        With a teacher stored as its top k log-probabilities, their shape is (n, k + 1).
+        If only the teacher's top k log-probabilities are stored, both have the shape (n, k + 1): one column for each of
+        these tokens, and one for all other tokens together.
         """
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
         if self.beta == 0:

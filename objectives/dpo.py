@@ -1,4 +1,4 @@
-"""Direct preference optimization."""
+"""The objective for direct preference optimization (DPO), and the reward metrics shared by the pairwise objectives."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ REWARDS: Mapping[str, Direction] = {
     "reward_chosen": "higher",
     "reward_rejected": "lower",
 }
-"""The metrics that `report_rewards` logs, and whether a higher or a lower value is better."""
+"""Maps each metric that `report_rewards` logs to whether higher or lower values are better."""
 
 
 def report_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torch.Tensor) -> None:
-    """Log the rewards of the chosen and rejected responses, (S,) each, their margin, and how often it is positive."""
+    """Log the rewards of the chosen and rejected responses, (S,) each, and their difference, the margin.
+
+    `accuracy` is the share of pairs with a positive margin.
+    """
     chosen, rejected = chosen.detach(), rejected.detach()
     inputs.log("accuracy", (chosen > rejected).float())
     inputs.log("margin", chosen - rejected)

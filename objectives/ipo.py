@@ -1,4 +1,4 @@
-"""Identity preference optimization."""
+"""The objective for identity preference optimization (IPO)."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Ipo(Objective):
     the rejected one.  A response's log-ratio is log(p / p_ref) divided by its number of target tokens, where p and
     p_ref are its probabilities under the model and the reference model.
 
-    Source: Azar et al. 2023, arXiv:2310.12036, equation 17, where log-ratios are not divided by a length.
+    Source: Azar et al. 2023, arXiv:2310.12036, equation 17, where log-ratios are not divided by the number of tokens.
     """
 
     rows_per_sample, needs, better = 2, ("reference",), REWARDS

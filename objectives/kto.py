@@ -1,4 +1,4 @@
-"""Kahneman-Tversky optimization."""
+"""The objective for Kahneman-Tversky optimization (KTO)."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class Kto(Objective):
     """Kahneman-Tversky optimization: learn from single responses labeled good or bad, without pairs.
 
-    The loss of a response is w * (1 - sigmoid(s * beta * (g - k))).  g is its log-ratio log(p / p_ref), where p and
-    p_ref are its probabilities under the model and the reference model; s is 1 for a good response and -1 for a bad
-    one; w is the weight of its label.  k estimates the KL divergence of the model from the reference: it is the mean
-    log-ratio of mismatched responses (responses to other prompts) over the global batch (in an evaluation, over all
-    held-out samples), or zero if this mean is negative.  No gradient flows through k.
+    The loss of a response is w * (1 - sigmoid(s * beta * (g - k))).  g is the response's log-ratio log(p / p_ref),
+    where p and p_ref are its probabilities under the model and the reference model; s is 1 for a good response and -1
+    for a bad one; w is the weight of the response's label.  k estimates the KL divergence of the model from the
+    reference: it is the mean log-ratio of mismatched responses (responses to other prompts) over the global batch (in
+    an evaluation, over all held-out samples), or zero if this mean is negative.  No gradient flows through k.
 
     Source: Ethayarajh et al. 2024, arXiv:2402.01306, equation 7.
     """

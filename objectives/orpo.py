@@ -1,4 +1,4 @@
-"""Odds ratio preference optimization."""
+"""The objective for odds ratio preference optimization (ORPO)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class Orpo(Objective):
     """Odds ratio preference optimization, without a reference model.
 
-    Supervised fine-tuning on the chosen response, plus a term that raises its odds relative to those of the rejected
-    one.
+    The loss combines supervised fine-tuning on the chosen response with a term that raises the odds of this response
+    relative to those of the rejected one.
 
     The loss of a pair is -c - beta * log sigmoid(log odds(c) - log odds(r)), where c and r are the mean
     log-probabilities of the target tokens in the chosen and rejected responses, and log odds(x) = x - log(1 - exp(x)).

@@ -1,4 +1,4 @@
-"""Reward models."""
+"""The objective for training reward models."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Reward(Objective):
     """A reward model, trained to score the chosen response of a pair higher than the rejected one.
 
     The loss of a pair is -log sigmoid(c - r) (Bradley-Terry) + centering * (c + r)^2, where c and r are the scores of
-    the chosen and the rejected response: the outputs of a new head at the last token of each.
+    the chosen and the rejected response: the outputs of a new head at each response's last token.
 
-    Sources: Ouyang et al. 2022, arXiv:2203.02155, equation 1; for the second term Eisenstein et al. 2023,
+    Sources: Ouyang et al. 2022, arXiv:2203.02155, equation 1; for the second term, Eisenstein et al. 2023,
     arXiv:2312.09244, section 3.1.
     """
 

@@ -1,4 +1,4 @@
-"""Simple preference optimization."""
+"""The objective for simple preference optimization (SimPO)."""
 
 from __future__ import annotations
 

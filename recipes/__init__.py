@@ -1,7 +1,7 @@
 """The built-in models.
 
-Each subfolder except `dpo`, an old import path, defines a configuration dataclass and registers one `Recipe`.  Except
-for `hf`, each of these recipes also defines its model, as a plain torch module.  Apart from the FSDP units
+Each subfolder except `dpo`, an old import path, defines a configuration dataclass and registers one `Recipe`.  Each of
+these subfolders except `hf` also defines the model, as a plain torch module.  Apart from the FSDP units
 (`Recipe.units`), the code does not depend on meshes, ranks or sharding.
 
 This folder is imported as `trainer.recipes`, and an installed package contains it under that name.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 
 def mean_num_keys(seq_len: float, window: int | None) -> float:
-    """Return the mean number of keys that a query attends to in causal attention, up to half a key too low.
+    """Return the mean number of keys that a query attends to in causal attention, at most half a key too low.
 
-    seq_len: number of tokens in a sequence.
-    window: the maximum number of keys of a query, including its own token; None if there is no window.
+    seq_len: number of tokens in a sequence; may be a mean.
+    window: maximum number of keys per query, including the query's own token; None if there is no window.
     """
     if window is None or window >= seq_len:
         return seq_len / 2

@@ -13,7 +13,7 @@ def parse_rope(config_json: Mapping[str, Any], supported_types: Sequence[str]) -
 
     If `rope_scaling` is not empty, `rope_parameters` is ignored, as in transformers 5.
 
-    Raises UserError for a type not in `supported_types`, for separate entries per type of layer, and for embeddings
+    Raises UserError for a `rope_type` not in `supported_types`, for separate entries per layer type, and for embeddings
     that rotate only part of each head.
     """
     key = "rope_scaling" if config_json.get("rope_scaling") else "rope_parameters"
@@ -35,7 +35,7 @@ def parse_yarn(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) 
     """Return the recipe's configuration fields for a rotary embedding with or without YaRN.
 
     rope: the result of `parse_rope`.
-    entries: maps each field of YaRN to the name of its entry and the default for a missing or null entry.
+    entries: maps each YaRN field to the name of its entry in `rope` and the default for a missing or null entry.
 
     Raises UserError if YaRN's `attention_factor` is set, since the recipes compute it from other entries.
     """
@@ -52,8 +52,10 @@ def parse_yarn(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) 
 def export_yarn(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Return config.json's entries for the rotary embedding of the model that `config` describes.
 
-    `rope_parameters` is the format of transformers 5; `rope_theta` and `rope_scaling` are that of transformers 4.  They
-    agree, so a file with all three is safe for both versions.
+    `rope_parameters` is in the format of transformers 5; `rope_theta` and `rope_scaling` are in that of transformers 4.
+    These entries agree, so a file with all three is safe for both versions.
+
+    entries: as in `parse_yarn`; the defaults are not used.
     """
     scaling = {"rope_type": "yarn"} | {entry: getattr(config, field) for field, (entry, _) in entries.items()}
     is_scaled = config.rope_factor != 1.0

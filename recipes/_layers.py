@@ -1,6 +1,6 @@
 """Layers shared by the recipes.
 
-They include torch's linear layer and embedding with a given standard deviation of the initial weights, rotary position
+They include linear and embedding layers with a given standard deviation of the initial weights, rotary position
 embeddings, and the decoder of mixture-of-experts models.
 """
 
@@ -21,10 +21,10 @@ from trainer.sequence import Documents
 
 
 class Linear(nn.Linear):
-    """A linear map with weights drawn from N(0, std^2), and an optional bias initialized to zero."""
+    """A linear layer whose weights are initialized from N(0, std^2), and whose optional bias is initialized to zero."""
 
     takes_adapter = True
-    """Whether LoRA may adapt this layer; False for routers."""
+    """True if LoRA may adapt this layer; False for routers."""
 
     def __init__(self, in_features: int, out_features: int, std: float, bias: bool = False) -> None:
         self.std = std
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
 
 class Router(Linear):
-    """Scores all experts for each token, in fp32 because rounding could change which experts are chosen."""
+    """A linear layer that scores all experts for each token in fp32, because rounding could change which are chosen."""
 
     takes_adapter = False
 
@@ -47,9 +47,10 @@ class Router(Linear):
 
 
 _MAX_TOKENS_TRANSPOSED = 8
-"""On a CPU, `Output` computes the logits of 2 to this many tokens, as in batched generation, as (W @ x.T).T.
+"""On a CPU, `Output` computes the logits of 2 to this many tokens as (W @ x.T).T instead of x @ W.T.
 
-MKL is then faster than for x @ W.T: 21 instead of 35 ms for 8 tokens of width 576 and a vocabulary of 49,152 in fp32.
+Batched generation has so few tokens per step.  For 8 tokens of width 576 and a vocabulary of 49,152 in fp32, MKL takes
+21 ms for the former and 35 ms for the latter.
 """
 
 
@@ -57,7 +58,7 @@ class Output(Linear):
     """The projection onto the vocabulary.
 
     With targets, it returns the loss summed over them, without materializing all logits.  Unless the weight is tied,
-    only this module's forward pass uses it, so the module can be a separate FSDP unit.
+    only this module's forward pass uses the weight, so the module can be a separate FSDP unit.
     """
 
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:

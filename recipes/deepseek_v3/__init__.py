@@ -1,6 +1,6 @@
 """DeepSeek-V3: multi-head latent attention, and a mixture of shared and routed experts with group-limited routing.
 
-Source: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437; the published configuration.  Multi-token
+Sources: DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", arXiv:2412.19437; the published configuration.  Multi-token
 prediction (section 2.2) is left out.
 """
 
@@ -16,7 +16,7 @@ from .huggingface import HUGGINGFACE
 def flops(config: DeepseekV3Config, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; with masked documents a mean, usually not an integer.
+    seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
     """
     dim, num_heads, value_dim = config.dim, config.num_heads, config.value_dim
     queries = num_heads * config.head_dim

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this DeepSeek-V3 and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's DeepSeek-V3 and Hugging Face's.
 
 Published folders contain most matrices in fp8; these are dequantized as they are read.  The folders also contain an
 additional last block for multi-token prediction, which is left out.

@@ -37,8 +37,8 @@ _LATENT_EPS = 1e-6
 class LatentAttention(nn.Module):
     """Multi-head latent attention: queries, keys and values are projected from low-rank latents.
 
-    RoPE rotates only a part of each query and key head.  All heads share this part of the keys, which has no latents.
-    With `q_rank=None`, queries have none either.
+    RoPE rotates only a part of each query and key head.  All heads share this part of the keys, which is projected
+    directly from the layer's input.  With `q_rank=None`, the queries are also projected directly.
 
     Source: DeepSeek-AI 2024, "DeepSeek-V2", arXiv:2405.04434, section 2.1.
     """

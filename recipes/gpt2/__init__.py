@@ -1,6 +1,6 @@
-"""GPT-2: learned positions, tied embeddings, LayerNorm and GELU.
+"""GPT-2: learned position embeddings, tied token embeddings, LayerNorm and GELU.
 
-Source: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the code published with it.
+Sources: Radford et al. 2019, "Language Models are Unsupervised Multitask Learners", and the code published with it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,10 @@ from .huggingface import HUGGINGFACE
 
 
 def flops(config: GPT2Config, seq_len: float) -> float:
-    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention."""
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
+
+    seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
+    """
     matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
     return 6.0 * (matrices + config.num_layers * config.dim * seq_len)
 

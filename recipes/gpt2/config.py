@@ -35,14 +35,14 @@ class GPT2Config:
 
     @property
     def dropouts(self) -> tuple[float, float, float]:
-        """Dropout rates of the embeddings, the attention weights, and both residual branches."""
+        """The dropout rates for the embeddings, the attention weights, and both residual branches."""
         rates = (self.embedding_dropout, self.attention_dropout)
         on_embeddings, on_attention = (self.dropout if rate is None else rate for rate in rates)
         return on_embeddings, on_attention, self.dropout
 
 
 def check(config: GPT2Config) -> None:
-    """Validate combinations of fields.  Raises UserError."""
+    """Raise UserError if `num_heads` does not divide `dim`."""
     if config.dim % config.num_heads:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0]
         best = min(legal, key=lambda n: abs(n - config.num_heads))

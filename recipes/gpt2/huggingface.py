@@ -1,6 +1,6 @@
-"""The mapping of weights and config.json between this GPT-2 and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's GPT-2 and Hugging Face's.
 
-Hugging Face files store the matrices of the blocks as (in, out).
+Hugging Face files store the matrices of the blocks as (in, out); here they are (out, in).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ FIELDS = {
     "norm_eps": ("layer_norm_epsilon", 1e-5),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
+"""Maps fields of `GPT2Config` to the names of their entries in config.json and the defaults for missing entries."""
 
 
 ALIASES = {
@@ -53,7 +53,7 @@ ALIASES = {
     "n_head": "num_attention_heads",
     "n_positions": "max_position_embeddings",
 }
-"""Maps entries of config.json to the other names that transformers accepts for them."""
+"""Maps names of entries in config.json to the alternative names that transformers accepts."""
 
 
 def export_config(config: GPT2Config) -> dict[str, Any]:

@@ -55,8 +55,8 @@ class GPT2Block(nn.Module):
 class GPT2(nn.Module):
     """GPT-2: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.
 
-    If `documents` (B, T) is given, tokens attend only to their own document, and `positions` and `cu_seqlens` are
-    derived from it unless they are given.
+    If `documents` (B, T) is given, each token attends only to its own document, and `positions` and `cu_seqlens` are
+    derived from `documents` unless they are given.
     """
 
     def __init__(self, config: GPT2Config) -> None:

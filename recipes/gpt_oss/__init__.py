@@ -1,6 +1,6 @@
 """gpt-oss: mixture-of-experts models with biases, attention sinks, and a sliding window in every other layer.
 
-Source: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925; the published configurations.
+Sources: OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925; the published configurations.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .huggingface import HUGGINGFACE
 def flops(config: GptOssConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus attention.
 
-    seq_len: the number of tokens that attention spans; with masked documents a mean, usually not an integer.
+    seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
     """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim

@@ -53,7 +53,7 @@ class GptOssConfig(BalanceConfig):
     init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
 
     def window_of(self, layer: int) -> int | None:
-        """Return the window of a layer's attention; None if it attends to all tokens."""
+        """Return a layer's attention window in tokens, or None if the layer attends to all earlier tokens."""
         return self.window if layer % 2 == 0 else None
 
 

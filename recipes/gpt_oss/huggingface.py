@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this gpt-oss and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's gpt-oss and Hugging Face's.
 
 Published folders contain the experts' matrices in MXFP4; these are dequantized as they are read.
 """
@@ -50,12 +50,12 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
+"""Maps fields of `GptOssConfig` to the names of their entries in config.json and the defaults for missing entries."""
 
 AUX_LOSS_COEF = 0.001
-"""The load-balancing coefficient written if `model.balance` is 0.
+"""The load-balancing coefficient written to config.json if `model.balance` is 0.
 
-It is also assumed if config.json has none but sets `output_router_logits`.
+It is also assumed for a config.json that sets `output_router_logits` but has no coefficient.
 """
 
 YARN = {

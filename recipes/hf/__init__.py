@@ -1,7 +1,7 @@
-"""Any of transformers' causal language models, built by transformers itself from a local model folder.
+"""The recipe for all causal language models of transformers, which transformers builds from a local model folder.
 
-Importing this package does not import transformers, so other recipes work without it.  The recipe itself downloads
-nothing: `trainer.hub` does.
+Importing this package does not import transformers, so other recipes work without transformers.  This recipe does not
+download models; `trainer.hub` does.
 Source: https://huggingface.co/docs/transformers.
 """
 
@@ -22,7 +22,7 @@ _PACKAGE = "trainer.recipes.hf"
 
 
 def _import_on_call(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that, when called, imports `module`, which needs transformers, and calls `name` in it."""
+    """Return a function that imports `module`, which needs transformers, only when called, and calls `name` in it."""
     return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
 
 

@@ -1,4 +1,7 @@
-"""Checks that a model with a new head, which is exported as a sequence classifier, can be loaded by transformers."""
+"""The output projection that a new head replaces, and a check of models with a new head.
+
+Such a model is exported as a sequence classifier; the check ensures that transformers can load the classifier.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from .model import build, library_config
 def output_projection(config: HfConfig, model: Any) -> str:
     """Return the name of the projection onto the vocabulary, which a new head replaces.
 
-    Raises UserError if transformers has no sequence classifier with the weights of this model and such a head.
+    Raises UserError if transformers has no sequence classifier with the same weights as this model with a new head.
     """
     if problem := _export_problem(json.dumps(config.config, sort_keys=True)):
         kind, version = config.config["model_type"], transformers.__version__
@@ -35,7 +38,7 @@ def _name_of_output(model: Any) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _export_problem(content: str) -> str:
-    """Return why transformers' classifier could not load the weights of an exported model; empty if it can.
+    """Return why transformers' classifier cannot load the weights of an exported model, or "" if it can.
 
     content: config.json as text, which `lru_cache` can hash.
     """

@@ -1,4 +1,4 @@
-"""The configuration of a transformers model: its folder, the contents of its config.json, and a few settings.
+"""The configuration of a transformers model: the fields, their completion from the model's folder, and validation.
 
 This module imports neither torch nor transformers.
 """
@@ -17,7 +17,7 @@ from trainer.recipe import declare
 
 @dataclass(frozen=True)
 class HfConfig:
-    """The fields of a model that transformers builds from a folder."""
+    """The configuration of a model that transformers builds: its folder, its config.json, and a few settings."""
 
     path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", free=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(

@@ -1,7 +1,8 @@
-"""Computes the experts of transformers' mixture-of-experts models through `trainer.experts`.
+"""Dispatch of the experts in transformers' mixture-of-experts models to `trainer.experts`.
 
-In most of these models, one module holds the stacked experts of a layer.  It is called with tokens and, for each token,
-the indices and weights of its experts; its class declares the layout of the experts (`use_experts_implementation`).
+In most of these models, one module holds the stacked experts of a layer.  The module is called with tokens and with the
+indices and weights of each token's experts; its class declares the layout of the experts
+(`use_experts_implementation`).
 A module for which `_can_compute` is true supports expert parallelism (`mesh.expert`), and its matrices can have
 adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
@@ -44,7 +45,8 @@ def _first_matrix_name(module: Any) -> str:
 def _can_compute(module: Any) -> bool:
     """Return whether `_outputs` can compute the experts in a module.
 
-    The module's class must declare their layout, without a norm after them, and all its parameters must belong to it.
+    The module must declare the layout of its experts, without a norm after them, and its only parameters must be the
+    experts' stacked matrices and biases.
     """
     declared = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
     if not all(hasattr(module, name) for name in declared) or module.has_post_expert_norm:
@@ -57,7 +59,7 @@ def _can_compute(module: Any) -> bool:
 
 @functools.cache
 def _with_dispatch(original: Any) -> Any:
-    """Return a subclass of transformers' class, with the same name, whose experts are computed by `mix`."""
+    """Return a subclass of the transformers class `original`, with the same name, that computes experts with `mix`."""
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor | None = None

@@ -1,6 +1,7 @@
 """A transformers model that also accepts `tokens` and `targets`, and then returns logits or the summed loss.
 
-This file also contains the recipe's functions for FSDP units, initial weights, FLOPs, and notes for the start block.
+This file also contains the recipe's functions for FSDP units, initial weights, FLOPs, and the notes that a run prints
+when it starts.
 
 Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the model behaves like
 the library's: it returns the library's output, and `generate` works as usual.
@@ -32,7 +33,7 @@ from .config import HfConfig
 from .experts import dispatch_experts
 
 _LIBRARY_ATTENTION = {"flex": "flex_attention"}
-"""The library's names of the attention implementations that `HfConfig.attention` names differently."""
+"""Maps the values of `HfConfig.attention` that differ from the library's names to the library's names."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -47,7 +48,7 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         model = transformers.AutoModelForCausalLM.from_config(
             settings, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
         )
-    except Exception as error:  # inconsistent sizes: any error, from the library or from a torch layer
+    except Exception as error:  # inconsistent sizes can raise any error, in the library or a torch layer
         if config.attention is None or not isinstance(error, (ImportError, ValueError)):
             rule = f"transformers cannot build it ({_first_line(error)})"
             raise setting_error("model.path", config.path, rule) from error

@@ -1,9 +1,9 @@
-"""Converts weights between transformers' checkpoint files and its models, tensor by tensor, in both directions.
+"""Conversion of weights between transformers' checkpoint files and models, tensor by tensor, in both directions.
 
 The files of most mixture-of-experts models have one matrix per expert and projection, while the models stack the
 matrices of all experts.  Some files use older names.  transformers ("the library") has a table of the renamings and
-conversions that a model needs, and applies it to complete models.  This module applies it to a single tensor or, where
-rows can be converted separately, to the rows that a rank needs.
+conversions that a model needs, and applies it to complete models.  This module applies the table to a single tensor or,
+where rows can be converted separately, to the rows that a rank needs.
 Source: transformers, core_model_loading.py and conversion_mapping.py.
 """
 
@@ -41,14 +41,14 @@ from .config import HfConfig
 from .model import build
 
 _IGNORED_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$")
-"""Patterns of the names of buffers in old files that models now compute themselves.
+"""Patterns that match the names of buffers in old files; models now compute these buffers themselves.
 
 The library ignores such a buffer if the model has one of the same kind.
 """
 
 
 def initial_weights(config: HfConfig) -> WeightSource | None:
-    """Return the weights in the model's folder, which is opened on first use, or None for random weights."""
+    """Return the source of the weights in the model's folder, opened on first use; None if `config.fresh` is set."""
     return None if config.fresh else TransformersFolder(config)
 
 

@@ -1,6 +1,6 @@
-"""Llama 3: pre-norm transformer with RoPE, grouped-query attention and SwiGLU.
+"""Llama 3: a pre-norm transformer with RoPE, grouped-query attention and SwiGLU.
 
-Source: Grattafiori et al. 2024, arXiv:2407.21783; the published configurations of Llama 3.1 and 3.2.
+Sources: Grattafiori et al. 2024, arXiv:2407.21783; the published configurations of Llama 3.1 and 3.2.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def units(model: nn.Module) -> list[str | tuple[str, ...]]:
-    """Return the FSDP units.  Tied embeddings are one parameter, so the two modules form one unit."""
+    """Return the FSDP units.  Tied embeddings share one parameter, so the two modules form one unit."""
     if model.config.tie_embeddings:  # type: ignore[union-attr]
         return [("tok_embeddings", "head"), "layers.*"]
     return ["tok_embeddings", "layers.*", "head"]
@@ -25,6 +25,8 @@ def units(model: nn.Module) -> list[str | tuple[str, ...]]:
 
 def flops(config: LlamaConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
+
+    seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.  The causal mask halves the score matrix.
     """

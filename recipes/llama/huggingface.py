@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this Llama and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's Llama and Hugging Face's.
 
 Both apply RoPE to pairs of dimensions half a head apart, so no weights need to be permuted.
 """
@@ -43,7 +43,7 @@ FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-"""Maps each field to the name of its entry in config.json."""
+"""Maps each field of `LlamaConfig` outside RoPE to the name of its entry in config.json."""
 
 SCALING = {
     "rope_factor": "factor",
@@ -57,8 +57,8 @@ SCALING = {
 def export_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json for `config`.
 
-    `rope_parameters` is the format of transformers 5; `rope_theta` and `rope_scaling` are that of transformers 4.  They
-    agree, so a file with all three is safe for both versions.
+    `rope_parameters` is in the format of transformers 5; `rope_theta` and `rope_scaling` are in that of transformers 4.
+    These entries agree, so a file with all three is safe for both versions.
     """
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0

@@ -29,7 +29,7 @@ class ScaledRope(Rope):
         config, frequencies = self.config, super().frequencies()
         if config.rope_factor == 1.0:
             return frequencies
-        # Long wavelengths are stretched by the factor, short ones are unchanged, those in between are interpolated.
+        # Long wavelengths are stretched by the factor, short ones are unchanged, and those in between are interpolated.
         wavelength = 2 * math.pi / frequencies
         low, high = config.rope_low_freq, config.rope_high_freq
         keep = ((config.rope_original_len / wavelength - low) / (high - low)).clamp(0.0, 1.0)

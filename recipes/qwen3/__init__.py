@@ -1,6 +1,6 @@
-"""Qwen3: pre-norm transformer with RoPE, grouped-query attention with normalized queries and keys, and SwiGLU.
+"""Qwen3: a pre-norm transformer with RoPE, grouped-query attention with normalized queries and keys, and SwiGLU.
 
-Source: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
+Sources: Yang et al. 2025, "Qwen3 Technical Report", arXiv:2505.09388; the published configurations.
 """
 
 from __future__ import annotations
@@ -14,14 +14,17 @@ from .huggingface import HUGGINGFACE
 
 
 def units(model: Any) -> list[str | tuple[str, ...]]:
-    """Return the FSDP units.  Tied embeddings are one parameter, so the two modules form one unit."""
+    """Return the FSDP units.  Tied embeddings share one parameter, so the two modules form one unit."""
     if model.config.tie_embeddings:
         return [("tok_embeddings", "head"), "layers.*"]
     return ["tok_embeddings", "layers.*", "head"]
 
 
 def flops(config: Qwen3Config, seq_len: float) -> float:
-    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention."""
+    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
+
+    seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
+    """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
     scores = config.num_layers * config.num_heads * config.head_dim * seq_len

@@ -28,7 +28,7 @@ class Qwen3Config:
 
 
 def check_heads(config: Any) -> None:
-    """Validate the number and size of the attention heads.  Raises UserError."""
+    """Raise UserError if `head_dim` is odd, or if `num_kv_heads` does not divide `num_heads`."""
     if config.head_dim % 2:
         raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE rotates pairs)", config.head_dim + 1)
     if config.num_heads % config.num_kv_heads:

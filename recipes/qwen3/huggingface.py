@@ -29,7 +29,7 @@ SHARED_NAMES = {
     "head.norm.weight": "model.norm.weight",
     "head.output.weight": "lm_head.weight",
 }
-"""Maps the names of the weights outside the feed-forward layers; the same for dense and mixture-of-experts models."""
+"""Maps each weight name outside the feed-forward layers to Hugging Face's, for dense and mixture-of-experts models."""
 
 NAMES = {
     **SHARED_NAMES,
@@ -54,7 +54,7 @@ FIELDS = {
 """Maps each field except `rope_theta` to the name of its entry in config.json and the default for a missing entry."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
-"""Entries of config.json for which this recipe and `qwen3_moe` support only these values."""
+"""Entries of config.json, each with the only value that this recipe and `qwen3_moe` support."""
 
 
 def export_config(config: Qwen3Config) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between these Qwen3 mixture-of-experts models and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's Qwen3 mixture-of-experts models and Hugging Face's.
 
 Hugging Face files store the matrices of each expert separately; here they are stacked.
 """
@@ -39,12 +39,12 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
+"""Maps fields of `Qwen3MoeConfig` to the names of their entries in config.json and the defaults for missing entries."""
 
 AUX_LOSS_COEF = 0.001
-"""The load-balancing coefficient written if `model.balance` is 0.
+"""The load-balancing coefficient written to config.json if `model.balance` is 0.
 
-It is also assumed if config.json has none but sets `output_router_logits`.
+It is also assumed for a config.json that sets `output_router_logits` but has no coefficient.
 """
 
 

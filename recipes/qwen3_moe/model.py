@@ -30,7 +30,7 @@ class Experts(nn.Module):
     """SwiGLU feed-forward experts with stacked weights."""
 
     matrices = {"gate_up_proj": ("w1", "w3"), "down_proj": ("w2",)}
-    """Which parameters share a LoRA adapter, by the name of the adapter; see `trainer.experts.adapters`."""
+    """Maps the name of each LoRA adapter to the parameters that share the adapter; see `trainer.experts.adapters`."""
 
     def __init__(self, config: Qwen3MoeConfig | Qwen3NextConfig | DeepseekV3Config) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class Experts(nn.Module):
         nn.init.normal_(self.w2, std=self.out_std)
 
     def forward(self, x_MD: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-        """Return the outputs for rows sorted by expert, (M, D); see `grouped_mm` for `ends_E`."""
+        """Return the outputs (M, D) for rows `x_MD`, which are sorted by expert; see `grouped_mm` for `ends_E`."""
         gate_MF, up_MF = expert_matmuls(self, "gate_up_proj", x_MD, ends_E)
         (out_MD,) = expert_matmuls(self, "down_proj", F.silu(gate_MF) * up_MF, ends_E)
         return out_MD

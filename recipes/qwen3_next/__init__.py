@@ -17,10 +17,10 @@ def flops(config: Qwen3NextConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus attention and delta rule.
 
     For causal attention, half of each of the two matmuls counts.  The delta rule counts as a recurrence: each token
-    reads the state with its key, writes to it, and reads it with its query.  The additional matmuls of the chunked
-    computation do not count.
+    reads the state with its key, writes to the state, and reads the state with its query.  The additional matmuls of
+    the chunked computation do not count.
 
-    seq_len: the number of tokens that attention spans; with masked documents a mean, usually not an integer.
+    seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
     """
     num_attention = config.num_layers // config.attention_every
     num_delta = config.num_layers - num_attention
