@@ -2,7 +2,7 @@
 
 A published checkpoint is complete and has its final name.  It is not good if the steps just before it were skipped
 because their loss or gradient was not finite, if its manifest is missing, damaged or of an unsupported format, or if
-its folder is named after a different step.  Such a checkpoint never causes a good one to be pruned.
+its folder is named after a different step.  A checkpoint that is not good never causes a good one to be pruned.
 """
 
 from __future__ import annotations

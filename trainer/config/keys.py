@@ -34,7 +34,7 @@ EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return the dataclass field of each configuration key.  The field's `metadata` holds the help text and the limits.
+    """Return the dataclass field of each key, by key.  The field's `metadata` holds the key's help text and limits.
 
     model: the dataclass of the section `model`; None leaves out that section's keys.
     objective: the dataclass of the section `objective`.

@@ -38,8 +38,8 @@ def load_config(
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
 
     If the weights in `train.init_from` come with a description of their model, the described fields replace those in
-    recipe files, and those in `overrides` must agree with the description.  A field that only affects training, or
-    that `checkpoint.allow_changes` permits to differ, keeps a value set in the recipe file or `overrides`.
+    recipe files, and model fields in `overrides` must agree with them.  A field that only affects training, or that
+    `checkpoint.allow_changes` permits to differ, keeps a value set in the recipe file or `overrides`.
 
     `needs_weights=False` skips the check that the initial weights can be read, for commands that need only the model's
     structure or the data.
