@@ -1,7 +1,7 @@
-"""meshtrainer: trains transformers with PyTorch's FSDP2 on a DeviceMesh.
+"""meshtrainer trains transformers with PyTorch's FSDP2 on a DeviceMesh.
 
-`__all__` lists the public names.  All but `main`, which is defined here, are imported on first use, so code that does
-not need torch does not load it.
+`__all__` lists the public names.  All but `main`, which is defined here, are imported on first use, so that code
+that does not need torch does not load it.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ _BLOCK_BYTES = 64 << 20
 
 @dataclass
 class CheckpointEntry:
-    """One checkpoint in the list."""
+    """A checkpoint in the printed list.  Fields that cannot be read from it keep their defaults."""
 
     name: str
     step: int | None = None

@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json between this Qwen3-Next and Hugging Face's.
+"""The mapping of weights and config.json entries between this Qwen3-Next and Hugging Face's.
 
 Hugging Face files store the matrices of each expert separately; here they are stacked.
 """
@@ -58,13 +58,13 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field that is one entry of config.json to that entry's name and the default if it is missing."""
+"""Maps each field that corresponds to one config.json entry to the entry's name and the default for a missing entry."""
 
 _ROTARY_FRACTION = "partial_rotary_factor"
 
 
 def _layer_types(num_layers: int, attention_every: int) -> list[str]:
-    """Return the entry `layer_types` of config.json."""
+    """Return the value of `layer_types` in config.json: the kind of attention in each layer."""
     return ["linear_attention" if number % attention_every else "full_attention" for number in range(1, num_layers + 1)]
 
 

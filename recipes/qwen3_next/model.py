@@ -23,7 +23,7 @@ from .config import Qwen3NextConfig
 
 
 class ZeroCenteredNorm(nn.Module):
-    """RMSNorm, computed in float32, whose scale is 1 plus its weight, so that weight decay pulls the scale toward 1."""
+    """RMSNorm, computed in float32 with the scale 1 + `weight`, so that weight decay pulls the scale toward 1."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()

@@ -4,7 +4,7 @@ A checkpoint is a folder such as `step_00000100` that is published atomically: i
 
     saver        decides when to save, retries failed saves, quarantines doubtful checkpoints
     writer       performs one save: collects the state, plans, copies, writes, publishes and prunes
-    reader       finds checkpoints, compares them with the state, restores one; reads weights by name
+    reader       finds checkpoints, compares them with the state, restores one; also reads weights by name
 
 Those three use these modules, lowest first:
 
@@ -16,7 +16,8 @@ Those three use these modules, lowest first:
     state_parts  the interface for a part of the state; splits a state dict into tensors and JSON, without pickle
 
 The first four of these do not import torch, so commands that only list checkpoints or plan a run start fast.  The
-package knows the parts of a `TrainState` only through the interface in `state_parts`, and no particular model.
+package accesses the parts of a `TrainState` only through the interface in `state_parts`, and does not depend on any
+particular model.
 
 The command that lists and compares checkpoints, `python -m trainer.checkpoints`, is in `trainer/checkpoints.py`.
 """

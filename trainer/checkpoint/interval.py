@@ -16,23 +16,24 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 MAX_INTERVAL_S = 7200.0
-"""Upper limit of the Young/Daly interval, because checkpoints protect against more than node failures."""
+"""Upper limit of the Young/Daly interval in seconds.  It exists because checkpoints protect against more than node
+failures."""
 MIN_INTERVAL_S = 1.0
-"""Lower limit of the interval, for saves that are too short to measure."""
+"""Lower limit of the interval in seconds, for saves that are too short to measure."""
 _SAVE_MARGIN = 1.2
 """Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap.  It takes
 precedence over `MAX_INTERVAL_S`."""
 _WRITE_BYTES_PER_S = 0.2e9
-"""Rate at which each rank writes to storage, assumed until a save has been timed."""
+"""Rate at which each rank writes to storage in bytes per second, assumed until a save has been timed."""
 _COPY_BYTES_PER_S = 1e9
-"""Rate of the copy that pauses training, assumed until a save has been timed."""
+"""Rate of the copy that pauses training, in bytes per second on each rank, assumed until a save has been timed."""
 _ASSUMED_RESTART_S = 180.0
-"""Assumed time from detecting a failure to the first step after it."""
+"""Assumed time in seconds from the detection of a failure to the first step after the restart."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What saves and failures cost a run, in seconds."""
+    """The time that each save and each failure costs a run, in seconds, and the mean time between failures."""
 
     blocked_s: float
     """Time for which one save pauses training."""

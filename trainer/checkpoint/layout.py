@@ -31,9 +31,9 @@ from trainer.model.parameters import local
 # Columns of integers
 
 IntArray = np.ndarray[Any, Any]
-"""int64 of shape (N, columns), or (N,) for one column."""
+"""An int64 array of shape (rows, columns), or (rows,) for a single column."""
 Runs = Sequence[int]
-"""A column as arithmetic progressions: the first value, step and length of each, flattened into one list."""
+"""A column as arithmetic progressions: the first value, step and length of each progression, in one flat list."""
 Ints = tuple[int, ...]
 
 

@@ -1,4 +1,6 @@
-"""The manifest lists the files of a checkpoint.  It is written last, and a folder without it is not a checkpoint.
+"""The names of checkpoints, and the manifest, which lists a checkpoint's files with their sizes and checksums.
+
+The manifest is written last, and a folder without a manifest is not a checkpoint.
 
 The files of a checkpoint:
 
@@ -28,17 +30,17 @@ from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READABLE_VERSIONS = (2, 3)
-"""Formats that can be read.  In format 2, the layout lists one row per chunk instead of runs."""
+"""Format versions that can be read.  In version 2, the layout lists one row per chunk instead of runs."""
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
 BLOCKS_SUFFIX = ".blocks.json"
-"""Suffix of the file with a data file's block checksums, in place of the data file's `.distcp`."""
+"""Suffix, in place of `.distcp`, of the file that holds a data file's block checksums."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The files of one checkpoint, with sizes and checksums."""
+    """The manifest of one checkpoint: what wrote it and when, and the size and checksum of each file."""
 
     step: int
     world_size: int
@@ -46,7 +48,7 @@ class Manifest:
     """Size of each mesh axis, by name."""
     torch: str
     created: str
-    """Time of writing, UTC, ISO 8601."""
+    """Time of writing in UTC, in ISO 8601 format."""
     config_sha256: str
     files: Mapping[str, Sequence[int]]
     """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 of its list of blocks."""

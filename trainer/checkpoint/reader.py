@@ -1,9 +1,9 @@
-"""Finds checkpoints, compares one with the state to restore, and loads it; reads weights by name for other commands.
+"""Finds checkpoints, compares one with the state to restore, and loads it; also reads weights by name.
 
 Before a restore, the ranks together verify the manifest, the sizes of all files but `.metadata` and, unless
-`checkpoint.verify=sizes`, their checksums; those of large tensors may be verified as they are read.  If a checkpoint is
-damaged, it is reported and the one before it is tried, unless a specific one was requested: the run then fails.  All
-ranks restore the same checkpoint.
+`checkpoint.verify=sizes`, the files' checksums; large tensors may be verified while they are read.  A damaged
+checkpoint is reported and the one before it is tried, unless a specific checkpoint was requested; then the run fails.
+All ranks restore the same checkpoint.
 """
 
 from __future__ import annotations

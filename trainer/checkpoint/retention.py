@@ -1,9 +1,8 @@
-"""Decides which published checkpoints to keep and which are good, and estimates whether they will fit on the disk.
+"""Decides which checkpoints are good and which to keep, and estimates whether a run's checkpoints will fit on the disk.
 
-A published checkpoint is complete, under its final name.  It is not good if the steps just before it were skipped
-because their loss or gradient was not finite, if its manifest is missing, damaged or of an
-unsupported format, or if its folder is named after a different step.  Such a checkpoint never causes a good one to be
-pruned.
+A published checkpoint is complete and has its final name.  It is not good if the steps just before it were skipped
+because their loss or gradient was not finite, if its manifest is missing, damaged or of an unsupported format, or if
+its folder is named after a different step.  A checkpoint that is not good never causes a good one to be pruned.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def newest_step(storage: Storage) -> int | None:
 
 
 def best_step(storage: Storage) -> int | None:
-    """Return the step that `find_best` finds; None if it finds none."""
+    """Return the step of the checkpoint that `find_best` returns; None if it returns None."""
     best = find_best(storage)
     return None if best is None else best[1]
 

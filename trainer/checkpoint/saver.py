@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
 """Pause before each attempt at the final save, in seconds."""
 _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
-"""Pauses before the further attempts that are made if the disk is full."""
+"""Pause before each further attempt, made only if the disk is full, in seconds."""
 
 
 class Saver:
-    """Saves a state when a save is due, if it is among the best, on request, and at the end.
+    """Saves the training state when a save is due, after an evaluation among the best, on request, and at the end.
 
     Methods are collective unless documented otherwise.
 
-    With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether it has
-    ended everywhere, so `take_finished_save` does not wait for the storage unless the save is overdue.
+    With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether the
+    save has ended on every rank, so `take_finished_save` does not wait for the storage unless the save is overdue.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
-A folder is published atomically in both, but in different ways.  In a file system it is written under a temporary name,
-flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last and acts as the
-commit, and a folder without a manifest is not a checkpoint.  Names are relative paths with slashes.
+Folders are published atomically in both, but in different ways.  In a file system, a folder is written under a
+temporary name, flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last
+and acts as the commit, and a folder without a manifest is not a checkpoint.  Names are relative paths with slashes.
 
 Data files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test
 without checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file loaded silently as wrong
@@ -35,7 +35,7 @@ from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
-"""Name of the manifest.  A folder without it is not a checkpoint."""
+"""File name of the manifest.  A folder without a manifest is not a checkpoint."""
 DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint.  The reason becomes the prefix of the checkpoint's new name."""
 _QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
@@ -49,7 +49,7 @@ class ReadableFile(Protocol):
     """An open file for random-access reads.  Thread-safe."""
 
     def read_into(self, buffer: memoryview, start: int) -> None:
-        """Fill `buffer` with the bytes starting at `start`.  Raises OSError if the file is too short."""
+        """Fill `buffer` with the bytes from offset `start` on.  Raises OSError if the file is too short."""
         ...
 
     def close(self) -> None: ...

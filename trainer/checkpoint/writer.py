@@ -5,7 +5,7 @@ copy, using a separate channel for its collectives.  Every rank writes its files
 that nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are deleted after that,
 or before the save if the disk is too full for the new one; at least one good checkpoint remains.  If any rank fails,
 all ranks report the same error, and the files of the failed save are deleted.  If a rank dies during a save, or if the
-files cannot be deleted either, the unpublished folder remains until the run is next started.
+files cannot be deleted, the unpublished folder remains until the run is next started.
 
 Read `Checkpoints.start` and `Checkpoints._save` first.  Collecting, planning, staging and writing each have a section
 below.

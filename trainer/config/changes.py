@@ -38,7 +38,7 @@ _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
 
 
 def stored_value(stored_yaml: str, key: str) -> object:
-    """Return one value of a configuration written by `to_yaml`; None if the key is missing or the text is invalid."""
+    """Return the value of `key` in text written by `to_yaml`; None if the key is missing or the text is invalid."""
     section, _, name = key.partition(".")
     try:
         return _flat_section(read_stored(stored_yaml), section).get(name)

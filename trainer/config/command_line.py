@@ -1,4 +1,4 @@
-"""The command line: its arguments, the text of `--help`, and shell completion.  Does not import torch."""
+"""The command line: its arguments, the text of `--help`, and shell completion.  This module does not import torch."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""Upper limit of `nproc`, more than the ranks that any one machine has."""
+"""Upper limit of `nproc`, above the number of ranks on any one machine."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
 
 @dataclass(frozen=True)
 class Arguments:
-    """The arguments of the command line."""
+    """The parsed command-line arguments.  `recipe` and `nproc` are None if they are not given."""
 
     recipe: str | None = None
     overrides: list[str] = field(default_factory=list)
@@ -39,7 +39,7 @@ class Arguments:
     allow_import: list[str] = field(default_factory=list)
     """Modules that may be imported if the stored configuration of a run names them."""
     sections: list[str] = field(default_factory=list)
-    """Sections for which `--help` is requested; empty for all, and without `--help`."""
+    """Sections to describe with `--help`; empty for all sections, or if `--help` is not given."""
 
     def has_option(self, option: str) -> bool:
         """Return whether an option such as `--help` was given."""

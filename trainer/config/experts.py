@@ -1,4 +1,4 @@
-"""Expert parallelism: checks `mesh.expert` against the mesh, the model and other settings, and lists legal values."""
+"""Checks the settings of expert parallelism, lists their legal values, and resolves `mesh.expert_method=auto`."""
 
 from __future__ import annotations
 

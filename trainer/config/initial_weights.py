@@ -18,7 +18,7 @@ from trainer.errors import UserError, setting_error
 def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
     """Raise UserError if the run's initial weights cannot be read, or if they are random but would be quantized.
 
-    given: the values that are set in the recipe file and on the command line, by key.
+    given: the values set in the recipe file and on the command line, by key.
 
     A run that will resume from a checkpoint is not checked, nor are weights that are not in a Hugging Face folder.
     """
@@ -42,7 +42,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
 
 
 def cannot_quantize_random_weights_error(config: RunConfig) -> UserError:
-    """Return the error for a quantized `lora.base_dtype` with random base weights, which no file holds."""
+    """Return the error for a quantized `lora.base_dtype` with random base weights instead of pretrained ones."""
     rule = "quantizes pretrained weights, but this model starts from random ones"
     fix = "set train.init_from or model.path to a folder with weights, or leave out lora.base_dtype"
     return setting_error("lora.base_dtype", config.lora.base_dtype, rule, fix=fix)

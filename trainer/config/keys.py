@@ -34,9 +34,9 @@ EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return the dataclass field of each configuration key.  The field's `metadata` holds the help text and the limits.
+    """Return the dataclass field of each key, by key.  The field's `metadata` holds the key's help text and limits.
 
-    model: the dataclass of the section `model`; None leaves out its keys.
+    model: the dataclass of the section `model`; None leaves out that section's keys.
     objective: the dataclass of the section `objective`.
     """
     return dict(_declared_keys(model, objective))
@@ -65,7 +65,7 @@ def _declared_keys(model: type | None, objective: type) -> Mapping[str, dataclas
 
 
 def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the keys of a subsection with their values, or `key` with its value if it is not a subsection.
+    """Yield the keys of a subsection with their values, or `key` with its value if `key` is not a subsection.
 
     Raises UserError for a subsection whose value is not a mapping.
     """

@@ -1,6 +1,6 @@
-"""Loads a configuration: merges the defaults, the recipe files and the command line, and resolves the other values.
+"""Loads a configuration by merging the defaults, the recipe files and the command line, and resolving other values.
 
-The passes that resolve values are in `passes.py`.
+The steps that resolve values, called passes, are in `passes.py`.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ def load_config(
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.
 
-    If the weights in `train.init_from` come with a description of their model, its fields replace those in recipe
-    files, and those in `overrides` must agree with it.  A field that only affects training, or that
-    `checkpoint.allow_changes` permits to differ, keeps the value that is set.
+    If the weights in `train.init_from` come with a description of their model, the described fields replace those in
+    recipe files, and model fields in `overrides` must agree with them.  A field that only affects training, or that
+    `checkpoint.allow_changes` permits to differ, keeps a value set in the recipe file or `overrides`.
 
     `needs_weights=False` skips the check that the initial weights can be read, for commands that need only the model's
     structure or the data.

@@ -1,4 +1,4 @@
-"""Determines the kind of the weights at a path, from file names alone.
+"""Determines the kind of the weights at a path from file names alone; also makes Hub and GGUF models available locally.
 
 Code that loads weights (for `train.init_from`, the base of adapters, `load_weights`, and the commands generate and
 evaluate) calls `locate`, and then does what the returned kind requires.  `locate` does not use the network, and this
@@ -30,12 +30,12 @@ class Location:
 
     path: the path or URL, without `file://`.
     kind: one of
-        file: unsharded tensors in one file (.pt, .pth, .safetensors), with the names of this project's model;
+        file: unsharded tensors in one file (.pt, .pth, .safetensors), named as in this project's model;
         huggingface: a Hugging Face model folder, which has config.json or safetensors, such as an export.  A folder
             with a PEFT adapter gets this kind too, but is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
-        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL but that of a file, even that of
-            a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint there.
+        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL other than a file's, even
+            that of a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint there.
     """
 
     path: str

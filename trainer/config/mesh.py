@@ -14,7 +14,7 @@ from trainer.errors import UserError, setting_error
 
 @dataclass(frozen=True)
 class MeshShape:
-    """The resolved mesh: `replicate` x `shard` ranks."""
+    """The resolved shape of the mesh: `replicate` copies of the model, each sharded over `shard` ranks."""
 
     replicate: int
     shard: int
@@ -42,7 +42,7 @@ class MeshShape:
 
 
 def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
-    """Return the shape of the mesh for `world_size` ranks.  Raises UserError for illegal or unsuitable sizes."""
+    """Return the mesh shape for `world_size` ranks.  Raises UserError for sizes that are illegal or do not fit."""
     replicate, shard = mesh.replicate, mesh.shard
     if shard == "node":
         if world_size % local_world_size:

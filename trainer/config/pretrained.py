@@ -1,4 +1,4 @@
-"""Reads a Hugging Face model folder: converts its config.json to the fields of a recipe, and checks its files.
+"""Converts the config.json of a Hugging Face model folder to the fields of a recipe, and checks the folder's files.
 
 The fields are compared with the run's before anything is built, because weights of the same shapes may belong to a
 different model, for example one with another `rope_theta` or number of heads.  `Recipe.hf` says how entries of
@@ -31,7 +31,7 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Maps the entries of config.json that are refused to the reason.  A recipe can accept some (`HuggingFace.dropped`);
+"""Maps each entry of config.json that is refused to the reason.  A recipe can accept some (`HuggingFace.dropped`);
 the generic recipe `hf` accepts `auto_map`."""
 
 
@@ -47,7 +47,7 @@ def find_huggingface(recipe: Recipe) -> HuggingFace:
 
 
 def stored_dtype(path: str | Path) -> str | None:
-    """Return the dtype that the folder's config.json declares; None if it declares none or cannot be read."""
+    """Return the dtype that config.json in the folder `path` declares; None if it declares none or cannot be read."""
     try:
         content = read_json(Path(str(path).removeprefix("file://")) / CONFIG_JSON)
         return str(content.get("dtype") or content.get("torch_dtype") or "") or None
@@ -61,7 +61,7 @@ def stored_dtype(path: str | Path) -> str | None:
 
 @dataclass(frozen=True)
 class DeclaredModel:
-    """The model fields that come with some weights."""
+    """The model fields declared by a file that is stored with weights."""
 
     where: str
     """The file that declares the fields, for messages."""

@@ -1,4 +1,7 @@
-"""Checks settings against each other and the number of ranks, and checks for the required libraries and compilers."""
+"""Checks settings against each other and the number of ranks, and checks for the required libraries and compilers.
+
+Also derives values from settings, such as the data phases, the deadline, and whether blocks are compiled.
+"""
 
 from __future__ import annotations
 

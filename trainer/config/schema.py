@@ -19,8 +19,8 @@ from trainer.renamed import Renamed
 # Limits and values shared by several sections
 
 WEEK_S = 7 * 24 * 3600.0
-"""Upper bound of time limits.  Timeouts between ranks may be three times as long, and must fit in 32 bits as
-milliseconds."""
+"""Upper bound on time limits, in seconds.  Timeouts between ranks may be three times as long, and must fit in 32 bits
+as milliseconds."""
 
 MAX_SIZE = 2**31 - 1
 """The largest legal value of keys that set the size of a tensor dimension."""
@@ -29,16 +29,17 @@ DTYPE_ALIASES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
-"""Maps other names of dtypes to the names used here, which error messages suggest."""
+"""Maps other names for dtypes to the names used here, so that error messages can suggest the latter."""
 
 AUTO = "auto"
-"""The value that leaves a choice to the trainer.  For some keys, the planner makes it before the model is built."""
+"""The value that leaves a choice to the trainer.  For some keys, the planner makes that choice before the model
+is built."""
 
 MODEL = "model"
-"""The value of `data.tokenizer` and `data.chat_template` that selects those of the model."""
+"""The value of `data.tokenizer` and `data.chat_template` that selects the model's own."""
 
 NUMBER_OR = "a whole number or "
-"""The first words of the `form` of keys that take either a number or a certain word."""
+"""The start of the `form` (see `declare`) of keys that take either a whole number or a certain word."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Recognizes the configurations that runs store in their folders and checkpoints, and reads them as untrusted data.
 
-No module outside this package that a stored configuration names is imported without permission, and values with masked
-secrets are refused.
+A module outside this package that a stored configuration names is imported only with the user's permission, and values
+with masked secrets are refused.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ CONFIG = "config.yaml"
 """Name of the file with the stored configuration, in the folder of a run or of a checkpoint."""
 
 OLD_DPO_SECTION = "dpo"
-"""The old section for DPO settings, which every run stored before there were other objectives.
+"""Name of the old section for DPO settings, which every run stored before there were other objectives.
 
-`read_stored` converts it in the text that it parses, and the pass `objective_section` in files that are loaded with
-`load_config`."""
+`read_stored` converts this section in the text that it parses; the pass `objective_section` does so in files that
+`load_config` loads."""
 
 _RUN_FILES = ("status.json", "metrics.jsonl")
 

@@ -1,4 +1,4 @@
-"""The configuration of the teacher in distillation: a frozen model on the student's mesh, without adapters."""
+"""Builds the configuration of the teacher in distillation, a frozen model on the student's mesh without adapters."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Writes the answers to a file of prompts: one line of JSON per prompt, in order.  A later command can resume the file.
+"""Writes a file of answers, one line of JSON per prompt, in the order of the prompts.  A later command can resume it.
 
-The lines do not say which model and settings produced them, so FILE.provenance.json, next to the file, records this.
+The lines do not say which model and settings produced them, so FILE.provenance.json, next to FILE, records both.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""On-disk cache of data that are built once, then shared by all processes and later runs.
+"""On-disk cache for data that is built once, then shared by all processes and later runs.
 
 - `in_writable_folder` chooses the folder.  Tokenized text (`ingest`) uses only this, since many processes build its
   parts at the same time.
-- `build_entry` takes a lock, builds an entry under a temporary name unless it exists by then, flushes it to disk, and
+- `build_entry` takes a lock, builds an entry that does not exist yet under a temporary name, flushes it to disk, and
   renames it.  An entry therefore appears under its name only once it is complete.  A corrupt entry is reported, removed
   and rebuilt.  Downloaded shards and text (`remote.cache`), which have separate folders, use only this.
 - `get_or_build` combines the two.  It caches tokenized chats, the tokens of Python's standard library (the built-in

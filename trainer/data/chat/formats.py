@@ -1,4 +1,4 @@
-"""Reads chat files: converts records of JSONL, parquet, JSON and CSV files to conversations, completions and pairs.
+"""Reads JSONL, parquet, JSON and CSV files, and converts their records to conversations, completions and pairs.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  If a
 value in a record is invalid, the error gives its path in the record, such as `messages[2].role`.
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
-"""`role` (one of ROLES), `content` (text), and optional keys for the chat template, such as `tool_calls` or
+"""A message: `role` (one of ROLES), `content` (text), and optional keys for the chat template, such as `tool_calls` or
 `reasoning_content`.  An optional `weight` of 0 excludes the message from the loss, except with
 `data.train_on=end`."""
 
 
 class BadChat(Exception):
-    """A record or conversation that cannot be used; the message says why.
+    """Raised for a record or conversation that cannot be used; the error message says why.
 
     key: the setting to change, or "" if the file must be corrected.
     legal, fix: as in `setting_error`.
@@ -49,7 +49,8 @@ class BadChat(Exception):
 class Conversation:
     """Messages in order, and the tools that the assistant may call.
 
-    first_trainable: index of the first assistant turn that may contain targets; `data.train_on=all` ignores it.
+    first_trainable: index in `messages` before which assistant turns contain no targets; ignored if
+        `data.train_on` is `all` or `end`.
     """
 
     messages: Sequence[Message]

@@ -43,7 +43,7 @@ TOO_MUCH_MEMORY = f"takes more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory
 
 
 class TemplateTimeout(BaseException):
-    """A rendering has exceeded its CPU time.  Not a subclass of Exception, so that Jinja does not catch it."""
+    """Raised if a rendering exceeds its CPU limit.  Not a subclass of Exception, so that Jinja does not catch it."""
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -51,7 +51,7 @@ class TemplateTimeout(BaseException):
 
 
 def try_in_child(work: Callable[[], str]) -> str:
-    """Call `work` in a forked child, and return its result or, if the child did not finish, the reason.
+    """Call `work` in a forked child, and return the result or, if the child did not finish, the reason.
 
     If the process cannot fork, returns "" without calling `work`.
     """

@@ -1,4 +1,7 @@
-"""Data sources of conversations, packed or not, of preference pairs, and of labeled conversations."""
+"""Data sources of conversations, packed or not, of preference pairs, and of labeled conversations.
+
+Also reads the first conversations of files for display.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
 def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
     """Return the data source for the configured files, or None if `split` is `eval` and no conversation is held out.
 
-    vocab_size: the model's vocabulary size, or None to skip its check.
+    vocab_size: the model's vocabulary size; None skips the comparison with the tokenizer's.
 
     Raises UserError if the files, their columns, the tokenizer, the chat template or a conversation cannot be used, or
     if the tokenizer's vocabulary is larger than the model's.
