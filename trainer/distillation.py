@@ -3,7 +3,7 @@
 The teacher is either a frozen model, sharded like the student, or a folder in which `trainer.teach` has stored the
 teacher's top-k log-probabilities.
 
-Shape suffixes: n tokens of a chunk, N tokens of a micro-batch, D model width, V vocabulary size, k stored tokens.
+Shape suffixes: n tokens in a chunk, N tokens in a micro-batch, D model width, V vocabulary size, k stored tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from trainer.trainer import Trainer
 from trainer.weights.loading import load_base, load_initial_weights
 
 TEACHER = "teacher"
-"""Key, in the state of a checkpoint, of what identifies the teacher's weights."""
+"""Key in a checkpoint's state, under which the identity of the teacher's weights is stored."""
 
 _CHUNK_BYTES = 16 * 2**20
 """Maximum bytes of one model's fp32 logits in a chunk, unless a single token needs more.  Several tensors of this size
@@ -56,7 +56,7 @@ class DistillationTrainer(Trainer):
                 self.state.add(TEACHER, load_base(self.teacher, its_config, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        """Return the sharded model of `config` (default: this run's).
+        """Return the sharded model of `config` (None: this run's).
 
         The run's own model is built after its teacher, unless the teacher's outputs are stored in files.  Collective.
         """

@@ -57,7 +57,7 @@ class PeerFailed(Exception):
 
 
 _MAX_SHOWN_CHARS = 500
-"""Error messages truncate values whose text is longer than this many characters, to half as many."""
+"""Error messages show values of at most this many characters in full, and only half as many of longer values."""
 
 
 def print_stderr(text: str) -> None:

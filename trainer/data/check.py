@@ -1,9 +1,9 @@
 """Checks data for broken shards, duplicate documents, and held-out text that also occurs in the training data.
 
-Documents are compared by a hash of all their tokens.  Held-out text is found by comparing the 32-grams of tokens at
-every position of the held-out data with those at every 16th position of the training data.  This finds every held-out
-sample that shares a run of 47 or more tokens with the training data.  Repetitions of a single token and tokens with
-ignored targets, such as padding, do not count.  All hash matches are verified token by token.
+Documents are compared by a hash of all their tokens.  Held-out text in the training data is found by comparing the
+32-grams of tokens at every position of the held-out data with those at every 16th position of the training data.  This
+finds every held-out sample that shares a run of 47 or more tokens with the training data.  Repetitions of a single
+token and tokens with ignored targets, such as padding, do not count.  All hash matches are verified token by token.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ _GRAM_TOKENS = 32
 _STRIDE = 16
 """Distance in tokens between the starts of consecutive n-grams of the training data."""
 _CHUNK_TOKENS = 1 << 16
-"""About how many tokens to read at once: few enough that hashing them stays in the CPU's caches."""
+"""Approximate number of tokens to read at once: few enough that hashing them stays in the CPU's caches."""
 _MAX_LISTED = 10
-"""Maximum number of duplicates, and of leaks, that are listed; all are counted."""
+"""Maximum number of duplicates, and of held-out samples found in the training data, to list; all are counted."""
 
 
 def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
@@ -42,7 +42,7 @@ def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int
     vocab_size: see `open_source`.
     report: called with each line of the report.
 
-    Raises UserError as `open_source` does, unless a local shard that the settings name is broken.
+    Raises UserError as `open_source` does, but broken local shards that the settings name are reported instead.
     """
     opened = _open_named_shards(data)
     shards = {name: shard_or_error for name, shard_or_error in opened.items() if isinstance(shard_or_error, Shard)}

@@ -8,9 +8,9 @@ runs resume from a position, so a different order would silently repeat some sam
 A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
 that the source's weight prescribes.  Each phase has one pattern of sources, which every block goes through cyclically
-from a pseudorandom offset.  The pattern gives the source at a position and the number of samples of that source before
-it.  The k-th sample that is read from a source, counted from 0, is at position k of the source's permutation.  So all
-samples of a source are read before any of them is repeated, whatever the phases.
+from a pseudorandom offset.  The pattern gives the source at a position and the number of samples of that source at
+earlier positions.  The k-th sample that is read from a source, counted from 0, is at position k of the source's
+permutation.  So all samples of a source are read before any of them is repeated, whatever the phases.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sources over token shards that respect document boundaries: masked windows, one document per row, or packed rows.
+"""Sources that respect the document boundaries of token shards: masked windows, one document per row, or packed rows.
 
 Document boundaries come from the shards' index, not from the tokens, since text may contain the end-of-document token.
 

@@ -21,7 +21,7 @@ def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     """Return the tokens at which generation with a chat model stops.
 
     These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if
-    there is a template and the token is an added one.
+    there is a template and this token is one of the tokenizer's added tokens.
 
     tokenizer: the value of `data.tokenizer`.
     template: the value of `data.chat_template`.

@@ -46,7 +46,7 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines are counted too.
+    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines are numbered too.
 
     name: the name of the file, whose suffix determines the format: CSV for .csv and .tsv, otherwise JSON.
 

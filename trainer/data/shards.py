@@ -3,7 +3,7 @@
 A token shard consists of three or four files:
 
     NAME.bin    the tokens: little-endian uint8, uint16 or uint32, depending on the vocabulary size
-    NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64
+    NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64 values
     NAME.crc    for large shards: CRC-32 of all tokens and of the index (big-endian uint32), then of each 4096-byte page
                 of tokens (little-endian uint32)
     NAME.json   the metadata (`ShardInfo`): what the tokens are, their number, and checksums of NAME.bin and NAME.idx
@@ -11,10 +11,10 @@ A token shard consists of three or four files:
 A manifest lists the shards of a dataset with their metadata, so that thousands of shards can be opened by reading a
 single file.
 
-Files are read through a small cache of descriptors, without memory mapping.  If a memory-mapped file is truncated or
-its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page makes
-the kernel read ahead a hundred times what a sample needs.  `preadv` has none of these problems, and does not use the
-file position, which processes or threads would share.
+Files are read through a small cache of file descriptors, without memory mapping.  If a memory-mapped file is truncated
+or its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page
+makes the kernel read ahead a hundred times what a sample needs.  `preadv` has none of these problems, and does not use
+the file position, which processes or threads would share.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """Suffixes of a shard's files, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Maximum total bytes of token data that are verified completely when they are opened, within half a second.  Of larger
+"""Maximum total bytes of token data that are verified completely when they are opened, within half a second.  In larger
 data, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
 
 _PAGE_BYTES = 4096

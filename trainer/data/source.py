@@ -1,7 +1,7 @@
 """Sources give random access to samples by index; fingerprints identify the samples of a source.
 
-A sample is `seq_len` tokens and, for each of them, the target: the next token or IGNORE; or several such rows.  Sources
-learn the sample order, ranks and batches only to prefetch (`Source.follow`).  This module does not import torch.
+A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  Sources learn the
+sample order, ranks and batches only to prefetch (`Source.follow`).  This module does not import torch.
 
 A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
 position means nothing for other data, since even a different number of samples gives a different order.  File names,
@@ -45,10 +45,10 @@ def as_mapping(samples: Samples) -> dict[str, NDArray[Any]]:
 
 
 class Source(ABC):
-    """Random access to samples by index.
+    """Gives random access to samples by index.
 
-    seq_len: tokens per sample.
-    vocab_size: exclusive upper bound of the token ids.
+    seq_len: tokens per row.
+    vocab_size: exclusive upper bound on the token ids.
     tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
     attended: the mean, over all positions, of the length of a token's document within its row; 0 for padding.  Causal
@@ -59,7 +59,7 @@ class Source(ABC):
         since worker processes would only add copies.
     is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
         directly when that is faster than using a thread.
-    rows_per_sample: sequences per sample; 2 for preference pairs and for mismatched responses.
+    rows_per_sample: rows per sample; 2 for preference pairs and for mismatched responses.
     num_labels: number of classes; labels are less than this.  0 if samples have no labels.
     only_label: the label shared by all samples; None if there are several labels or none.
     shards: the token shards that the source reads, if any.

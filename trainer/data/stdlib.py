@@ -1,4 +1,4 @@
-"""The source code of Python's standard library as training data, which need no download."""
+"""The source code of Python's standard library, as training data that require no download."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Tokenizers convert text to token ids and back, and know the special tokens around a document, such as BOS and EOS.
 
-Every tokenizer has an end-of-document token.  For a Hugging Face tokenizer it is usually the EOS token, which only the
-configuration files next to tokenizer.json name; the post-processor in tokenizer.json determines which special tokens
-are added to a text automatically.
+Every tokenizer has an end-of-document token.  For a Hugging Face tokenizer it is usually the EOS token, which is named
+only in the configuration files next to tokenizer.json; the post-processor in tokenizer.json determines which special
+tokens are added to a text automatically.
 
 This module does not import torch.
 """
@@ -35,18 +35,18 @@ _BEGINNING_OF_TEXT = ("<|begin_of_text|>", "<s>", "<bos>", "<|startoftext|>", "[
 """Common names of the beginning-of-text token, tried in this order if nothing else determines it."""
 
 _RULES_VERSION = "text is text"
-"""Part of a tokenizer's name, so of the keys of caches.  Change it if a code change makes the same tokenizer file give
-different tokens.  The current text refers to the rule that special tokens in a text are encoded as text."""
+"""Part of a tokenizer's name, and therefore of cache keys.  Change it if a code change makes the same tokenizer file
+give different tokens.  The current value refers to the rule that special tokens in a text are encoded as plain text."""
 
 
 class Tokenizer(ABC):
     """Converts text to ids below `vocab_size`, and back.
 
     name: identifies the tokenizer, and is stored with the tokens; equal only for tokenizers that give the same ids.
-    vocab_size: exclusive upper bound of the ids.
+    vocab_size: exclusive upper bound on the ids.
     end_id: the end-of-document token.
     start_ids: all special tokens before a document; `encode` does not add them.
-    end_ids: all special tokens after a document, likewise.
+    end_ids: all special tokens after a document; `encode` does not add them either.
     """
 
     name: str

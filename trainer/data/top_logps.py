@@ -48,7 +48,7 @@ def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
 
 
 def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
-    """Create both arrays, without their values; those of an incomplete folder are overwritten.
+    """Create both arrays without filling in values; arrays in an incomplete folder are overwritten.
 
     Raises UserError if the folder is complete.
     """

@@ -44,12 +44,12 @@ _streams: dict[torch.device, torch.cuda.Stream] = {}
 
 
 class HostScalars:
-    """Asynchronous copy of a few scalars (numbers or one-element tensors) to the host; `read` waits for its end."""
+    """Asynchronously copies a few scalars (numbers or one-element tensors) to the host; `read` waits for the copy."""
 
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.waited_s = 0.0
-        """Seconds that `read` has waited."""
+        """Seconds that the first `read` waited; 0 before it."""
         self._noticed_at: float | None = None
         self._has_waited = False
         self._values, self._arrival = _copy_to_host(stack_scalars(values, device))

@@ -40,7 +40,7 @@ def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
 
 
 def describe_killed(failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe which ranks were killed first, and by which signals; empty if none was, or only by the launcher.
+    """Describe which ranks were killed first, and by which signals; "" if none was, or only by the launcher.
 
     failures: how workers ended, as the launcher saw it, by rank.  A negative exit code is a signal, as in `subprocess`.
     """

@@ -1,7 +1,7 @@
-"""Reads this process's rank and world size from the launcher's variables, and applies process-wide settings.
+"""Reads this process's rank and world size from environment variables, and applies process-wide settings.
 
-Supports torchrun, srun (Slurm) and `nproc=N`.  Does not import torch, so that configuration errors are reported
-quickly.
+The launcher may be torchrun, srun (Slurm) or `nproc=N`.  This module does not import torch, so that configuration
+errors are reported quickly.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     job: str = ""
-    """The launcher's id of the job, which restarts do not change, or an empty string."""
+    """The launcher's id for the job, which stays the same after restarts; "" if there is none."""
     num_restarts: int = 0
     """How many times the launcher has restarted the job."""
 

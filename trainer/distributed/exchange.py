@@ -19,11 +19,14 @@ _reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_singl
 
 _groups: dict[str, dist.ProcessGroup] = {}
 _purposes: dict[str, str] = {}
-"""What each registered group is for, by its name."""
+"""What each registered group is for, by group name."""
 
 
 def register_group(group: dist.ProcessGroup, purpose: str) -> str:
-    """Register a process group for these operators, and return the name to pass to them."""
+    """Register a process group for these operators, and return the name to pass to them.
+
+    purpose: what the group is for, as `purpose_of` returns it.
+    """
     _groups[group.group_name], _purposes[group.group_name] = group, purpose
     return group.group_name
 

@@ -14,16 +14,16 @@ if TYPE_CHECKING:
     from trainer.lifecycle.lifecycle import Lifecycle
 
 FAILURE = "meshtrainer/failure"
-"""Store key that holds the first failure."""
+"""Key in the store, under which the first failure of any rank is recorded."""
 
 _POLL_S = 0.5
 """Seconds between polls of the store."""
 
 _GRACE_S = 3.0
-"""Seconds that the main thread has to exit by itself."""
+"""Seconds to wait for the main thread to exit before this thread ends the process."""
 
 _SAVE_TIMEOUT_S = 600.0
-"""Maximum number of seconds to wait for a save in flight before this process exits; 0 after a StoreTimeout."""
+"""Maximum seconds to wait for a checkpoint save in flight before this process exits; 0 after a StoreTimeout."""
 
 
 class FailureWatch(threading.Thread):

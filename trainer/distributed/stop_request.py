@@ -1,4 +1,4 @@
-"""Requests to stop: a signal, a file `notice` in the run folder, or the time limit of the job.
+"""Requests to stop: a signal, a file named `notice` in the run folder, or the time limit of the job.
 
 The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
 Until the first step has ended there is nothing to save, so a signal ends the process within seconds
@@ -30,11 +30,11 @@ _KEPT_IF_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
 
 NOTICE = "notice"
 """Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that
-srun started, such as torchrun's agents, and not the ranks that those started.  A file reaches every rank."""
+srun started, such as torchrun's agents, and not the ranks that those processes started.  A file reaches every rank."""
 
 _STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
-"""Environment variables that each hold a run folder and the identity of a notice meant for an earlier attempt, empty if
-there was none."""
+"""Environment variables that each hold a run folder and the identity of a notice meant for an earlier attempt; the
+identity is "" if there was none."""
 
 
 class StopRequest:

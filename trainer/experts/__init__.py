@@ -8,7 +8,7 @@ To balance and measure the load of experts, a layer selects experts with `TopKEx
 `load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its child module, a
 `Balance`, and adds the result to its loss.  This package does not depend on any particular recipe.
 
-Shape suffixes: D model width, E experts, A experts per token, S tokens of this rank, M token-expert pairs.
+Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs.
 """
 
 from __future__ import annotations

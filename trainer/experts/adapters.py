@@ -8,7 +8,7 @@ concatenates along the output dimension, in the order listed, share one adapter,
 
 Parameters named in the module's attribute `packings` are frozen and quantized (NF4 or FP8; see `trainer.model.packed`).
 
-Shape suffixes: E experts, M token-expert pairs, K and N inputs and outputs of a matrix, R rank of an adapter.
+Shape suffixes: E experts, M token-expert pairs, K inputs and N outputs of a matrix, R rank of an adapter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ADAPTERS = "adapters"
 
 
 class ExpertFactor(nn.Module):
-    """LoRA's A or B for every expert: `weight` (E, out, in), stored in float32."""
+    """The LoRA factor A or B of every expert, stacked in `weight`: (E, out, in), stored in float32."""
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, zero_init: bool) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class ExpertFactor(nn.Module):
 
 
 class ExpertAdapter(nn.Module):
-    """The LoRA adapters of all experts for the matrices under one name: x @ W.T + scaling * x @ A.T @ B.T.
+    """All experts' LoRA adapters for the matrices under one name in `matrices`: x @ W.T + scaling * x @ A.T @ B.T.
 
     `forward` only returns x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the initial output
     equals that of the experts alone.

@@ -33,7 +33,7 @@ from trainer.files import atomic_replace
 from trainer.stopping import StopRequested, raise_if_stop_requested
 
 _VERSION = 4
-"""Increment this when a code change gives the same files different tokens, so that older entries are not used."""
+"""Increment this when a code change gives the same files different tokens, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
 """Total size of the files, in bytes, above which a message announces that they are being tokenized."""
@@ -45,6 +45,7 @@ class ChatSpec:
 
     key: the setting that names the files, for messages.
     has_labels: whether each record has a label, which is stored too.
+    format, columns, train_on, seq_len, too_long, holdout: the data settings of these names, with defaults resolved.
     """
 
     key: str

@@ -1,11 +1,10 @@
 """Loads and renders chat templates, which turn a conversation into the text that a model reads.
 
-A template is a Jinja program published with the model.  It runs in Jinja's sandbox, and its input is plain JSON.  The
-environment offers the filters, functions, `generation` tag and special tokens that transformers offers.  The
-text is that of transformers, with two exceptions: `strftime_now` returns a fixed date by default, and messages are
-adapted (see `ChatTemplate.render_unlimited`).  It is an error to set an attribute whose name begins with `_` on a Jinja
-`namespace`, or to compute a huge integer.  `limits.py`
-limits the CPU time and memory of rendering.
+A template is a Jinja program published with the model.  It runs in Jinja's sandbox, and its input is plain JSON.  It
+can use the filters, functions, `generation` tag and special tokens that transformers offers.  The rendered text is the
+same as in transformers, with two exceptions: `strftime_now` returns a fixed date by default, and messages are adapted
+(see `ChatTemplate.render_unlimited`).  It is an error to set an attribute whose name begins with `_` on a Jinja
+`namespace`, or to compute a huge integer.  `limits.py` limits the CPU time and memory of rendering.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ DEFAULT_DATE = datetime(2024, 7, 26)
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """The rendered text, and the (start, end) character spans that the template marks as the assistant's, if any."""
+    """A rendered conversation: its text, and the (start, end) character spans marked as the assistant's, if any."""
 
     text: str
     assistant_spans: tuple[tuple[int, int], ...] = ()
@@ -55,7 +54,7 @@ class ChatTemplate:
     """A compiled chat template.  Raises jinja2.TemplateSyntaxError if a source is not valid Jinja.
 
     templates: Jinja sources by name: `default`, and optionally `tool_use` for conversations with tools.
-    tokens: special tokens by the names that templates use for them: {"eos_token": "</s>"}.
+    tokens: special tokens by the names that templates use for them, for example {"eos_token": "</s>"}.
     now: returns the current time, for templates that print the date; by default a fixed date, so that training data do
         not change from day to day.
     """

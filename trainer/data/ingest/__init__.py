@@ -1,4 +1,4 @@
-"""Builds token shards from text, code, JSONL, JSON, CSV, parquet and Arrow files, and other trainers' token files.
+"""Builds token shards from text, code, JSONL, JSON, CSV, parquet and Arrow files, and from other trainers' token files.
 
 inputs      finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents
 readers     reads documents from these files, and tokens from other trainers' token files

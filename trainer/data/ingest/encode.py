@@ -1,9 +1,9 @@
-"""Tokenizes documents: splits long ones, and encodes batches of texts with an engine.
+"""Tokenizes batches of texts with the fastest engine that gives the correct ids, and splits long documents.
 
-The reference engine is the library that a tokenizer file was written for, or the byte tokenizer itself.  For a file, a
-faster engine is used only if it gives the same ids.  Before any document is read, the two are compared on texts
-designed to expose differences.  Later, they are compared on samples of each unit's text; if a single id differs, the
-whole unit is tokenized again with the reference.
+The reference engine is the library that a tokenizer file was written for, or the byte tokenizer itself.  For a
+tokenizer file, a faster engine is used only if it gives the same ids.  Before any document is read, the two are
+compared on texts designed to expose differences.  Later, they are compared on samples of each unit's text; if a single
+id differs, the whole unit is tokenized again with the reference.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 
 IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
-"""The concatenated ids of some texts, and the number of ids of each text."""
+"""The concatenated ids of several texts, and the number of ids of each text."""
 
 _MAX_SAMPLES, _SAMPLE_BYTES = 8, 1024
 """Maximum number of texts in one check of an engine (`check_sample`), and of bytes used from the start of each."""
@@ -46,7 +46,7 @@ class Engine(ABC):
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
-    """Return the fastest installed engine that gives the same ids as the reference on the probe texts."""
+    """Return the fastest installed engine that gives the same ids as the reference on texts that expose differences."""
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):

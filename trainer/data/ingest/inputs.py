@@ -22,7 +22,7 @@ from trainer.data.shards import ShardManifest
 from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
-"""How a file is read: `records` are .json, .csv and .tsv files of records, `tokens` other trainers' token files."""
+"""How a file is read: `records` are .json, .csv and .tsv files, `tokens` are other trainers' token files."""
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
@@ -52,7 +52,7 @@ SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .json, .csv, .parquet, .arrow, .md, source code; .gz and .zst of text and of records; .bin of other "
     "trainers"
 )
-"""The supported file types, in words."""
+"""The supported file types, as error messages and help texts list them."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""

@@ -1,4 +1,4 @@
-"""Shows the progress of a long operation on stderr, such as tokenizing files or completing prompts."""
+"""Shows the progress of a long operation, such as tokenizing files or completing prompts, by default on stderr."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _LOG_INTERVAL_S = 30.0
 class ProgressLine:
     """Context manager that prints the line that `make_line` returns, at regular intervals.
 
-    No line is printed if the block ends within the first interval.
+    No line is printed if the `with` block ends within the first interval.
 
     stream: where to print; by default stderr.
     """
@@ -48,7 +48,7 @@ class ProgressLine:
 
 
 class BuildProgress(ProgressLine):
-    """Shows how many of `total` bytes of input have been tokenized, the speed and, unless that is 0, the time left.
+    """Shows how many of `total` bytes of input have been tokenized, the speed and, unless it is 0, the time left.
 
     count_bytes: returns the number of bytes tokenized so far, by this process and others.
     """

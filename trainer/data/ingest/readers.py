@@ -1,6 +1,6 @@
 """Reads documents from text, JSONL, JSON and CSV files and tables (parquet, Arrow), and tokens from token files.
 
-Readers of documents yield lists of them, as UTF-8 bytes.  A text file or JSONL line too long to hold in memory is
+Document readers yield lists of documents, each as UTF-8 bytes.  A text file or JSONL line too long to hold in memory is
 yielded as a `LongDocument`, which reads the file again whenever its text is needed.  Readers of other trainers' token
 files yield `TokenChunk`s.
 """
@@ -41,7 +41,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a text file (for a JSONL line, roughly) to hold in memory; longer ones are read in pieces."""
+"""Maximum bytes of a text file, and about that of a JSONL line, to hold in memory; longer ones are read in pieces."""
 
 
 class LongDocument(ABC):
@@ -63,7 +63,7 @@ class LongDocument(ABC):
 
 
 DocumentBatch: TypeAlias = "list[bytes] | LongDocument"
-"""Any number of documents that are held in memory, or a single one that is too long for that."""
+"""Any number of documents as UTF-8 bytes, or a single document that is too long to hold in memory."""
 
 
 # ---------------------------------------------------------------------------------------------------------------

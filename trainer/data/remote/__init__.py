@@ -1,7 +1,7 @@
 """Token shards and text on a web server, in an object store, on the Hub, or anywhere else that fsspec can reach.
 
     transport   downloads files, with retries
-    cache       a size-limited cache of shard files, shared by all ranks of a machine
+    cache       a size-limited cache of shard files, shared by all ranks on a machine
     shards      finds the shards that a URL names, reads them through the cache, and prefetches the next ones
     text        downloads text files, from which shards are built
     datasets    finds and fetches the files of datasets on the Hugging Face Hub

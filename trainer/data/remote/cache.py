@@ -1,4 +1,4 @@
-"""A cache of remote files (shards or text), in a folder shared by all processes of this machine.
+"""A cache of remote files (shards or text), in a folder shared by all processes on this machine.
 
     NAME          a complete file, whose size and checksum were verified when it was downloaded
     .NAME.crc     the checksum of NAME as downloaded, if its source provides none
@@ -6,9 +6,9 @@
     .lock         locked while files are evicted
 
 The name of a shard file contains its size, so that a file being downloaded counts at its full size from the start.  If
-the cache is full, the token files needed furthest in the future are evicted.  Indices are never evicted.
+the cache is full, the token files needed furthest in the future are evicted first.  Indices are never evicted.
 
-Before a process first reads a file, it verifies the checksum.  A corrupt file is downloaded again.
+Before a process first reads a file, it verifies the file's checksum.  A corrupt file is downloaded again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class CacheFull(Exception):
-    """The cache is too full for a new file, even without all token files that are needed later than that file."""
+    """There is no room for a new file, even if all token files that are needed later than that file were evicted."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class RemoteFile:
     name: the file's name in the cache.
     size: in bytes.
     checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
-    version: the file's version on the server (such as its ETag and modification time) when it was looked up: blank if
-        the server reports none, None if the file was never looked up.
+    version: the file's version on the server (such as its ETag and modification time) when it was looked up: "" if the
+        server reports none, None if the file was never looked up.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Datasets on the Hugging Face Hub: finds the files that an hf:// URL names, and fetches them.
+"""Finds and fetches the files of a Hugging Face Hub dataset that an hf:// URL names, and pins the URL to a commit.
 
     hf://datasets/org/name                                   the split `train` of the default configuration
     hf://datasets/org/name?config=en&split=validation        another configuration or split
@@ -45,7 +45,7 @@ class HubData:
     """The files that the URL of a dataset names.
 
     repository: the repository, at one commit.
-    files: their entries in the repository, in the order in which they are read.
+    files: the repository's entries for the files, in the order in which they are read.
     column: the name of the column with the text, or None for `data.text_key`.
     """
 
@@ -60,7 +60,7 @@ class HubData:
     def inputs(self, key: str) -> list[InputFile]:
         """Return the files that hold documents, identified by their checksums.
 
-        key: the setting that names them, for messages.
+        key: the setting that names the dataset, for messages.
         """
         inputs = []
         for file, path in zip(self.files, self.paths(), strict=True):

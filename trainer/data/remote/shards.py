@@ -39,10 +39,12 @@ def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | No
     """Return the shards at a URL.  Each is downloaded into the cache when it is first read or prefetched.
 
     url: the URL of a shard, a manifest or a folder, or a glob.
-    key: the configuration key whose value it is, for messages.
+    key: the configuration key whose value is the URL, for messages.
+    cache_dir: the value of `data.cache_dir`.
+    cache_gib: the maximum size of the cache in GiB; None for no limit.
 
-    Raises NoShardsFound if the URL has no shards.  Raises ShardError if they cannot be reached or used.  Raises
-    UserError if the URL is that of a shard's metadata, or if the cache is not writable or too small.
+    Raises NoShardsFound if there are no shards at the URL.  Raises ShardError if they cannot be reached or used.
+    Raises UserError if the URL is that of a shard's metadata, or if the cache is not writable or too small.
     """
     cache_settings = CacheSettings(
         make_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)

@@ -1,4 +1,4 @@
-"""Downloads remote text files, which include tables, and keeps them until shards have been built from them."""
+"""Downloads remote text files and tables, and keeps them until shards have been built from them."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
 class RemoteText:
     """Text files at URLs.
 
+    items: the remote files.
     folder: the folder to download them to, shared by all processes on this machine.
     """
 

@@ -1,4 +1,4 @@
-"""Downloads files: over HTTP with the standard library, and from all other URLs with fsspec.
+"""Lists, reads and downloads remote files over HTTP with the standard library, and from all other URLs with fsspec.
 
 `with_retries` repeats failed attempts after increasing pauses, unless retrying is pointless, as for a missing file.
 """
@@ -44,10 +44,10 @@ MIN_BYTES_PER_S = 1 << 10
 """Minimum bytes per second from a web server, averaged over STALL_S."""
 
 MAX_PAUSE_S = 60.0
-"""Maximum pause between attempts in seconds; pauses start at one second and double."""
+"""Maximum pause between attempts, in seconds; pauses start at one second and double."""
 
 FEW_TRIES = 3
-"""Maximum number of attempts to look up, list or peek at files, since the URL may be wrong, or with a slow server."""
+"""Maximum number of attempts to look up, list or peek at files, whose URL may be wrong, or to use a slow server."""
 
 MANY_TRIES = 12
 """Maximum number of attempts to download a file that was found before; the pauses take about 6 minutes in total."""
@@ -62,7 +62,7 @@ _RETRY_STATUSES = (408, 425, 429)
 """HTTP statuses from 400 to 499 after which retrying may help."""
 
 _LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ENOENT, errno.EISDIR)
-"""Errors of the local file system, which retrying does not mend."""
+"""Errors of the local file system, after which retrying does not help."""
 
 Result = TypeVar("Result")
 
