@@ -1,4 +1,4 @@
-"""Reads and writes files: atomic replacement, untrusted JSON, checksums, free disk space, cache folders.
+"""File utilities for atomic replacement, untrusted JSON, checksums, free disk space, and cache folders.
 
 After a crash, a file that is replaced atomically has either its entire old content or its entire new content.
 """
@@ -45,8 +45,8 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 MAX_JSON_BYTES = 16 << 20
-"""Size limit of a model's JSON files, except tokenizer.json and the index of the weights.  Real files have at most a
-few megabytes."""
+"""Maximum size in bytes of each of a model's JSON files, except tokenizer.json and the index of the weights.  Real
+files have at most a few megabytes."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:

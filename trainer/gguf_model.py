@@ -28,8 +28,8 @@ from trainer.stopping import raise_if_stop_requested
 
 _SUFFIX = ".gguf"
 _SOURCE_FILE = "made_from.json"
-"""Name of the file in a converted folder that records the path of the .gguf file.  It exists once all files except the
-weights are complete."""
+"""Name of the file, in a converted folder, that records the path of the .gguf file.  This record is written once all
+files except the weights are complete."""
 _WEIGHTS_FILE = "model.safetensors"
 _VERSION = 2
 """Version of the conversion.  Increment it when the conversion changes, so that folders of older versions are not
@@ -37,7 +37,7 @@ reused."""
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path is that of a .gguf file, or of a folder with exactly one and no safetensors files."""
+    """Return whether a path is that of a .gguf file, or of a folder with exactly one such file and no safetensors."""
     return "://" not in path and _find_file(Path(path).expanduser()) is not None
 
 

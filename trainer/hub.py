@@ -1,4 +1,4 @@
-"""Resolves the names of Hugging Face Hub repositories to commits, and downloads their files into the Hub's local cache.
+"""Resolves names of Hugging Face Hub repositories to commits, downloads files into the local cache, and uploads models.
 
 `model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit when a
 run first starts, and the run keeps that commit: in its stored configuration, the model is `hf://org/name@<commit>`.
@@ -52,6 +52,7 @@ _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 _MAX_TRIES = 5
 """Maximum number of tries to download a file; a try that receives data starts the count again."""
 _NUM_CONNECTIONS = 4
+"""Maximum number of files of a repository that are downloaded at the same time."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 """Errors of the local disk, after which downloads are not retried."""
 _PROGRESS_S = 10.0

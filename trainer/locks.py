@@ -20,9 +20,9 @@ Each pause is twice as long as the previous one, up to the longest.
 
 
 class FileLock:
-    """The lock that a `locked` block holds.
+    """A file lock, held during a `locked` block.
 
-    is_locked: whether the lock was acquired; False on a file system without locks.
+    is_locked: True if the lock was acquired; False on a file system without locks.
     """
 
     def __init__(self, descriptor: int, is_locked: bool) -> None:
@@ -31,7 +31,7 @@ class FileLock:
     def make_exclusive(self) -> bool:
         """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
 
-        If it is not, the shared lock may be lost as well (see flock(2)).  Raises OSError if there are no locks.
+        If it returns False, the shared lock may be lost as well (see flock(2)).  Raises OSError if there are no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ def locked(path: Path, *, is_shared: bool = False, is_required: bool = False) ->
 
     is_shared: whether other processes may hold a shared lock on the file at the same time.
     is_required: what to do on a file system without locks.  If True, raise OSError with advice; if False, run the block
-        without a lock, so that the block must tolerate other processes running it concurrently.
+        without a lock; the block must then tolerate other processes running it concurrently.
 
     The kernel releases the lock if this process dies.  Raises StopRequested if this process is asked to stop while
     waiting.

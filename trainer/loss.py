@@ -30,7 +30,7 @@ IGNORE = -100
 """Target value of positions without a loss (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Default limit on the bytes of a chunk's fp32 logits: enough for full-speed matmuls on a CPU, but little memory."""
+"""Default limit on the bytes of a chunk's fp32 logits: enough for full-speed matmuls on a CPU, yet little memory."""
 
 _GPU_CHUNK_ROWS = 2048
 """On a GPU, a chunk may have this many rows even if its logits then exceed `_CHUNK_BYTES`.
@@ -60,7 +60,7 @@ _recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_l
 def row_losses() -> Iterator[list[torch.Tensor]]:
     """Yield a list, to which each cross-entropy inside the block appends its sum per sequence, (B,) in fp64.
 
-    Only those that return a single sum do, not those inside `by_row` or `replace_loss`.
+    Only cross-entropies that return a single sum are recorded, not those inside `by_row` or `replace_loss`.
     """
     recorded: list[torch.Tensor] = []
     token = _recorded_losses.set(recorded)

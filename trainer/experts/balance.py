@@ -1,7 +1,7 @@
-"""Balances the load of experts, through auxiliary losses of the router and biases on its choices, and measures it.
+"""Measures the load of experts, and balances it through auxiliary router losses and biases on the choice of experts.
 
-The tokens of each expert are counted in integers over the global batch (for `sequence_loss`, over each sequence), so
-the counts do not depend on how the mesh and the micro-batches divide the tokens.
+Tokens per expert are counted as integers over the global batch (for `sequence_loss`, over each sequence), so the counts
+do not depend on how the mesh and the micro-batches divide the tokens.
 
 Shape suffixes: B sequences, T tokens per sequence, E experts, A experts per token, S tokens (B x T), L MoE layers.
 """
@@ -21,16 +21,16 @@ from trainer.distributed.world import World
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
-"""Key of `ExpertBalance` in a checkpoint's state: the number of tokens of each expert in the last step that was not
-skipped."""
+"""Key of the state of `ExpertBalance` in a checkpoint.  The state is the number of tokens of each expert in the last
+step that was not skipped."""
 
 
 class TopKExperts(nn.Module):
     """Chooses the experts of each token: those with the highest scores.
 
     With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
-    scores.  If `Balance.rate` is set, `ExpertBalance` changes each bias by that amount, up or down, after each step
-    that is not skipped (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a
+    scores.  If `Balance.rate` is set, `ExpertBalance` raises or lowers each bias by this rate after each step that is
+    not skipped (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a
     persistent buffer in fp32: it is saved in checkpoints, and used in evaluation and generation.
     """
 
@@ -58,7 +58,7 @@ class Load(NamedTuple):
     """The load of a layer's experts, counting only tokens with targets; see `load_of`."""
 
     choices: torch.Tensor
-    """(B, E), the number of tokens of each sequence routed to each expert (int64)."""
+    """(B, E), the number of tokens in each sequence routed to each expert (int64)."""
     probs: torch.Tensor | None
     """(B, E), the sum over these tokens of the router's probability for each expert, in the dtype of the probabilities;
     None if `load_of` was not given them."""

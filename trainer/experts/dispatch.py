@@ -23,15 +23,15 @@ from torch.func import functional_call
 from trainer.distributed.exchange import exchange_parts, exchange_rows, gather_parts, sum_parts
 
 GROUP_ATTRIBUTE = "expert_group"
-"""Name of the attribute in which a module whose experts are divided among ranks holds its `ExpertGroup`."""
+"""Name of the attribute that holds the `ExpertGroup` of a module whose experts are divided among ranks."""
 
 
 @dataclass
 class Estimate:
-    """Assumptions about the router's choices in plans, which have no real tokens."""
+    """Assumptions about the router's choices, for plans, in which no real tokens are routed."""
 
     imbalance: float = 1.0
-    """Rows on the busiest rank, relative to the mean."""
+    """Number of rows on the busiest rank, relative to the mean over ranks."""
     fill_fraction: float = 1.0
     """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model runs with that method."""
 
@@ -47,9 +47,9 @@ class ExpertGroup:
     name: str = ""
     """Name of the process group, for `trainer.distributed.exchange`."""
     estimate: Estimate | None = None
-    """For plans: used instead of the router's choices."""
+    """For plans: used instead of the router's choices.  None in training."""
     watch: Callable[..., None] | None = None
-    """For checks: called with the arguments of `mix` except `experts`, followed by its result."""
+    """For checks: called with the arguments of `mix` except `experts`, followed by the result.  None outside checks."""
 
 
 def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,9 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
     """Multiply each row of `x_MK` by the matrix of its group, giving (M, N).
 
     `ends_E[e]` (int32) is the exclusive end row of group e; the last group ends with the last row.  If `ends_E` has one
-    entry more than there are matrices, the rows of this last group belong to no expert: their results and gradients are
-    zero.  On a GPU in bfloat16, with K and N multiples of 8, one kernel computes the product without host sync;
-    otherwise there is one matmul per group, and the host reads `ends_E`.
+    entry more than there are matrices, the last group has no matrix: the results and gradients of its rows are zero.
+    On a GPU in bfloat16, with K and N multiples of 8, one kernel computes the product without host sync; otherwise
+    there is one matmul per group, and the host reads `ends_E`.
     """
     num_groups = weight_EKN.shape[0]
     if _has_kernel(x_MK, weight_EKN):
@@ -49,7 +49,7 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
     """Return x.T @ y for the rows of each group, (E, K, N).  Rows after the last group are ignored.
 
-    `ends_E` is that of `grouped_mm`, without an extra entry.
+    `ends_E` is as in `grouped_mm`, but without an extra entry.
     """
     if _has_kernel(x_MK, y_MN):
         return F.grouped_mm(x_MK.t(), y_MN, offs=ends_E)
@@ -60,9 +60,10 @@ def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) 
 
 
 def grouped_bias(bias_EN: torch.Tensor, ends_E: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return the bias of each row's group, (M, N); zero for rows without a group.  See `grouped_mm`.
+    """Return the bias of each row's group, (M, N); zero for the rows of an extra group (see `grouped_mm`).
 
-    Computed as a matmul with ones, so that its gradient, a sum over rows, needs no atomic additions on a GPU.
+    The result is computed as a matmul with ones, so that its gradient, a sum over rows, needs no atomic additions on a
+    GPU.
     """
     ones_M8 = bias_EN.new_ones(num_rows, 8)  # the GPU kernel needs a multiple of 8 columns
     out_MN: torch.Tensor = grouped_mm(ones_M8, F.pad(bias_EN.unsqueeze(1), (0, 0, 0, 7)), ends_E)

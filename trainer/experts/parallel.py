@@ -1,4 +1,7 @@
-"""Expert parallelism: divides a model's experts among the ranks of an expert group, before FSDP shards the model."""
+"""Divides a model's experts among the ranks of an expert group (expert parallelism), before FSDP shards the model.
+
+Plans simulate this division on one rank (`simulate_expert_group`); checks observe the experts (`observe_experts`).
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,8 @@ from trainer.recipe import Recipe
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
     """Return the expert modules of `model` by name: those that `recipe.experts` names, or none if it is None.
 
-    Raises UserError if a pattern matches no module, or for a module that has no parameters, or whose parameters do not
-    all have the same first dimension.
+    Raises UserError if the pattern matches no module, if a module has no parameters, or if the parameters of a module
+    do not all have the same first dimension.
     """
     if recipe.experts is None:
         return {}

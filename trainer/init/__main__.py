@@ -17,7 +17,7 @@ from trainer.files import writing_to
 from trainer.recipe import all_recipes
 
 _NAME = "my_model"
-"""The model's name in the template, in file names and file contents.  The new project's name replaces it."""
+"""The model's name in the template's file names and file contents, which the new project's name replaces."""
 
 
 def write_project(name: str, parent: Path) -> Path:

@@ -60,7 +60,7 @@ class TrainingRun:
     checkpoints: Checkpoints
     step_sync: StepSync
     callbacks: list[Callback]
-    """The watchdog and optional features.  `begin_` hooks are called in this order, `end_` hooks in reverse."""
+    """The watchdog and optional features.  `begin_` hooks are called in list order, `end_` hooks in reverse."""
     step_metrics: StepMetrics = field(init=False)
     resume: Resume = field(init=False)
     relocation: Relocation = field(init=False)

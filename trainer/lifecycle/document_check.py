@@ -5,9 +5,9 @@ fresh weights, the state that a recurrent layer carries across a document bounda
 So comparing the model's outputs is not enough.  The check runs the model itself, for any recipe, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
-   A token that takes no part in a computation gets exact zeros in any dtype; one that does gets nonzero values, however
-   small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is tested even
-   if the next weight is zero, as in fresh adapters and some projections.
+   A token that takes no part in a computation gets exact zeros in any dtype; a token that does gets nonzero values,
+   however small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is
+   tested even if the next weight is zero, as in fresh adapters and some projections.
 2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two rows hold the
    same two documents, of equal length, in opposite order.  For each document, every module with parameters must compute
    the same output in both rows.  After each of these modules, its outputs are copied from one row to the other, so that
@@ -50,11 +50,11 @@ _MAX_SWAPPED = 128
 
 _TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
 """Maximum RMS difference between a module's outputs in the two rows, relative to the RMS of the outputs, by dtype.
-For other dtypes it is `_HALF_TOLERANCE`."""
+For other dtypes, `_HALF_TOLERANCE` applies."""
 _HALF_TOLERANCE = 2.0**-9
 """Tolerance for bfloat16 and float16: at most half the difference that would result if every element were rounded to
-the bfloat16 on its other side.  Most modules return identical outputs, and kernels that sum in a different order round
-only a few elements differently."""
+bfloat16 in the opposite direction.  Most modules return identical outputs, and kernels that sum in a different order
+round only a few elements differently."""
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
@@ -64,8 +64,8 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
     separate documents in recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom
     loader.
 
-    Collectives: a forward and backward pass over two rows of at most 320 tokens, another of the same or a forward pass
-    over two rows of at most 256 tokens, and a gather; only the gather if the model takes no documents.
+    Collectives: a forward and backward pass over two rows of at most 320 tokens, then either another of the same or a
+    forward pass over two rows of at most 256 tokens, and a gather; only the gather if the model takes no documents.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return

@@ -1,16 +1,16 @@
-"""The self-check for expert parallelism: verifies the experts' gradients, and that the right ranks compute each expert.
+"""The self-check for expert parallelism verifies the experts' gradients, and that the right ranks compute each expert.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
 computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
 wrong ranks, the model still trains, but its checkpoints hold a different model.
 
-1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and the biases of these.  So by
+1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and their biases.  So by
    Euler's theorem on homogeneous functions, the inner product of these parameters with their gradients equals the inner
    product of the outputs with their gradients, over all tokens.  This holds for any output gradients, so the check uses
    the outputs themselves as their gradients: the result is a sum of squares, in which nothing cancels, and even in
    bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both inner products, and no
    weights need to be gathered to compare them.
-2. *Placement.*  One token's output is compared with that of the experts chosen for it, recomputed from weights that are
+2. *Placement.*  One token's output is compared with the output of its chosen experts, recomputed from weights that are
    collected from the ranks that should hold them.
 """
 
@@ -42,12 +42,13 @@ _NUM_TOKENS = 32
 
 _GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Relative tolerances, by dtype, which allow for a different order of summation."""
+"""Relative tolerances for the two inner products and for the outputs, by dtype.  They allow for a different order of
+summation."""
 
 
 @dataclass
 class _Observation:
-    """Measurements of one experts module in one pass, on this rank."""
+    """Measurements of one expert module in one pass, on this rank."""
 
     sum_of_squares: torch.Tensor
     """The sum of the squared outputs of this rank's tokens, a scalar; zero until the backward pass."""

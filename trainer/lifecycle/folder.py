@@ -1,4 +1,4 @@
-"""The run folder: its owner, configuration and status, the files of earlier attempts, and what happens if it is lost.
+"""Manages the run folder (its owner, configuration, status and earlier attempts' files), and handles its loss.
 
 Of a run's ranks, only rank 0 writes, and only after the run's settings have been validated.  `record_end` writes for a
 launcher, after its ranks have exited.
@@ -45,12 +45,12 @@ RECORD_FILES = (
     "wandb",
     "profile",
 )
-"""Files and folders besides checkpoints that are moved aside when a run starts over."""
+"""Files and folders, other than checkpoints, that are moved aside when a run starts over."""
 
 
 @dataclass(frozen=True)
 class FolderLoss:
-    """The loss of one of the run's folders, which is no longer at its configured path."""
+    """Describes how the run lost one of its folders, which is no longer at its configured path."""
 
     setting: str
     """The setting that names the folder: `run.dir` or `checkpoint.dir`."""

@@ -6,7 +6,7 @@
                                              the folder is released
 
 A user error or a stop request before `begin` leaves an existing run unchanged: there is no transition and no record.
-An evaluation alone (`without_writing`) enters `ended` at once and writes nothing.
+A standalone evaluation (`without_writing`) enters `ended` at once and writes nothing.
 
 This module also abandons steps whose data does not arrive after a stop request, and runs the command `run.on_end`.
 """

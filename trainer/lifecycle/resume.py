@@ -1,6 +1,6 @@
 """Selects and loads the checkpoint that a run resumes from, and moves aside the files that the run supersedes.
 
-`EarlierAttempts` compares the records in the run folder with the run's checkpoints, to notice missing checkpoints.
+`EarlierAttempts` compares the records in the run folder with the run's checkpoints, to detect missing checkpoints.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.metrics.writers import Metrics, warn
 
 
 class Resume:
-    """Restores the state from the checkpoint that `checkpoint.resume` selects, or from a given one.
+    """Restores the state from the checkpoint that `checkpoint.resume` selects, or from a given checkpoint.
 
     All public methods are collective.
     """
@@ -45,18 +45,18 @@ class Resume:
         self.step: int | None = None
         """Step of the checkpoint that was loaded last; None for a fresh start."""
         self.path = ""
-        """Path or URL of that checkpoint; empty for a fresh start."""
+        """Path or URL of the checkpoint that was loaded last; empty for a fresh start."""
         self.is_own_checkpoint = False
-        """True if that checkpoint lies in this run's folder of checkpoints."""
+        """True if the checkpoint that was loaded last lies in this run's checkpoint folder."""
         self.changed: list[str] = []
-        """Permitted differences between this run's settings and those of the checkpoint, one line each."""
+        """Permitted differences between this run's settings and those in the loaded checkpoint, one line each."""
         self.seconds = 0.0
-        """Seconds spent in all loads so far, measured by the Trainer."""
+        """Total time of all loads so far in seconds, measured by the Trainer."""
         self._must_supersede = False
         """True from a rollback during training until the later checkpoints have been superseded."""
 
     def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
-        """Restore `state` from `path`, by default from the checkpoint that `checkpoint.resume` selects.
+        """Restore `state` from `path` or, if `path` is None, from the checkpoint that `checkpoint.resume` selects.
 
         is_running: whether training has begun, so that this load is a rollback.
 

@@ -51,7 +51,7 @@ _PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
 """Configuration keys that may differ between ranks, because they do not affect the results."""
 
 _MAX_LINES = 10
-"""Maximum number of problems in a message."""
+"""Maximum number of problems that a message lists."""
 _WORDS_PER_SUM = 4096
 """Number of 8-byte words in each partial sum of a checksum."""
 

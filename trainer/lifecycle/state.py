@@ -31,7 +31,7 @@ from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
-"""A trained weight of at least this magnitude is taken for an error: its square overflows float32."""
+"""A trained weight of at least this magnitude counts as an error: its square overflows float32."""
 
 
 class TrainState:
@@ -46,15 +46,15 @@ class TrainState:
         random_state: RandomState,
         base: BaseWeights | None = None,
     ) -> None:
-        """base: the frozen weights under adapters, which checkpoints refer to but do not store."""
+        """base: the frozen weights under adapters, or None.  Checkpoints refer to them without storing them."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
         self.zero_after_end = True
-        """Whether a decay to zero reaches 0 only one step after the last step.  False for runs that older versions
-        started, in which the last step has learning rate 0."""
+        """True if a learning rate that decays to zero reaches 0 one step after the last step.  False for runs that
+        older versions started, in which it reaches 0 at the last step."""
         self.eval_pending = False
-        """True if the evaluation at this step was cut off; `fit` repeats it after the next start."""
+        """True if the evaluation at this step was interrupted; `fit` repeats the evaluation after the next start."""
         self.evaluation: dict[str, float] = {}
         """The finite losses and `eval.metric` of the evaluation at this step, by field; empty until it has run."""
         self.model, self.random, self.skips = model, random_state, skips

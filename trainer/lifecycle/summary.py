@@ -1,4 +1,4 @@
-"""The start block and the closing summary of a run."""
+"""Describes a run: the facts and notes printed at its start, the start record, and the summary printed at its end."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
-    """Return the size of each axis of a run's mesh by name, first `replicate`, which is 1 if the mesh does not have it.
+    """Return the size of each axis of a run's mesh by name.  `replicate` comes first, with size 1 if the mesh lacks it.
 
     The sizes of context-parallel and expert-parallel groups are added as `context` and `expert` if above 1.
     """
@@ -56,12 +56,12 @@ def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name of the GPU, or `cpu`."""
+    """Return the name of the GPU, or `cpu` for other devices."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
 def start_facts(trainer: Trainer) -> Mapping[str, str]:
-    """Return the entries of the start block by name, from `run` to `data`.
+    """Return the entries of the summary printed at the start (the start block) by name, from `run` to `data`.
 
     On rank 0, this may compute the plan; on other ranks, the entry `plan` is empty.
     """

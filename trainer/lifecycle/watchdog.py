@@ -50,12 +50,13 @@ _CHECK_S = 0.5
 _CHECKS_PER_POLL = 4
 """Number of checks of the limits per poll of the store for another rank's request to report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
-"""Seconds that rank 0 waits for the other ranks' reports (and later for them to read its verdict), and that those ranks
-wait for the verdict."""
+"""`_ANSWER_S`: seconds that rank 0 waits for the other ranks' reports, and later for them to read its verdict.
+`_VERDICT_S`: seconds that the other ranks wait for the verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Before this process exits: seconds to wait for each record of the failure, and for a save in flight to end."""
+"""Before this process exits, it waits up to `_GRACE_S` seconds for each record of the failure, and up to
+`_SAVE_GRACE_S` seconds for a save in flight to end."""
 _SUSPENDED_S = 5.0
-"""If two checks are more than this many seconds apart, the process was suspended in between."""
+"""If two consecutive checks are more than this many seconds apart, the process is assumed to have been suspended."""
 _MAX_FRAMES = 12
 """Maximum number of frames in a printed stack."""
 _TIMED_OUT = "a collective has timed out"
@@ -64,7 +65,7 @@ _IN_BACKGROUND = "a save in the background"
 
 @dataclass(frozen=True)
 class _Limit:
-    """A time limit: when it expires (by `time.monotonic`), the setting that defines it, and its length."""
+    """A time limit: its expiry time (by `time.monotonic`), the setting that defines it, and its length in seconds."""
 
     expires: float
     key: str

@@ -1,4 +1,4 @@
-"""Metrics: records of a run, such as one per logged step, reduced across ranks once and sent to the record writers.
+"""The records of a run's metrics, such as one per logged step, reduced across ranks once and sent to record writers.
 
 Only rank 0 has record writers: for metrics.jsonl, samples.txt, the console, Prometheus, and each tracker.  The writer
 for a tracker, such as Weights & Biases, follows metrics.jsonl in a separate thread, so an unreachable server neither

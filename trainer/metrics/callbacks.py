@@ -1,7 +1,7 @@
 """The callback base class and the small built-in callbacks.  A callback implements an optional feature of a run.
 
-The callbacks here log the norms of each FSDP unit, generate samples and schedule garbage collection.  The one that
-profiles is in `profile.py`, and the watchdog is in `lifecycle/watchdog.py`.  `loss_by_source`, which is not a callback,
+The callbacks here log the norms of each FSDP unit, generate samples and schedule garbage collection.  The profiling
+callback is in `profile.py`, and the watchdog is in `lifecycle/watchdog.py`.  `loss_by_source`, which is not a callback,
 logs the loss of each source of a mixture.
 """
 

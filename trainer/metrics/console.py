@@ -41,10 +41,10 @@ class ConsoleWriter(RecordWriter):
         self._step_s = math.nan  # moving average of the seconds per step, updated by each `train` record
         self._step, self._phase_label = 0, ""
         self.first_step_label = ""
-        """Status bar label until the first step has completed, such as `compiling`, or an empty string."""
+        """Status bar label until the first step has completed, such as `compiling`; empty for none."""
 
     def start(self, summary: Mapping[str, str]) -> None:
-        """Print the start block.  summary: the text of each topic."""
+        """Print the summary at the start of the run.  summary: the text of each topic, by topic."""
         self._screen.show_summary({printable(topic): printable(text) for topic, text in summary.items()})
 
     def write(self, record: Record) -> None:

@@ -23,16 +23,16 @@ class Device:
     fp32_flops: float
     """Peak for fp32 matmuls without TF32, as torch computes them by default."""
     fp8_flops: float | None
-    """None if the device has no fp8 matmuls."""
+    """Peak for fp8 matmuls; None if the device has none."""
     memory_gib: float
     """Memory size as reported by the driver, which is below the marketed size."""
     memory_bandwidth: float
     link_bandwidth: float
-    """Bandwidth to the other devices of a node, in one direction."""
+    """Bandwidth to the other devices in the node, in one direction."""
     host_bandwidth: float
-    """Bandwidth to host memory, in one direction: PCI Express 4 or 5, 16 lanes."""
+    """Bandwidth to host memory, in one direction, over 16 lanes of PCI Express 4 or 5."""
     power_w: float
-    """Maximum power according to the data sheet."""
+    """Maximum power in watts, according to the data sheet."""
     source: str
     """Where the specifications are published."""
 

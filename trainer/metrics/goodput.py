@@ -36,14 +36,14 @@ class Goodput:
     """Time during which saves blocked training."""
     eval_s: float = 0.0
     between_s: float = 0.0
-    """Time from the last record of an attempt to the start of the next process, including any unrecorded work."""
+    """Time from an unfinished attempt's last record to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
-    """Steps repeated after a crash: from the checkpoint to the last recorded step."""
+    """Number of steps repeated after crashes: each time, those after the checkpoint, up to the last recorded step."""
     num_failures: int = 0
     """Number of attempts that failed or were killed after at least one step and were followed by another attempt."""
     has_failed: bool = False
-    """True if the last attempt counts as such a failure, or would if it ended now."""
+    """True if the last attempt failed, or has no end record, after at least one step."""
     downtime_s: float = 0.0
     """Time from the last record of each failed attempt to the start record of the next attempt."""
     node_seconds: float = 0.0
@@ -51,9 +51,9 @@ class Goodput:
     last_time: float = 0.0
     """Time of the last record, in seconds since the Unix epoch."""
     boot_id: str = ""
-    """Identifies the boot of the machine during which the last attempt ran; empty if unknown."""
+    """ID of the machine's boot during which the last attempt ran; empty if unknown."""
     boot_time: float = 0.0
-    """Time of that boot, according to that attempt's clock."""
+    """Time of the boot `boot_id`, according to the clock of the last attempt's machine."""
 
     @property
     def other_s(self) -> float:

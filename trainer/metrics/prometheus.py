@@ -70,7 +70,7 @@ class Prometheus(RecordWriter):
             self._server.server_close()
 
     def page(self) -> str:
-        """Return the page in Prometheus's text format."""
+        """Return the metrics in Prometheus's text format."""
         with self._lock:
             return "".join(self._lines())
 

@@ -1,4 +1,4 @@
-"""Metrics records (the lines of `metrics.jsonl`), functions that read them, the base class of writers, and a clock."""
+"""Metrics records (the lines of `metrics.jsonl`), functions to read them, the writers' base class, and a clock."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def logged_names(names: Iterable[str]) -> list[str]:
 
 
 class Record(Mapping[str, Any]):
-    """One line of metrics.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
+    """A metrics record.  Fields can be accessed as keys or as attributes: `record["loss"]` or `record.loss`.
 
     A field may be given as a zero-argument function, which is called when the field is first read.  Creating a record
     therefore need not wait for the device.

@@ -47,9 +47,10 @@ class Update:
     def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the time, by `time.perf_counter`, at which the device finished the step.  Waits for the device.
 
-        Returns None if loss and norm were computed on the host, as the step was then finished when the host returned.
+        Returns None if the loss and the norm were computed on the host: the step then ended when the host returned.
 
-        previous: the previous step.  previous_end: the time at which it ended.
+        previous: the previous step; None for the first.
+        previous_end: the time at which the previous step ended.
         """
         return self._numbers.arrived_at(None if previous is None else previous._numbers, previous_end)
 
@@ -60,7 +61,7 @@ class Update:
 
     @property
     def grad_norm(self) -> float:
-        """Global gradient norm before clipping."""
+        """The global gradient norm before clipping."""
         return self._numbers.read()[1]
 
     @property

@@ -17,7 +17,7 @@ from trainer.files import write_atomically
 
 
 class StopCriterion:
-    """Decides at which step a run ends, the same on all ranks."""
+    """Decides at which step a run ends.  The decision is the same on all ranks."""
 
     may_be_absent = True
     """Older checkpoints do not contain this state."""
@@ -26,11 +26,12 @@ class StopCriterion:
         self.num_steps, self._eval = config.train.steps, config.eval
         self._sign = -1.0 if config.higher_is_better else 1.0
         self.best: tuple[float, int] | None = None
-        """The best evaluation's value of `eval.metric` and its step, whether or not its checkpoint still exists."""
+        """The best value of `eval.metric` and the step of its evaluation, whether or not that step's checkpoint still
+        exists; None before the first finite value."""
         self.num_worse = 0
         """Number of consecutive evaluations, up to the latest, without a new best."""
         self._latest: int | None = None
-        """Step of the last evaluation."""
+        """Step of the last evaluation; None before the first."""
 
     def add_train_record(self, record: Mapping[str, Any]) -> None:
         """Process the `train` record of a step."""

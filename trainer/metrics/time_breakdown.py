@@ -24,14 +24,14 @@ KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data"
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
 STEP = "ProfilerStep#"
-"""Prefix of the name of a step's range, before the step number.  Trace viewers recognize it as well."""
+"""Prefix of the names of step ranges in a trace, before the step number.  Trace viewers also recognize it."""
 
 PHASE = "phase"
 """Category of the events that mark the phases of the rank (see `Watchdog`)."""
 
 
 class Span(NamedTuple):
-    """An interval: a kernel on a stream, an operator on a thread, a collective in flight, a step or a phase."""
+    """An interval in a trace: a kernel on a stream, an operator on a thread, a collective, a step or a phase."""
 
     name: str
     kind: str

@@ -1,4 +1,4 @@
-"""A small causal transformer in plain PyTorch: change it as you like.  It needs no distributed code."""
+"""A small causal transformer in plain PyTorch, without distributed code.  Change the model as you like."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class MyConfig:
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each with a residual connection."""
+    """A transformer block: attention and a feed-forward layer, each with a residual connection."""
 
     def __init__(self, config: MyConfig) -> None:
         super().__init__()
