@@ -28,7 +28,10 @@ ENTRY_POINTS = "meshtrainer.objectives"
 """Entry-point group in which other distributions list modules that register objectives."""
 
 ExtraInput = Literal["reference", "labels", "scores", "teacher"]
+"""An input that the Trainer computes only for objectives that need it (`Objective.needs`)."""
+
 Direction = Literal["higher", "lower"]
+"""Which values of a metric are better (`Objective.better`)."""
 
 
 def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = None) -> None:

@@ -27,8 +27,8 @@ _NUM_COLUMNS = 12
 """Number of scalars for each parameter's step, with padding; see `_step_scalars`."""
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
-"""Number of elements to update at a time.  On a CPU, temporaries then fit in the cache; on a GPU, where the update is
-one compiled kernel, the limit is 32-bit indices.
+"""Maximum number of elements to update at a time, by device type.  On a CPU, temporaries then fit in the cache; on a
+GPU, where the update is one compiled kernel, 32-bit indices set the limit.
 """
 
 

@@ -32,7 +32,7 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     """Measure this machine's rates and return them; rank 0 also prints them and writes them to the calibration cache.
 
     Measures the FLOP/s of matmuls (at the width of `config`'s model), attention and Muon's iterations; the bytes/s of
-    memory, the optimizer and host copies; the seconds per kernel and per operator that the host issues; and, in a
+    memory, the optimizer and host copies; the minimum seconds per kernel and the host's seconds per operator; and, in a
     distributed run, the bytes/s and latency of links.  Collective in a distributed run.  Raises UserError if this
     machine's device is not `device` (None accepts any).
     """

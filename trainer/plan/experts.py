@@ -61,7 +61,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
 
 def advice_on_balance(plan: Plan) -> Iterator[str]:
-    """Yield a line on the cost of the extra forward passes that count which experts are chosen, if there are any."""
+    """Yield a line on the cost of the extra forward passes that count the tokens per expert, if there are any."""
     if not plan.trace.counting_pass or plan.num_micro_batches == 1:
         return
     trace = replace(plan.trace, counting_pass=())

@@ -1,4 +1,4 @@
-"""What the tracer assumes about kernels: the work of operators, the kernels of a GPU, compiler fusion and float8 casts.
+"""The planner's assumptions about kernels: the work of operators, a GPU's kernels, compiler fusion and float8 casts.
 
 A GPU's fused kernels save fewer activations for the backward pass than a CPU's kernels.  `use_gpu_kernels` imitates the
 GPU's kernels while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends neither
