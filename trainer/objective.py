@@ -3,8 +3,8 @@
 An objective is a frozen dataclass whose fields are the keys of the configuration section `objective`.  It knows nothing
 of the mesh, the rank or the micro-batch size.  The Trainer class named by `Objective.trainer` computes the objective's
 inputs (`ObjectiveInputs`), sums the losses that the objective returns, and divides the sum by the number of samples in
-the global batch.  For a `TokenObjective`, it computes the log-probabilities that `divergence` takes, and divides by the
-number of targets.
+the global batch.  For a `TokenObjective`, the Trainer computes the log-probabilities that `divergence` takes, and
+divides by the number of targets.
 
 Importing this module or the built-in objectives does not import torch, so that `--help` lists them quickly.
 """
@@ -28,7 +28,10 @@ ENTRY_POINTS = "meshtrainer.objectives"
 """Entry-point group in which other distributions list modules that register objectives."""
 
 ExtraInput = Literal["reference", "labels", "scores", "teacher"]
+"""An input that the Trainer computes only for objectives that need it (`Objective.needs`)."""
+
 Direction = Literal["higher", "lower"]
+"""Which values of a metric are better (`Objective.better`)."""
 
 
 def log_nothing(name: str, values: torch.Tensor, over: torch.Tensor | None = None) -> None:
@@ -61,7 +64,7 @@ class ObjectiveInputs:
 
 
 Rows = ObjectiveInputs
-"""The old name, which keeps working for one version."""
+"""The former name of `ObjectiveInputs`, which keeps working for one version."""
 
 
 @dataclass(frozen=True)

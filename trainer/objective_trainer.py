@@ -36,7 +36,7 @@ class ObjectiveTrainer(Trainer):
     """
 
     takes_objectives = True
-    """Whether the Trainer computes the inputs of objectives other than next-token prediction."""
+    """True if the Trainer computes the inputs of objectives other than next-token prediction."""
 
     def __init__(self, config: RunConfig) -> None:
         self.reference: nn.Module | None = None

@@ -30,7 +30,7 @@ from trainer.errors import masked_argument
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker needs to know about the run."""
+    """The information about a run that `Tracker.open` receives."""
 
     id: str
     """The run's ID, the same for all trackers.  The run folder and checkpoints contain it, so all attempts share it."""
@@ -38,7 +38,7 @@ class TrackedRun:
     """The run folder."""
     config: RunConfig
     resumed_step: int
-    """Step of the checkpoint that this attempt resumes from, or 0 for a fresh start; after `rewind`, its step."""
+    """Step of the checkpoint that this attempt resumes from, or 0 for a fresh start; after `rewind(step)`, `step`."""
 
     @property
     def name(self) -> str:
@@ -55,12 +55,12 @@ class Tracker(Protocol):
     Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a tracker class, or another
     callable that returns a tracker; it is called without arguments.  All methods except `abandon` are called one at a
     time, in the tracker's own thread on rank 0.  They may block, and exceptions that they raise do not stop the run.
-    After an exception, `open` is called again, until the run ends; an ImportError disables the tracker.
+    After an exception, `open` is retried until the run ends; an ImportError disables the tracker.
 
     Two more methods are optional, and therefore not declared below:
 
-    rewind(step): the steps after `step` will be repeated within this run, so drop their values.  Without this method,
-        the old values remain, and repeated steps up to the last one that was sent are not sent again.
+    rewind(step): called when the steps after `step` will be repeated within this run; must drop their values.  Without
+        this method, the old values remain, and repeated steps up to the last one that was sent are not sent again.
     abandon(): called if not everything could be sent in time at the end of the run.  It is called in the main thread,
         possibly while another method is running, and must neither block nor raise.
     """

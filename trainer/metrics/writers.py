@@ -1,6 +1,6 @@
-"""Writes a run's records to `metrics.jsonl`, `samples.txt`, the console and its copy, Prometheus and trackers.
+"""Writes a run's records to `metrics.jsonl`, `samples.txt`, the console, `console.log`, Prometheus and trackers.
 
-`Metrics` creates a `RecordWriter` for each of these that the run uses, and sends every record to all of them.  Those
+`Metrics` creates a `RecordWriter` for each of these that the run uses, and sends every record to all writers.  Those
 for `metrics.jsonl` and `samples.txt` are below; the others are in `console.py`, `prometheus.py` and `follower.py`.  The
 writer for a tracker such as Weights & Biases (`trackers.py`) is a `Follower`, which reads the records back from
 `metrics.jsonl`.
@@ -35,12 +35,13 @@ class JsonLines(RecordWriter):
     """Writes `metrics.jsonl`: one JSON object per line, appended without buffering.
 
     A later attempt first drops the lines that it will write again: records of the kinds in `_WRITTEN_AGAIN` for steps
-    after the checkpoint that it resumes from, or for all steps without one.  It also drops lines that are not records,
-    such as the partial line of a killed process.  The dropped lines are appended to `metrics_superseded.jsonl`, and the
-    other lines are rewritten atomically, so that a crash leaves either the old file or the new one.
+    after the checkpoint that it resumes from, or for all steps if there is none.  It also drops lines that are not
+    records, such as the partial line of a killed process.  The dropped lines are appended to
+    `metrics_superseded.jsonl`, and the other lines are rewritten atomically, so that a crash leaves either the old file
+    or the new one.
 
     The attributes `ledger`, `lost_steps` and `earlier_goodput` account for earlier attempts (after `go_back`, for this
-    one too), including dropped lines.
+    attempt too), including the dropped lines.
     """
 
     def __init__(self, path: Path, resumed_step: int) -> None:

@@ -27,10 +27,10 @@ _ALIGNMENT = 16
 def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, emulate: bool = False) -> int:
     """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of layers replaced.
 
-    `scaling`: none, tensorwise or rowwise.  Names, parameters and initialization do not change.  These are skipped:
-    layers with a dimension that is not a multiple of 16, subclasses that override `forward`, blocks that are themselves
-    linear layers, and layers outside the blocks, since float8 is known to degrade the output head.  With `emulate`,
-    matmuls are computed in float32 from inputs rounded to float8, on any device, for tests.
+    `scaling`: none (nothing is replaced), tensorwise or rowwise.  Names, parameters and initialization do not change.
+    The following are skipped: layers with a dimension that is not a multiple of 16, subclasses that override `forward`,
+    blocks that are themselves linear layers, and layers outside the blocks, since float8 is known to degrade the output
+    head.  With `emulate`, matmuls are computed in float32 from inputs rounded to float8, on any device, for tests.
 
     Raises UserError if torchao is missing or cannot be imported, if the device does not support float8 with this
     scaling (not checked with `emulate`), or if no layer can be replaced.

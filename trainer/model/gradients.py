@@ -32,10 +32,10 @@ from trainer.model.units import ShardUnit, parameters_by_unit
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
     """In the backward pass inside the block, reduce gradients if `enabled`, otherwise accumulate them on this rank.
 
-    The reduce-scatter over `shard` and the all-reduce over `replicate` run only in the enabled pass; until then, each
-    rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every pass, so ranks
-    hold only shards.  On one rank nothing is reduced.  After a pass that is not enabled, units stay gathered unless
-    `fsdp.reshard_after_backward` is set.  Without `fsdp`, its defaults apply.
+    The reduce-scatter over `shard` and the all-reduce over `replicate` run only in a pass with `enabled` true; until
+    then, each rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every
+    pass, so ranks hold only shards.  On one rank nothing is reduced.  After a pass with `enabled` false, units stay
+    gathered unless `fsdp.reshard_after_backward` is set.  Without `fsdp`, its defaults apply.
     """
     fsdp = fsdp or FsdpSection()
     replicas = replicas_of(model)

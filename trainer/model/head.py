@@ -9,7 +9,7 @@ from torch import nn
 from trainer.loss import linear_cross_entropy
 
 _INITIAL_STD = 0.02
-"""Standard deviation of the initial weights, as transformers draws those of such heads by default."""
+"""Standard deviation of the initial weights, the default in transformers for such heads."""
 
 SCORE = "score"
 """Name of the head's parameter in its module, and of the head itself in transformers."""

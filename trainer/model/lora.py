@@ -1,4 +1,4 @@
-"""LoRA: freezes a linear layer, and trains a low-rank update of its weight, the product of two small matrices.
+"""LoRA adapters: trainable low-rank updates of frozen linear layers, each the product of two small matrices.
 
 Adapted layers have peft's names, so that adapters can be exchanged with peft.  `<layer>.base_layer.weight` is the
 layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are the
@@ -30,6 +30,7 @@ from trainer.model.head import is_score_name
 from trainer.model.packed import PackedLinear, pack_experts
 
 ALL_LINEAR = "all-linear"
+"""The value of `lora.targets` that selects the linear layers in all blocks."""
 
 _MIN_SIMILARITY = 0.75
 """Minimum similarity for suggesting a layer's name, so that gate_proj is not taken for a misspelling of v_proj."""
@@ -38,7 +39,7 @@ _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER_NAME}\.we
 
 
 class LoraFactor(nn.Module):
-    """LoRA's A or B: `weight` (out, in), stored in float32; `AdaptedLinear` multiplies by it."""
+    """One of an adapter's two matrices, A or B: `weight` (out, in), in float32.  `AdaptedLinear` multiplies by it."""
 
     def __init__(self, in_features: int, out_features: int, zero_init: bool) -> None:
         super().__init__()

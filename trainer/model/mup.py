@@ -1,8 +1,9 @@
 """Maximal update parametrization (muP): initial weights and learning rates for models of any width.
 
 `optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  Each
-parameter's initial values and learning rate are scaled by how much its dimensions have grown from that model.  At every
-width, features then start at the same size and change equally per step, so the same learning rate works for all widths.
+parameter's initial values and learning rate are scaled by how much larger its dimensions are than in that model.  At
+every width, features then start at the same size and change equally per step, so the same learning rate works for all
+widths.
 
 Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which has no factors in the forward pass.
 """
@@ -45,7 +46,7 @@ class Growth:
 
         The size of an AdamW step does not depend on the width, but its effects add up over the inputs, so the learning
         rate falls with their number.  For SGD it also rises with the number of outputs, since the gradients shrink as
-        that grows.
+        this number grows.
         """
         if optimizer == "adamw":
             return 1 / self.input_ratio
@@ -54,7 +55,8 @@ class Growth:
     def init_scale(self, is_fan_in: bool) -> float:
         """Return the factor for the initial values.
 
-        is_fan_in: True if they are already drawn with variance ~ 1 / inputs, as in torch's own layers.
+        is_fan_in: True if these values are already drawn with a variance proportional to 1 / inputs, as in torch's own
+            layers.
         """
         hidden = 1.0 if is_fan_in else 1 / math.sqrt(self.input_ratio)
         return hidden if self.output_ratio != 1 else hidden / math.sqrt(self.input_ratio)

@@ -29,7 +29,7 @@ from trainer.recipe import Recipe, Stacked, Transposed
 def build_network(config: RunConfig) -> nn.Module:
     """Build the model of `config` on the meta device.
 
-    Raises UserError for settings that do not fit the model, such as a layer in `lora.targets` that it does not have.
+    Raises UserError for settings that do not fit the model, such as a layer in `lora.targets` that the model lacks.
     """
     # Settings may use Hugging Face's names as well.
     names = None if config.recipe.hf is None else HuggingFaceNames(config.recipe, config.model)
@@ -56,11 +56,11 @@ def build_network(config: RunConfig) -> nn.Module:
 def replace_head(
     model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Replace the projection onto the vocabulary with a new head.
-
-    Raises UserError if the recipe does not name the projection.
+    """Replace the projection onto the vocabulary with a new `ScoreHead` that has `num_outputs` outputs.
 
     dtype: the dtype of the new weight; by default that of the projection's weight.
+
+    Raises UserError if the recipe does not name the projection.
     """
     hf = recipe.hf
     mapped = None if hf is None else HuggingFaceNames(recipe, model_config).from_huggingface(_OUTPUT)

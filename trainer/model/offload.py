@@ -6,7 +6,7 @@ tensors are copied back while the backward pass of the block after it runs.  The
 other's events.  On a CPU the same code makes plain copies, which saves no memory but lets tests run the code.
 
 Copies are bit-identical, so losses do not change.  Parameters, buffers and all but the first of a block's arguments
-(such as RoPE tables and masks) stay on the device, because other references usually keep them there anyway.
+(such as RoPE tables and masks) stay on the device, because other references usually keep them in memory anyway.
 
 Offloading can be combined with activation checkpointing: it then offloads a block's input and, with `selective` and
 `budget:`, the saved outputs of operators (see `storing_contexts`).  This module does not depend on recipes, meshes or
@@ -31,13 +31,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from trainer.model.parameters import storage_id
 
 MIN_BYTES = 4096
-"""Smaller storages stay on the device, because copying them costs more time than their memory is worth."""
+"""Minimum size in bytes of an offloaded storage.  Copying a smaller one takes more time than its memory is worth."""
 
 
 def offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) -> list[bool]:
     """Return for each of `num_blocks` blocks whether it is offloaded.
 
-    fraction: the part of the blocks to offload, from `train.offload_activations`.
+    fraction: how many of the blocks to offload, from 0 to 1 (`train.offload_activations`).
 
     Offloaded blocks are spaced evenly, so that the blocks in between hide the copies.  The last block is offloaded only
     if `with_last` is true, since its backward pass immediately follows its forward pass.

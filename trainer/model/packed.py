@@ -33,7 +33,7 @@ BLOCK_SIZE = 64
 """Number of weights that share a scale."""
 
 CODE_BITS = {"nf4": 4, "fp8": 8}
-"""Bits per code, by code type, which is the value of `lora.base_dtype`."""
+"""Bits per code, by code type (a value of `lora.base_dtype`)."""
 
 _SCALE_BYTES = 4
 _CHUNK_WEIGHTS = 2**20

@@ -1,4 +1,7 @@
-"""The GPU kernel that unpacks weights of `trainer.model.packed`.  Imported only on GPUs, since it needs Triton."""
+"""The GPU kernel that unpacks the weights quantized by `trainer.model.packed`.
+
+This module is imported only on GPUs, since it needs Triton.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,12 @@ def _unpack(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Unpack TILE bytes of one row.
+    """Unpack up to TILE bytes of codes from one of the R rows.
 
-    packed: the bytes (R, row_bytes).  scales: the same bytes, viewed as float32.  values: the value of each code.
+    packed: the codes and scales of all rows, (R, row_bytes), uint8.
+    scales: the same memory, viewed as float32.
+    values: the value of each code, in float32.
+    weights: the output, (R, width).
     """
     PER_BYTE: tl.constexpr = 8 // BITS
     row = tl.program_id(0).to(tl.int64)
@@ -45,7 +51,7 @@ def _unpack(  # type: ignore[no-untyped-def]
 
 
 def unpack_into(weights: torch.Tensor, packed: torch.Tensor, values: torch.Tensor, bits: int, block: int) -> None:
-    """Unpack rows (R, bytes) into `weights` (R, width) of any floating dtype.
+    """Unpack the rows of `packed` (R, bytes) into `weights` (R, width), of any floating dtype.
 
     values: the value of each code, in float32.
     bits: the number of bits per code.

@@ -19,13 +19,13 @@ from trainer.model.placement import Box, Division, chunk_of
 def is_vector(name: str, parameter: torch.Tensor) -> bool:
     """Return whether a parameter is a scalar, a vector, or a stack of vectors, one per expert.
 
-    A parameter of two dimensions is such a stack if its name ends in `bias`.
+    A two-dimensional parameter is such a stack if its name ends in `bias`.
     """
     return parameter.ndim < 2 or (parameter.ndim == 2 and name.endswith("bias"))
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the groups of names that share one parameter, in module order; the first name is canonical."""
+    """Return the names of each tied parameter, in module order; the first name of each is canonical."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -43,7 +43,7 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters in the full model, counting tied ones once, and quantized ones by weight."""
+    """Return the number of parameters in the full model, counting tied ones once, and quantized ones unpacked."""
     return sum(num_weights(model).values())
 
 

@@ -1,7 +1,7 @@
 """Chooses how a parameter is divided among the ranks of the shard axis, and computes where each rank's shard lies.
 
-Pure arithmetic on shapes, which the planner and Muon use too.  `trainer.model.shard` passes the choice on to FSDP,
-which makes the shards; if matrices are split by rows, `trainer.model.row_shards` replaces FSDP's.
+This is pure arithmetic on shapes; the planner and Muon use it too.  `trainer.model.shard` passes the choice on to FSDP,
+which makes the shards; if matrices are split by rows, `trainer.model.row_shards` replaces FSDP's shards.
 """
 
 from __future__ import annotations

@@ -6,7 +6,8 @@ that every rank, the planner and compiled blocks make the same choice.  This mod
 or the configuration.
 
 Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack formulation behind
-torch._functorch.config.activation_memory_budget, which only compiled code supports; here it is solved greedily.
+torch._functorch.config.activation_memory_budget, which only compiled code supports; here the knapsack problem is solved
+greedily.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _KIND_OF = {
 }
 """The kinds of the operators that are expensive to recompute, except float8 matmuls, which a budget does not support.
 
-Which attention kernel runs depends on the device."""
+All attention kernels have the same kind, since which of them runs depends on the device."""
 
 OperatorId = tuple[str, int]
 """The kind of an expensive operator, and its index among the operators of that kind in a block's forward pass."""

@@ -1,10 +1,10 @@
 """Shards stacks with fewer matrices than ranks, such as 128 experts on 512 ranks, by the rows of each matrix.
 
-FSDP divides a tensor along one dimension: such a stack, of shape (N, rows, columns), along its rows or columns, since N
-is less than the number of ranks.  It would then copy the stack once more in every all-gather and every reduce-scatter,
-because the ranks' shards interleave in memory.  Here, each matrix is split by rows among consecutive ranks instead
-(`placement.choose_ranks_per_matrix`): every shard is contiguous in the stack, so FSDP handles the stack like a tensor
-of shape (ranks, rows / ranks per matrix, columns) divided along dimension 0.
+FSDP divides a tensor along one dimension; for such a stack, of shape (N, rows, columns), this would be the rows or the
+columns, since N is less than the number of ranks.  FSDP would then copy the stack once more in every all-gather and
+every reduce-scatter, because the ranks' shards interleave in memory.  Here, each matrix is split by rows among
+consecutive ranks instead (`placement.choose_ranks_per_matrix`): every shard is contiguous in the stack, so FSDP handles
+the stack like a tensor of shape (ranks, rows / ranks per matrix, columns) divided along dimension 0.
 
 This module sets attributes of FSDP's private class FSDPParam, which are the same in torch 2.11 to 2.14
 (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
@@ -30,7 +30,7 @@ class RowShard:
     """This rank's rows of one matrix of a stack, on a mesh whose last two axes are (matrix, part of its rows)."""
 
     rows: torch.Tensor
-    """(1, rows / ranks per matrix, columns)."""
+    """This rank's rows, (1, rows / ranks per matrix, columns)."""
     shape: torch.Size
     """Shape of the full stack, whose strides are `stride`."""
     stride: tuple[int, ...]
@@ -38,7 +38,7 @@ class RowShard:
 
 
 RowShards = dict[tuple[int, str], RowShard]
-"""Row shards, by the `id` of the module that owns the stack and the stack's name there."""
+"""Row shards, by the `id` of the module that owns the stack and the stack's name in that module."""
 
 
 def row_shards_of(

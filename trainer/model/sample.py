@@ -2,8 +2,8 @@
 
 This is not a serving engine: all sequences of a batch start together, and the batch runs until the last one ends.
 
-Shape suffixes: B sequences in the batch, R sequences that stay in it, T tokens per call, S tokens so far, V vocabulary,
-K candidates for the next token.
+Shape suffixes: B sequences in the batch, R sequences that remain in it, T tokens per call, S tokens so far, V
+vocabulary, K candidates for the next token.
 """
 
 from __future__ import annotations
@@ -38,14 +38,15 @@ _MIN_CONTEXT = 1024
 
 @dataclass(frozen=True)
 class Sampling:
-    """How to sample tokens.
+    """Settings for sampling tokens.
 
     temperature: the logits are divided by this number, which must be at least 0 and finite; 0 means greedy decoding.
     top_k: the number of most likely tokens to sample from, at least 0; 0 means all.
     top_p: sample from the smallest set of the most likely tokens whose total probability is at least `top_p`, which
         must be above 0 and at most 1.
 
-    Tokens as likely as the least likely one in the set are kept too.  Raises UserError for a value out of range.
+    Tokens as likely as the least likely one that `top_k` or `top_p` keeps are kept too.  Raises UserError for a value
+    out of range.
     """
 
     temperature: float = 0.8

@@ -1,4 +1,4 @@
-"""Finds the FSDP units of a model: listed by the recipe, or chosen by size or by a user-defined function."""
+"""Finds a model's FSDP units, which are listed by the recipe, or chosen by size or by a user-defined function."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""AdamW: torch's implementation, and one for weights in bfloat16 and for moments in bfloat16 or 8 bits.
+"""Two implementations of AdamW: torch's, and one for weights in bfloat16 and for moments in bfloat16 or 8 bits.
 
 The latter computes in float32, one parameter (or piece of a parameter) at a time, so no full float32 copy exists.  It
 rounds the results, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step
 and the element's position in the full parameter.  This module does not depend on models or meshes.
 
-Source: Loshchilov and Hutter 2019, arXiv:1711.05101; for stochastic rounding, see below.
+Source: Loshchilov and Hutter 2019, arXiv:1711.05101; for stochastic rounding, see the comment above `hash_int32`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from trainer.optim.blockwise import MEAN, SQUARE, block_length
 _MAX_GRAPHS = 64
 """Limit on recompilations; see `_compiled_update`."""
 _NUM_COLUMNS = 12
-"""Columns of the scalars for each parameter's step; see `_step_scalars`."""
+"""Number of scalars for each parameter's step, with padding; see `_step_scalars`."""
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
-"""Number of elements to update at a time.  On a CPU, temporaries then fit in the cache; on a GPU, where the update is
-one compiled kernel, the limit is 32-bit indices.
+"""Maximum number of elements to update at a time, by device type.  On a CPU, temporaries then fit in the cache; on a
+GPU, where the update is one compiled kernel, 32-bit indices set the limit.
 """
 
 
 CODES = {"exp_avg": MEAN, "exp_avg_sq": SQUARE}
-"""AdamW's moments, by torch's names, and their 8-bit codes."""
+"""The 8-bit code for each of AdamW's moments, by torch's name for the moment."""
 SCALE = "_scale"
-"""Name suffix for the scales of a moment."""
+"""Suffix added to a moment's name for the scales of its 8-bit codes in the optimizer state."""
 
 
 def _zero_scales(parameter: torch.Tensor, length: int) -> torch.Tensor:

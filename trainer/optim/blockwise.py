@@ -56,7 +56,7 @@ class Code:
     def encode(self, values: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and scales of float32 values of shape (blocks, length).
 
-        bits: int32 of that shape, of which the lower 16 are used.
+        bits: int32 of the same shape; the lower 16 bits of each number are used.
         """
         scales = values.abs().amax(dim=1)
         magnitude = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]

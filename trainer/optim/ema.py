@@ -26,10 +26,15 @@ class WeightAverage:
     """The exponential moving average of a model's trainable parameters.  With a decay of 0, it averages nothing."""
 
     may_be_absent = True
-    """Whether a checkpoint may lack this state: older ones do."""
+    """True if a checkpoint may lack this state, as older ones do."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, is_evaluated: bool = True) -> None:
-        """`parameters`: the trainable parameters, by name.  `is_evaluated`: whether evaluations use the average."""
+        """Allocate the average; the first step sets it.
+
+        parameters: the trainable parameters, by name.
+        decay: the weight of the old average in each update.
+        is_evaluated: whether evaluations use the average.
+        """
         self._decay, self._is_evaluated = decay, is_evaluated
         self._parameters = dict(parameters) if decay else {}
         self._averages = {
@@ -42,8 +47,8 @@ class WeightAverage:
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
-        The first call copies the weights in any case.  No collectives, and no host sync unless parameters are offloaded
-        to the CPU.
+        `is_finite` is None if that was not checked.  The first call copies the weights in any case.  No collectives,
+        and no host sync unless parameters are offloaded to the CPU.
         """
         if not self._has_started:
             self._has_started = True

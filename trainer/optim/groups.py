@@ -25,6 +25,7 @@ from trainer.model.parameters import is_vector, tied_names
 from trainer.optim.muon import relative_update
 
 OPTIMIZERS = ("adamw", "sgd", "muon")
+"""The optimizers that an entry of `optim.groups` can choose."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,9 @@ class Assignment:
 def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] | None = None) -> list[Assignment]:
     """Return the assignments of all trainable parameters, in the model's order.
 
-    growth: by name, how much larger each parameter is than in `optim.base_model` (see `find_growth`).  Learning rates
-    are scaled for it, and weight decays inversely, so that their product, the relative decay per step, does not change.
+    growth: by name, how much larger each parameter is than in `optim.base_model` (see `find_growth`); empty or None if
+        that is not set.  Learning rates are scaled accordingly, and weight decays inversely, so that their product, the
+        relative decay per step, does not change.
 
     Raises UserError for an entry of `optim.groups` that is malformed or does not fit the model, for example because it
     matches no parameter, and for `optim.muon.lr` with a zero `optim.lr`.

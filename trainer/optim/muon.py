@@ -3,8 +3,8 @@
 Muon replaces a matrix's momentum with (nearly) the closest orthogonal matrix.  This needs the full matrix, but each
 rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates the
 momentum of the local parts and sends it to the owners, which orthogonalize the matrices and send the results back to
-all ranks that hold a part.  Each way takes one all-to-all per bucket of matrices, at most (a replica of one rank sends
-nothing to owners), and one bucket is sent while another is computed.  No matmul is split between ranks, so Muon's
+all ranks that hold a part.  Each direction takes at most one all-to-all per bucket of matrices (a replica of one rank
+sends nothing to owners), and one bucket is sent while another is computed.  No matmul is split between ranks, so Muon's
 result does not depend on the mesh.  NorMuon also sums squared norms over ranks, so its results on two meshes may differ
 in the last bits.
 
@@ -42,11 +42,12 @@ POLAR = (
 )
 """The polynomials of Polar Express, optimal for singular values between 1e-3 and 1."""
 _POLAR_MARGIN = 1.01
-"""Keeps singular values at or below 1, as the polar polynomials expect, despite rounding in bfloat16."""
+"""Singular values are divided by this, so that in bfloat16 they do not exceed 1, the limit of the polar polynomials."""
 COEFFICIENTS = {
     "jordan": JORDAN,
     "polar": tuple((a / _POLAR_MARGIN, b / _POLAR_MARGIN**3, c / _POLAR_MARGIN**5) for a, b, c in POLAR),
 }
+"""Coefficients (a, b, c) of the polynomials a x + b x^3 + c x^5, by the value of `optim.muon.coefficients`."""
 
 _EPS = 1e-7
 """Lower bound on the norms that matrices are divided by."""

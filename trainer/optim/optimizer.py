@@ -30,7 +30,7 @@ this string, so it must not change."""
 
 
 class StepListener(Protocol):
-    """A callback that runs after every optimizer step."""
+    """An object that is notified after every optimizer step."""
 
     def after_step(self, is_finite: torch.Tensor | None) -> None:
         """Called after each step.  Must not block on the device.
@@ -45,9 +45,9 @@ class Optimizer:
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
         self.step_listeners: list[StepListener] = []
-        """Called after each step."""
+        """Objects whose `after_step` is called after each step."""
         self.notes: list[str] = []
-        """Lines about the parameter groups to print in the start block."""
+        """Lines about the parameter groups, printed when the run starts."""
 
     @classmethod
     def of(cls, built: Optimizer | torch.optim.Optimizer) -> Optimizer:

@@ -25,16 +25,16 @@ from trainer.optim.muon import JORDAN, orthogonalization_flops, orthogonalize
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
-"""Approximate time for a measurement by `_seconds`; short calls, of which at most 250 are timed, take less."""
+"""Approximate duration of a measurement by `_seconds`; for short calls it is less, since at most 250 are timed."""
 
 
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     """Measure this machine's rates and return them; rank 0 also prints them and writes them to the calibration cache.
 
     Measures the FLOP/s of matmuls (at the width of `config`'s model), attention and Muon's iterations; the bytes/s of
-    memory, the optimizer and host copies; the seconds per kernel and per operator that the host issues; and, in a
-    distributed run, the bytes/s and latency of links.  Collective in a distributed run.  Raises UserError if `device`
-    is not the one in this machine.
+    memory, the optimizer and host copies; the minimum seconds per kernel and the host's seconds per operator; and, in a
+    distributed run, the bytes/s and latency of links.  Collective in a distributed run.  Raises UserError if this
+    machine's device is not `device` (None accepts any).
     """
     world = World(config) if find_environment().is_distributed else None
     local_device = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")

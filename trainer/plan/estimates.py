@@ -1,14 +1,14 @@
-"""Estimates the memory, collectives and time of one step.  Each has its own `Watcher` of the simulated step.
+"""Estimates the memory, collectives and time of one step.  For each, a `Watcher` observes the simulated step.
 
 Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
 Collectives: how often a step issues each one, by operation, mesh axis, number of ranks and size.  Sizes are those of
 the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.  The size of
-an all-to-all is that of the larger of a rank's two buffers (of Muon's, what rank 0 receives).
+an all-to-all is that of the larger of a rank's two buffers (for Muon's, what rank 0 receives).
 
 Time: kernels run on one stream, together with the collectives that a forward or backward pass itself issues; FSDP2's
-collectives run on three others, with its waits between them.  The host is assumed to run ahead of the device, but a
-step never takes less than the host needs to issue its operators.  For the streams, see FSDPCommContext in
+collectives run on three other streams, with FSDP2's waits between the streams.  The host is assumed to run ahead of the
+device, but a step never takes less than the host needs to issue its operators.  For the streams, see FSDPCommContext in
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations".
 """
@@ -28,10 +28,10 @@ from trainer.plan.trace import Segment, Trace
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The memory in use at one point of a step: the bytes of each kind."""
+    """The memory in use at one point in a step: the bytes of each kind."""
 
     place: str
-    """The point of the step in words, such as `backward of layers.3`."""
+    """A description of the point, such as `backward of layers.3`."""
     by_kind: dict[Kind, int]
 
     @property

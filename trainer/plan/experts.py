@@ -23,7 +23,8 @@ _MIN_GAIN = 0.02
 def advice_on_experts(plan: Plan) -> Iterator[str]:
     """Yield lines on what `mesh.expert` would change, if the model has experts and is sharded without it.
 
-    Before these, warns if padding adds more than half, and suggests a smaller `mesh.shard` if it makes steps shorter.
+    The first lines warn if padding enlarges the experts by more than half, and suggest a smaller `mesh.shard` if that
+    makes steps shorter.
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
@@ -60,7 +61,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
 
 def advice_on_balance(plan: Plan) -> Iterator[str]:
-    """Yield a line on the cost of the extra forward passes that count which experts are chosen, if there are any."""
+    """Yield a line on the cost of the extra forward passes that count the tokens per expert, if there are any."""
     if not plan.trace.counting_pass or plan.num_micro_batches == 1:
         return
     trace = replace(plan.trace, counting_pass=())

@@ -34,8 +34,8 @@ _MAX_HEAP_FRACTIONS = (1.5, 0.6)
 _MAX_HEAP_GIB = 0.3
 """Freed memory that malloc retains on a CPU, as a fraction of the peak without weights: typical value and upper bound.
 
-The upper bound is the smaller of two values: the first fraction of that peak (for small runs), and the second fraction
-plus the constant.
+The upper bound is the smaller of two values: the first of `_MAX_HEAP_FRACTIONS` times that peak (for small runs), and
+the second times that peak plus `_MAX_HEAP_GIB`.
 
 Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments differently in each run of the same
 command.  Across twelve configurations (30M and 135M parameters, one thread) the fraction ranged from 0.03 to 0.93; on
@@ -58,8 +58,8 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
 def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
     """Let the planner choose the `auto` settings for the device's memory; sets `resolution.choice` on rank 0.
 
-    Runs late, since a plan needs almost every other setting; only the passes that depend on its choice follow.
-    Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
+    Called late by `run_passes`, since a plan needs almost every other setting; only passes that depend on the planner's
+    choice follow.  Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
     mesh, world = resolution.shape, resolution.world
     assert mesh is not None

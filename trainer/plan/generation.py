@@ -30,7 +30,7 @@ SAMPLING_BYTES = 30
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """What each rank generates at once."""
+    """The completions that each rank generates at once: their number and their maximum lengths."""
 
     num_completions: int
     prompt_len: int

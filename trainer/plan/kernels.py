@@ -1,8 +1,8 @@
-"""What the tracer assumes about kernels: the work of operators, the kernels of a GPU, compiler fusion and float8 casts.
+"""The planner's assumptions about kernels: the work of operators, a GPU's kernels, compiler fusion and float8 casts.
 
 A GPU's fused kernels save fewer activations for the backward pass than a CPU's kernels.  `use_gpu_kernels` imitates the
-GPU's while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends neither on the
-model nor on the speed of the device.
+GPU's kernels while a model is traced, so that a plan made on a laptop is valid for GPUs.  This module depends neither
+on the model nor on the speed of the device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
-        """Which collective this is, with the size of the larger of its buffers as `num_bytes`; None for a kernel."""
+        """The operation of a collective, whose larger buffer has `num_bytes` bytes; None for a kernel."""
         return next((operation for operation in COLLECTIVES.values() if operation == self.kind), None)
 
 

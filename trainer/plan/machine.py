@@ -1,7 +1,7 @@
 """The machine that a plan is for.
 
-Its rates come from a data sheet, from the user's description, from measurements by `--calibrate` or, for a CPU that has
-not been measured, from a guess.
+Its rates come from a data sheet, from the user's description or from measurements by `--calibrate`; for a CPU that has
+not been measured, they are assumed.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ class Machine:
     reserved_gib: float
     """Memory that is unavailable to tensors."""
     is_measured: bool
-    """Whether the rates come from `--calibrate`, as far as it measures them."""
+    """True if the rates come from `--calibrate`, except those that it does not measure."""
     source: str
-    """Where the rates come from, in words."""
+    """A description of where the rates come from."""
     imbalance: float = 1.0
     """With expert parallelism, token rows on the busiest rank relative to the mean; 1 for a balanced router."""
 

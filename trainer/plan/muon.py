@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The costs of one Muon update on a mesh of `replicate` x `shard` ranks: rank 0's, but the busiest rank's FLOPs."""
+    """The costs of one Muon update on `replicate` x `shard` ranks: FLOPs of the busiest rank, all else of rank 0."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class MuonUpdate:
 
     @property
     def peak_bytes(self) -> int:
-        """Peak size of temporary tensors, in bytes, in the order of operations of `trainer.optim.muon._Step.run`."""
+        """Peak size of temporary tensors, in bytes, for the order of operations in `trainer.optim.muon._Step.run`."""
         size, buckets, no_costs = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
         for turn in range(len(buckets) + 2):

@@ -46,7 +46,7 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 class Generation:
     """The memory that generation inside a step needs besides the training state, in bytes per rank.
 
-    texts: a description of what is generated.
+    texts: a description of the generated texts: their number and lengths.
     weights: the gathered weights.
     cache: the KV cache of all sequences at their full length.
     temporaries: the peak of what a forward pass, or sampling after it, allocates in addition.
