@@ -1,6 +1,6 @@
 """Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
 
-A training run uses this until its first step; most other commands use it until they end.  A signal takes effect in
+A training run stops this way until its first step; most other commands do so until they end.  A signal takes effect in
 three stages:
 
 1. Immediately, the handler records it.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt for
