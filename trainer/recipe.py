@@ -34,7 +34,7 @@ ENTRY_POINTS = "meshtrainer.recipes"
 """The entry-point group in which other distributions list modules that register recipes."""
 
 Unit: TypeAlias = "str | nn.Module | tuple[str | nn.Module, ...] | list[str | nn.Module]"
-"""Selects FSDP units: a module, or a dotted name (`*` matches one part, and each match is a unit by itself).
+"""Selects FSDP units: a module, or a dotted name (`*` matches one part, and each match is a separate unit).
 
 A tuple or list of these is one unit, whose modules are gathered together."""
 
@@ -43,7 +43,7 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of tensors, by their names in the recipe's model.  Needs no process group.
+    """A source of tensors, identified by their names in the recipe's model.  Reading needs no process group.
 
     description: where the weights are, for messages.
     shapes: the shape of every tensor, by name.  A tied weight may appear under one of its names or under all of them.
@@ -58,7 +58,9 @@ class WeightSource(Protocol):
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
 
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
-        """Return rows [start, stop) along dimension 0, on the CPU; stop=None: to the end.  A scalar is returned whole.
+        """Return rows [start, stop) along dimension 0, on the CPU; a scalar is returned whole.
+
+        stop: None reads to the end.
 
         The tensor may be a view of the source's memory and must not be modified.
         """

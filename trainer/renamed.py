@@ -1,4 +1,4 @@
-"""Deprecated aliases, so that the old names of public attributes and methods keep working for one version."""
+"""Deprecated aliases that keep the old names of public attributes and methods working for one more version."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The command `trainer.run`: parses the command line, builds a Trainer, and trains the model.
+"""The command `trainer.run`, which trains the model that a recipe and settings describe.
 
     python -m trainer.run recipe=llama_small [section.key=value ...] [nproc=N]
 
-Checks as much of the input as possible before it imports torch or starts any process.
+The command checks as much of the input as possible before it imports torch or starts any process.
 """
 
 from __future__ import annotations

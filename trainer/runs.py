@@ -54,13 +54,15 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Training loss: the mean over the steps of the last `train` record."""
+    """Training loss: the mean over the steps of the last `train` record; None if there is none."""
     eval_loss: float | None
-    """Loss of the last evaluation."""
+    """Loss of the last evaluation; None if there is none."""
     goodput: float | None
+    """Fraction of the wall time spent on steps that count; None if unknown."""
     reason: str
+    """Why the run is in its state, from `status.json`; may be empty."""
     next: str
-    """What to do next: a command, or instructions in words."""
+    """What to do next: a command, a short instruction, or both."""
     active: float
     """Time at which `metrics.jsonl` or `status.json` last changed, in seconds since the Unix epoch."""
 

@@ -5,7 +5,8 @@ ranks with `srun`, tells them when the job's time limit is near, requeues the jo
 gives up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether
 it requeued the job, in RUN_DIR/attempts.log.
 
-The overrides are those of `trainer.run`; options may come before, between or after them.  Environment variables:
+The overrides are those of `trainer.run`; options may come before, between or after them.  Environment variables, with
+numeric defaults in parentheses:
 
   RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
   REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings, exit code 2 (torchrun has only
@@ -54,7 +55,7 @@ class Signals:
     """The signals that this job has received: USR1 (the time limit is near) or TERM (see `is_cancelled`)."""
 
     stop_requested: bool = False
-    """Whether either signal has arrived."""
+    """Whether at least one of the signals has arrived."""
     is_cancelled: bool = False
     """Whether a user has cancelled the job or Slurm itself is requeuing it.  Either way, do not requeue it here."""
 

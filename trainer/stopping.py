@@ -1,6 +1,6 @@
 """Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
 
-A training run uses this until its first step; most other commands use it until they end.  A signal takes effect in
+A training run stops this way until its first step; most other commands do so until they end.  A signal takes effect in
 three stages:
 
 1. Immediately, the handler records it.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt for
@@ -35,11 +35,11 @@ _RERAISE_S = 0.05
 """Seconds after which StopRequested is raised again if the interpreter has swallowed it (see `_on_unraisable`)."""
 
 _HOOK_TIMEOUT_S = 1.0
-"""Time limit of `before_exit` in seconds, because it may hang on a disk."""
+"""Time limit for `before_exit` in seconds, because that hook may hang on a disk."""
 
 
 def exit_on_signals(command: str) -> None:
-    """Let signals end this process immediately, as long as it only imports modules and has nothing to clean up.
+    """Let signals end this process immediately while it only imports modules and has nothing to clean up.
 
     command: the name of the command, such as `run` or `export`.  The command installs its own handlers when it starts.
     """
@@ -50,11 +50,11 @@ def exit_on_signals(command: str) -> None:
 
 
 _command: list[str] = []
-"""The name of the command that this process runs; empty until `exit_on_signals` is called."""
+"""A list of one item, the name of the command that this process runs; empty until `exit_on_signals` is called."""
 
 
 def exit_immediately(number: int, frame: object) -> NoReturn:
-    """Exit this process: the signal handler that `exit_on_signals` installs."""
+    """Exit this process; `exit_on_signals` installs this function as the signal handler."""
     if os.environ.get("RANK", "0") == "0":
         with contextlib.suppress(OSError):
             os.write(2, f"{stop_message(signal.Signals(number).name)}\n".encode())

@@ -47,7 +47,7 @@ _MAX_NODES = 512
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run as a cluster job: the arguments of `trainer.run`, and the resources it needs."""
+    """A run as a cluster job: the arguments of `trainer.run`, and the resources that the run needs."""
 
     name: str
     arguments: Sequence[str]
@@ -61,6 +61,7 @@ class ClusterJob:
     time: str
     """Time limit, HH:MM:SS."""
     python: str
+    """The Python executable of a Slurm job."""
     scheduler_options: Sequence[str] = ()
     """Additional scheduler options, such as `--account=mine`."""
 

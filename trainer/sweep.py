@@ -54,12 +54,13 @@ REPORT = "report.html"
 """The file in a sweep's folder that compares the runs."""
 
 _MAX_RUNS = 1000
+"""Maximum number of runs in a sweep."""
 
 _POLL_S = 0.5
-"""Seconds between two checks on the active runs."""
+"""Seconds between checks on the active runs."""
 
 _MAX_NAME_LENGTH = 150
-"""Maximum number of characters of a run's name, before a number is added to make it unique."""
+"""Maximum number of characters in a run's name, before a number is added to make it unique."""
 
 
 @dataclass
@@ -68,7 +69,7 @@ class Trial:
 
     folder: Path
     setting: tuple[str, ...]
-    """The overrides that distinguish it from the other runs."""
+    """The overrides that distinguish the run from the others."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     @property

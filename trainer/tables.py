@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 _GAP = "  "
 _MIN_WIDTH = 20
-"""The least width, in characters, of a table and of a wrapped last column."""
+"""The minimum width, in characters, of a table and of a wrapped last column."""
 
 
 def terminal_width() -> int:
@@ -20,7 +20,7 @@ def terminal_width() -> int:
 def table_lines(
     headers: Sequence[str], rows: Sequence[Sequence[str]], width: int | None = None, text_columns: Sequence[int] = ()
 ) -> list[str]:
-    """Return the lines of a table that is at most `width` (at least 20) characters wide; None: as wide as the terminal.
+    """Return the lines of a table that is at most `width` characters wide (None: the terminal's width; at least 20).
 
     Columns are right-aligned, except for those in `text_columns`, which are left-aligned.  Values are never truncated.
     If the columns do not fit side by side, the last one is wrapped, provided that it is text and has enough space.

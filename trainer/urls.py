@@ -1,7 +1,7 @@
-"""Handles URLs: separates paths from queries, detects globs, removes credentials, and opens fsspec file systems.
+"""Functions that split URLs into path and query, detect globs, remove credentials, and open fsspec file systems.
 
 In an http(s) URL, `?` starts the query, and only the path can contain the wildcards `*` and `[...]`.  Other URLs
-(s3://, gs://, memory://) have no query, and in these `?` is a wildcard too.
+(s3://, gs://, memory://) have no query, and in them `?` is a wildcard too.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def with_suffix(url: str, old: str, new: str) -> str:
 
 
 def without_credentials(url: str) -> str:
-    """Return a URL without user, password, token and signature.
+    """Return a URL without its user, password, token and signature.
 
     Used in cache keys and comparisons, where a URL with a renewed token or signature refers to the same file.  Masked
     credentials are removed too, since the URL may come from a run's stored configuration.  A user without a password is

@@ -1,10 +1,10 @@
 """Traces one micro-batch of a model on fake tensors: the memory it allocates and saves, and the kernels it runs.
 
-The model runs forward and backward, unsharded, on one imaginary rank, and the places where FSDP would gather and reduce
+The model runs forward and backward, unsharded, on one imaginary rank, and the points where FSDP would gather and reduce
 are recorded.  In a long series of identical blocks, only the first and last few are run, and the events of the others
-are copied from these, so tracing 126 layers takes about as long as tracing four.  The result is a `Trace`, from which
+are copied from them, so tracing 126 layers takes about as long as tracing four.  The result is a `Trace`, from which
 the planner simulates a step with any sizes of `mesh.replicate` and `mesh.shard` and any resharding, without running the
-model again.  Each size of context-parallel and expert-parallel groups needs its own trace.
+model again.  Each combination of context-parallel and expert-parallel group sizes needs its own trace.
 """
 
 from __future__ import annotations

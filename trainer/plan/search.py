@@ -1,4 +1,4 @@
-"""Resolves settings that are `auto`: finds the fastest values that fit in memory.
+"""Resolves settings that are `auto` to the fastest values that fit in memory.
 
 The search evaluates candidates with the planner instead of trial launches.  One candidate takes milliseconds, except
 that each combination of micro-batch size, checkpointing, offloading, and context and expert group sizes must be traced
@@ -6,8 +6,8 @@ once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
 The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
-finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.  Of plans that are
-about equally fast, it takes the one that needs the least memory; of sizes of groups, the smallest.
+finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.  Among plans that
+are about equally fast, it takes the one that needs the least memory; among group sizes, the smallest.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TIME_TOLERANCE = 0.005
 _MIN_IMPROVEMENT = 1e-6
 """A change to a single unit is accepted only if it shortens the step by more than this fraction."""
 _MAX_UNITS = 16
-"""Units are tuned one by one only in models with at most this many units; with more, a single one hardly matters."""
+"""Units are tuned one by one only in models with at most this many; in larger models, a single unit hardly matters."""
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
 """Fractions of blocks to try on a GPU for `train.offload_activations=auto`, besides `none`."""
 

@@ -1,8 +1,8 @@
 """Simulates one step under FSDP2: what is gathered, reduced, allocated and freed, in order.
 
-Follows the state machine of torch.distributed.fsdp, event by event, over a `Trace`, without process groups, tensors or
-devices.  Callers pass a `Watcher` that receives the events, to compute memory or time from them.  The simulated rank is
-rank 0, which has the largest shards.
+The simulation replays a `Trace` event by event through the state machine of torch.distributed.fsdp, without process
+groups, tensors or devices.  Callers pass a `Watcher` that receives the events, to compute memory or time from them.
+The simulated rank is rank 0, which has the largest shards.
 
 Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py and _fsdp_collectives.py, torch 2.13.
 """
@@ -39,10 +39,10 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 @dataclass(frozen=True)
 class Teacher:
-    """A second, frozen model with another architecture, which only runs forward passes.
+    """The teacher model in distillation, which is frozen and only runs forward passes.
 
     num_bytes: bytes that a rank holds: its shards, and the output projection, which stays gathered for the loss.
-    flops: FLOPs of its forward pass over one rank's micro-batch.
+    flops: FLOPs of the teacher's forward pass over one rank's micro-batch.
     """
 
     num_bytes: int
@@ -67,16 +67,19 @@ class Layout:
     has_reference_model: bool = False
     """Whether there is a frozen copy of the model, sharded the same way."""
     teacher: Teacher | None = None
+    """The teacher model in distillation; None without one."""
     has_average: bool = False
     """Whether there is an average of the trained weights (`train.ema`), sharded the same way."""
     prefetch_forward: int = 0
+    """Number of units to gather ahead in the forward pass; 0 for FSDP's default."""
     prefetch_backward: int = 0
+    """Number of units to gather ahead in the backward pass; 0 for FSDP's default."""
     accumulates_shards: bool = False
     """Whether gradients are reduced after each micro-batch (`fsdp.accumulate=sharded`)."""
     context: int = 1
-    """Ranks of the shard axis that hold slices of the same sequences."""
+    """Number of ranks in the shard axis that hold slices of the same sequences."""
     expert: int = 1
-    """Ranks of the shard axis among which the experts are divided."""
+    """Number of ranks in the shard axis among which the experts are divided."""
     reshard_after_backward: bool = True
     """Whether every micro-batch gathers again; after the last one of a step, only shards remain in any case."""
     muon: MuonUpdate | None = None

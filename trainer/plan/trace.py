@@ -35,12 +35,12 @@ EventKind = Literal[
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """A parameter; tied parameters appear once."""
+    """The facts about one parameter that a plan needs; tied parameters appear once."""
 
     name: str
     shape: tuple[int, ...]
     is_trained: bool
-    """Whether it requires a gradient and receives one."""
+    """Whether the parameter requires a gradient and receives one."""
     element_size: int
     """Bytes per element in the stored dtype."""
     num_moments: int

@@ -1,4 +1,4 @@
-"""Draws the charts of a report as one PNG image, with matplotlib, which is imported only when charts are drawn.
+"""Draws the charts of a report as one PNG image.  Matplotlib is imported only when charts are drawn.
 
 A long series is reduced to about one column for every two pixels.  It is drawn as a line through the columns' means,
 with a band from minimum to maximum.

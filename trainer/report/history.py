@@ -43,10 +43,12 @@ class Attempt:
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
     outcome: str = ""
-    """`finished`, `stopped` or `failed`, from the end record.  Without one, `running` for the last attempt of a run
-    that is `running`, else `killed`."""
+    """`finished`, `stopped` or `failed`, from the end record.  Without an end record, `running` for the last attempt
+    of a run whose state is `running`, else `killed`."""
     wall_s: float = 0.0
+    """Wall time of the attempt in seconds; 0 if unknown."""
     update_s: float = 0.0
+    """Seconds of the wall time that were spent on steps that count."""
 
     @property
     def resumed_step(self) -> int:

@@ -36,7 +36,7 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
 
 
 def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
-    """Return a value that changes whenever a run records new data: the times and sizes of its files."""
+    """Return a value that changes whenever a run records new data: the modification times and sizes of its files."""
     stamps = []
     for path in (folder / name for folder in folders for name in ("metrics.jsonl", "status.json")):
         try:
@@ -48,7 +48,7 @@ def data_version(folders: Sequence[Path]) -> list[tuple[int, int]]:
 
 
 class PageCache:
-    """Generates the page of the given runs, and caches it until a run has new data, for at most `REFRESH_S` seconds."""
+    """Generates the page for the given runs, and caches it until there is new data, for at most `REFRESH_S` seconds."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         self._folders = list(folders)

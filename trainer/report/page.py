@@ -1,4 +1,4 @@
-"""Generates the report page, a single self-contained HTML document.
+"""Generates the pages of reports, each of which is a single self-contained HTML document.
 
 All text from a run, such as its name, reason and configuration, is escaped: by `html.escape` in the HTML, and by
 `page_data` in the data for the page's script.
@@ -35,7 +35,8 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
     """Return the HTML of one run's page, which the caller writes to a file or serves.
 
     page_folder: the folder of the page, to which links are relative; None for a page without the list of files.
-    is_served: whether to link to traces only, because a browser on another machine cannot open a checkpoint folder.
+    is_served: whether the page is served, not written to a file.  If so, checkpoint folders are listed without links,
+        since a browser on another machine cannot open them.
     """
     name, state = escape(run.name), escape(run.state)
     parts = [

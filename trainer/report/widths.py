@@ -20,8 +20,9 @@ class WidthCurves:
     """Mean absolute activations of each layer at several widths of a model, in one parametrization."""
 
     name: str
+    """The parametrization, such as `with optim.base_model`."""
     field: str
-    """The model field that was varied."""
+    """The model field whose values are `widths`; the other fields of `optim.base_model` are scaled with it."""
     widths: Sequence[int]
     at_init: Mapping[str, Sequence[float]]
     """The activations at initialization: one number per width, by layer."""
@@ -33,12 +34,12 @@ class WidthCurves:
         return list(self.after_steps)
 
     def exponent(self, layer: str) -> float:
-        """Return the p for which a layer's activations, after the steps, grow like width ** p."""
+        """Return the fitted exponent p: after the steps, the layer's activations grow about as width ** p."""
         return float(np.polyfit(np.log(self.widths), np.log(self.after_steps[layer]), 1)[0])
 
 
 def render_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) -> str:
-    """Return a self-contained page with a chart and a table that compare the parametrizations."""
+    """Return a self-contained HTML page with a chart and a table that compare the parametrizations."""
     picture = base64.b64encode(draw_widths(curves, steps)).decode()
     headers = "".join(f"<th>{escape(curve.name)}</th>" for curve in curves)
     rows = "".join(

@@ -1,11 +1,11 @@
 """Operations across tokens: attention, linear attention, convolutions and positions.
 
 A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: with
-`attend`, a token attends only to itself and earlier tokens of its own document; `gated_delta_rule` and
-`causal_convolution` reset their state at each document, and `positions` restarts from 0.  Without documents, each row
-is one document.  Such a model also supports context parallelism, where each rank holds a slice of every sequence: the
-model is called with the slice, and these functions still take the full sequence into account.  `apply_by_document`
-separates the documents for any other causal layer, but does not support slices.
+`attend`, a token attends only to itself and earlier tokens in its own document; `gated_delta_rule` and
+`causal_convolution` reset their state at the start of each document, and `positions` restarts from 0.  Without
+documents, each row is one document.  Such a model also supports context parallelism, where each rank holds a slice of
+every sequence: the model is called with the slice, and these functions still take the full sequence into account.
+`apply_by_document` separates the documents for any other causal layer, but does not support slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
@@ -69,7 +69,7 @@ def attend(
     """Return the output of causal attention within each document, of shape (B, N, T, H).
 
     Query heads may share key and value heads.  The head size of values may be smaller than that of keys; the output has
-    that of the values.
+    the head size of values.
 
     dropout: the fraction of attention weights to drop.
     window: the maximum number of tokens that a token attends to, including itself.

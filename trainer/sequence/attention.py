@@ -1,9 +1,9 @@
 """Causal attention: on one rank that holds all keys and values, and under context parallelism, where each rank holds a
 slice of the sequence.
 
-Shape suffixes: B batch, T tokens of a full sequence, t tokens of a slice, S tokens of a piece, L tokens of a document,
-M tokens of all rows, Q queries, N query heads, K key and value heads, n and k heads on one rank, H head size, C slices,
-W window.  The head size of values may differ from that of keys; the output has that of the values.
+Shape suffixes: B batch, T tokens in a full sequence, t tokens in a slice, S tokens in a piece, L tokens in a document,
+M tokens in all rows, Q queries, N query heads, K key and value heads, n and k heads on one rank, H head size, C slices,
+W window.  The head size of values may be smaller than that of keys; the output has the head size of values.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KERNELS = (
 )
 """Names of the kernels of `scaled_dot_product_attention`; device, dtype and arguments determine which one runs.
 
-The name of a backward kernel is this with `_backward` appended."""
+The name of each backward kernel is the forward kernel's name with `_backward` appended."""
 
 ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}

@@ -1,4 +1,4 @@
-"""The recurrent state of linear attention, passed from chunk to chunk of tokens by differentiable operators.
+"""The recurrent state of linear attention, passed from one chunk of tokens to the next by differentiable operators.
 
 Within a chunk, everything is computed with matmuls; a loop passes the state from chunk to chunk.  Each loop is
 one operator, so that autograd keeps only the states that it needs, and neither `torch.compile` nor the planner unrolls
@@ -7,7 +7,7 @@ the thousands of iterations over a long sequence.
 A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may have fewer columns
 than states; they are then added to the last columns only.
 
-Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E width of writes, X width of states.
+Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E columns of writes, X columns of states.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def chunk_states(
     writes_BNCSE: torch.Tensor,
     state_BNHX: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the states before each chunk, (B, N, C, H, X), and after the last, (B, N, H, X), given the initial one."""
+    """Return the state before each chunk, (B, N, C, H, X), and after the last, (B, N, H, X), given the initial one."""
     states_BNCHX = state_BNHX.new_empty(*decay_BNC.shape, *state_BNHX.shape[-2:])
     for index in range(decay_BNC.shape[2]):
         states_BNCHX[:, :, index] = state_BNHX

@@ -35,7 +35,7 @@ def causal_convolution(
     The last tap belongs to the current token.
 
     With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice.
-    Collectives: one all-gather of W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
+    Collectives: one all-gather of the last W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
     """
     num_before = weight_DW.shape[1] - 1
     if isinstance(documents, Cache):

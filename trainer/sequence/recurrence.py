@@ -1,6 +1,6 @@
 """Applies layers with a state, such as convolutions and linear attention, separately to packed documents.
 
-Shape suffixes: B batch, T time, D width, M tokens of all rows, N documents, L tokens of the longest document.
+Shape suffixes: B batch, T time, D width, M tokens in all rows, N documents, L tokens in the longest document.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How the rows of a batch are laid out: slices under context parallelism, packed documents, and the generation cache.
+"""The layout of the rows of a batch: slices under context parallelism, packed documents, and the generation cache.
 
-Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (or documents as rows), L their length,
-K key and value heads, H head size, M tokens of all rows.
+Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (or documents, one per row), L tokens in
+the longest document, K key and value heads, H head size, M tokens in all rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from trainer.distributed.world import World
 # Slices of sequences, the inputs of models under context parallelism
 
 _current_slices: Slices | None = None
-"""A global rather than a context variable, since autograd recomputes activations in its own threads."""
+"""The slices that models are called with; None if they are called with full sequences.
+
+A global rather than a context variable, since autograd recomputes activations in its own threads."""
 
 
 def current_slices() -> Slices | None:
@@ -31,7 +33,7 @@ def current_slices() -> Slices | None:
 
 
 def slice_sequences(config: RunConfig, world: World) -> None:
-    """From now on, treat the inputs of models as slices of sequences if `mesh.context` is above 1.
+    """From now on, treat model inputs as slices of sequences if `mesh.context` is above 1.
 
     In that case, create the process group of the ranks that share sequences, which is collective.
     """
@@ -42,7 +44,7 @@ def slice_sequences(config: RunConfig, world: World) -> None:
 
 
 def forget_slices() -> None:
-    """Undo `slice_sequences`: from now on, inputs of models are full sequences."""
+    """Undo `slice_sequences`: from now on, model inputs are full sequences."""
     global _current_slices
     _current_slices = None
 
@@ -59,7 +61,7 @@ def use_slices(slices: Slices | None) -> Iterator[None]:
 
 
 def full_sequences() -> AbstractContextManager[None]:
-    """Treat the inputs of models inside the block as full sequences, even if training uses slices."""
+    """Treat model inputs inside the block as full sequences, even if training uses slices."""
     return use_slices(None)
 
 

@@ -1,4 +1,4 @@
-"""LoRA adapters: identifies their base weights, merges the two, and exports adapters in peft's format.
+"""Identifies the base weights of LoRA adapters, merges adapters into them, and exports adapters in peft's format.
 
 The checkpoint of a LoRA run does not hold the base weights, unless they are random.  It identifies them by their path
 and a checksum: they are read from that path, and the checksum shows whether they have changed.
@@ -40,10 +40,10 @@ from trainer.weights.exporting import (
 from trainer.weights.sources import WeightSource, row_blocks
 
 BASE = "base"
-"""Key of the state entry that identifies the base weights under the adapters."""
+"""Key, in the state of a checkpoint, of the entry that identifies the base weights under the adapters."""
 
 REFERENCE = "reference"
-"""Key of the state entry that identifies the weights of a separate reference model."""
+"""Key, in the state of a checkpoint, of the entry that identifies the weights of a separate reference model."""
 
 
 class BaseWeights(StatePart):

@@ -6,7 +6,7 @@ index into the rank R, the columns of all experts are consecutive.  If several p
 each adapter wraps the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1
 and later, `ParamWrapper`.
 
-Shape suffixes: E experts, K and N input and output size of a matrix, R rank of the adapter.
+Shape suffixes: E experts, K inputs and N outputs of a matrix, R rank of the adapter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ class ExpertMatrix:
     is_transposed: bool
 
     def product(self, adapters: WeightSource, start: int, stop: int | None) -> torch.Tensor:
-        """Return B @ A for experts [start, stop), in the shape of the parameter, in float32."""
+        """Return B @ A for experts [start, stop), or for all from `start` on if `stop` is None.
+
+        The product is in float32, and transposed if the parameter is.
+        """
         down_ERK, up_ENR = (
             adapters.read(f"{self.adapter}.lora_{part}.{ADAPTER_NAME}.weight", start, stop).float() for part in "AB"
         )
@@ -45,7 +48,7 @@ class ExpertMatrix:
 
 
 def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
-    """Return the part of an adapter for each expert parameter that has one in `adapters`, by the parameter's name.
+    """Return the `ExpertMatrix` of each expert parameter that has an adapter in `adapters`, by the parameter's name.
 
     model: the model without adapters.
     adapters: the names of the adapters.

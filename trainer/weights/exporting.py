@@ -1,4 +1,7 @@
-"""Exports a model as a folder that transformers can load: safetensors, config.json, tokenizer and related files."""
+"""Exports a model as a folder that transformers can load: safetensors, config.json, tokenizer and related files.
+
+`ModelFiles` keeps the small files that came with a model, so that exports can include them.
+"""
 
 from __future__ import annotations
 

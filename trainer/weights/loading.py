@@ -57,7 +57,9 @@ from trainer.weights.exporting import ModelFiles, read_model_files, read_tokeniz
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
 MODEL_FILES = "origin"
-"""Key, in the state of a checkpoint, of the files that came with the model.  Old checkpoints have this value."""
+"""Key, in the state of a checkpoint, of the small files that came with the model (`ModelFiles`).
+
+The value must not change, since existing checkpoints use it."""
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:

@@ -12,7 +12,7 @@
 
 Dequantized 4-bit numbers are exact in bfloat16; 8-bit numbers are scaled in float32, and then rounded to bfloat16.
 
-Shape suffixes: E experts, N outputs, K inputs, B groups of 32 numbers, X bytes of a group (16), Y its numbers (32).
+Shape suffixes: E experts, N outputs, K inputs, B groups of 32 numbers, X bytes and Y numbers per group (16 and 32).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def with_dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Return `readers` with those of each quantized weight replaced by one that dequantizes the rows that it reads.
+    """Return `readers` with the readers of each quantized weight replaced by one that dequantizes the rows it reads.
 
     readers: for each tensor by name, its file and its reader (from safetensors' `get_slice`).
     quantization: the entry `quantization_config` of config.json.
