@@ -1,7 +1,7 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles due saves, retries, the final save, and what must happen before and after each save.  `Checkpoints`
-(writer.py) performs the saves one by one.
+`Saver` handles due saves, retries and the final save, and for each save the folder's lock, its relocation, the watchdog
+and the metrics.  `Checkpoints` (writer.py) performs the saves, one at a time.
 """
 
 from __future__ import annotations
@@ -35,15 +35,15 @@ if TYPE_CHECKING:
     from trainer.lifecycle.watchdog import Watchdog
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
-"""Pause before each attempt at the final save, in seconds."""
+"""Pauses in seconds before each attempt at the final save."""
 _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
-"""Pause before each further attempt, made only if the disk is full, in seconds."""
+"""Pauses in seconds before further attempts, which are made only if the disk is full."""
 
 
 class Saver:
-    """Saves the training state when a save is due, after an evaluation among the best, on request, and at the end.
+    """Saves the training state when a save is due, when an evaluation is among the best, on request, and at the end.
 
-    Methods are collective unless documented otherwise.
+    Methods are collective unless documented otherwise; properties are not, except `best`.
 
     With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether the
     save has ended on every rank, so `take_finished_save` does not wait for the storage unless the save is overdue.

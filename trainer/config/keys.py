@@ -34,10 +34,10 @@ EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return the dataclass field of each key, by key.  The field's `metadata` holds the key's help text and limits.
+    """Return a mapping from each key to its dataclass field.  Its `metadata` has the key's help text and limits.
 
-    model: the dataclass of the section `model`; None leaves out that section's keys.
-    objective: the dataclass of the section `objective`.
+    model: the dataclass of the `model` section; None leaves out that section's keys.
+    objective: the dataclass of the `objective` section.
     """
     return dict(_declared_keys(model, objective))
 

@@ -1,16 +1,18 @@
 """The order in which a run reads samples, from one source or from a mixture whose weights may change by phase.
 
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
-names and sizes of the sources, the seed and the phases so far.  It does not depend on ranks, workers, batch size or
-state, and later phases never change the samples at earlier positions.  The order must never change between versions:
-runs resume from a position, so a different order would silently repeat some samples and skip others.
+names and sizes of the sources, the seed and the phases so far.  It does not depend on the number of ranks or workers
+or, except for where phases begin, on the batch size, and later phases never change the samples at earlier positions.
+The order must never change between versions: runs resume from a position, so a different order would silently repeat
+some samples and skip others.
 
 A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
-that the source's weight prescribes.  Each phase has one pattern of sources, which every block goes through cyclically
-from a pseudorandom offset.  The pattern gives the source at a position and the number of samples of that source at
-earlier positions.  The k-th sample that is read from a source, counted from 0, is at position k of the source's
-permutation.  So all samples of a source are read before any of them is repeated, whatever the phases.
+that the source's weight prescribes.  Each phase has one pattern, a shuffled list of 1024 sources; each of its blocks is
+that pattern, rotated by a pseudorandom offset.  The pattern and the counts of earlier blocks and phases give the source
+at a position and the number k of samples read from that source before it.  The sample there is the k-th, from 0, of the
+source's own sequence, which is reshuffled in each epoch.  So all samples of a source are read before any of them is
+repeated, whatever the phases.
 """
 
 from __future__ import annotations
@@ -38,8 +40,8 @@ if TYPE_CHECKING:
 def make_order(source: Source, config: RunConfig) -> SampleOrder:
     """Return the order in which a run reads its training data.
 
-    Raises UserError if the run would read a source more than `data.max_epochs` times (None: no limit), or as `Mixture`
-    does.
+    Raises UserError if the run would read a source more than `data.max_epochs` times (None: no limit), if the phases
+    are invalid, or if a source is too small for its weight (see `Mixture`).
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):

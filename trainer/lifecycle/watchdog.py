@@ -7,13 +7,14 @@ collective.  Rank 0 prints one table and names the ranks that the others wait fo
 Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line; each forward pass restarts
 it.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), the time between two forward
 passes of an evaluation, and starting or writing a profile.  `checkpoint.timeout_s` covers the time for which training
-waits for a save, and a background save from its start.  A rank that waits for another rank's evaluation, save or
-profile gets the same limit.  A run's start and a custom loop's code between steps have no limit, but other ranks that
-already wait inside a step do.
+is blocked by a save, and the whole duration of a background save.  A rank that waits for another rank's evaluation,
+save or profile gets the same limit.  A run's start and a custom loop's code between steps have no limit, but other
+ranks that already wait inside a step do.
 
 Not covered: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
-it does not respond; if it is rank 0, there is no table, and the other ranks exit on their own.  If the process group
-was opened elsewhere, there is no store for messages: each rank reports only on itself and does not exit.
+it does not respond.  If it is rank 0, there is no common table: each other rank prints its own status and that rank 0
+does not answer, and exits.  If the process group was initialized by the caller, there is no store for messages: each
+rank reports only on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
 """
@@ -48,13 +49,13 @@ from trainer.metrics.callbacks import Callback
 _CHECK_S = 0.5
 """Seconds between checks of the limits."""
 _CHECKS_PER_POLL = 4
-"""Number of checks of the limits per poll of the store for another rank's request to report."""
+"""The store is polled for another rank's request to report once in this many checks of the limits."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """`_ANSWER_S`: seconds that rank 0 waits for the other ranks' reports, and later for them to read its verdict.
 `_VERDICT_S`: seconds that the other ranks wait for the verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Before this process exits, it waits up to `_GRACE_S` seconds for each record of the failure, and up to
-`_SAVE_GRACE_S` seconds for a save in flight to end."""
+"""Seconds that this process waits before it exits: up to `_GRACE_S` each for the failure to be recorded and for the
+flight recorder's dump, and up to `_SAVE_GRACE_S` for a save in flight that is not stuck."""
 _SUSPENDED_S = 5.0
 """If two consecutive checks are more than this many seconds apart, the process is assumed to have been suspended."""
 _MAX_FRAMES = 12

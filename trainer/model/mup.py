@@ -1,11 +1,12 @@
 """Maximal update parametrization (muP): initial weights and learning rates for models of any width.
 
-`optim.base_model` describes the smaller model for which the learning rate and initial weights were tuned.  Each
-parameter's initial values and learning rate are scaled by how much larger its dimensions are than in that model.  At
-every width, features then start at the same size and change equally per step, so the same learning rate works for all
-widths.
+`optim.base_model` describes the smaller model for which the learning rate and the scale of the initial weights were
+tuned.  Each parameter's initial values and learning rate are rescaled according to the ratio of its dimensions to those
+in that model.  At every width, activations then start at the same scale and change by the same amount per step, so the
+same learning rate works for all widths.
 
-Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, which has no factors in the forward pass.
+Source: Yang et al. 2022, "Tensor Programs V", arXiv:2203.03466, table 3, the variant without multipliers in the forward
+pass.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from trainer.model.parameters import is_vector, local, tied_names
 
 @dataclass(frozen=True)
 class Growth:
-    """A parameter's number of outputs and inputs in this model and in the base model; a vector has one input."""
+    """A parameter's fan-out (outputs) and fan-in (inputs), here and in the base model; a vector has fan-in 1."""
 
     outputs: int
     inputs: int
@@ -55,8 +56,8 @@ class Growth:
     def init_scale(self, is_fan_in: bool) -> float:
         """Return the factor for the initial values.
 
-        is_fan_in: True if these values are already drawn with a variance proportional to 1 / inputs, as in torch's own
-            layers.
+        is_fan_in: True if these values are already drawn with a variance proportional to 1 / inputs, as in torch's
+            linear and convolution layers.
         """
         hidden = 1.0 if is_fan_in else 1 / math.sqrt(self.input_ratio)
         return hidden if self.output_ratio != 1 else hidden / math.sqrt(self.input_ratio)

@@ -1,7 +1,8 @@
 """Identifies the base weights of LoRA adapters, merges adapters into them, and exports adapters in peft's format.
 
-The checkpoint of a LoRA run does not hold the base weights, unless they are random.  It identifies them by their path
-and a checksum: they are read from that path, and the checksum shows whether they have changed.
+The checkpoint of a LoRA run does not hold the base weights, unless they were randomly initialized.  It identifies them
+by their path and a checksum: they are read from that path unless another is given, and the checksum shows whether they
+are the same.
 """
 
 from __future__ import annotations
@@ -49,12 +50,14 @@ REFERENCE = "reference"
 class BaseWeights(StatePart):
     """Identifies weights that a run does not train: the base of its adapters, its reference model or its teacher.
 
+    Does not hold the weights.
+
     Part of the run's state, the same on all ranks.
 
     path: where the weights were loaded from; empty for random weights, which checkpoints then contain.
     checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
     names: the names of the weights in the model's state that checkpoints leave out.
-    setting: the setting that names the weights.
+    setting: the configuration key that names the weights, for messages.
     packed_experts: number of stacked expert weights that are quantized (`lora.base_dtype`).
     """
 

@@ -48,7 +48,7 @@ class ProgressLine:
 
 
 class BuildProgress(ProgressLine):
-    """Shows how many of `total` bytes of input have been tokenized, the speed and, unless it is 0, the time left.
+    """Shows how many of `total` bytes of input have been tokenized, the speed and, once it is known, the time left.
 
     count_bytes: returns the number of bytes tokenized so far, by this process and others.
     """
