@@ -269,7 +269,7 @@ def test_mistakes_in_the_command(tmp_path: Path) -> None:
         ([*CHECK, "--factors=2"], "--factors=2: must be two or more"),
         ([*CHECK, "--out=widths.png"], "--out=widths.png: must end in .html"),
         ([*CHECK[1:]], "recipe: none is given"),
-        (["recipe=llama_small"], "optim.base_model=null: names the widths"),
+        (["recipe=llama_small"], "optim.base_model=null: must give the widths"),
     ]
     for arguments, expected in cases:
         ran = run_python_module("trainer.widths", *arguments, cwd=tmp_path)
