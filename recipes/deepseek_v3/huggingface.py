@@ -70,7 +70,7 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field to the name of its entry in config.json and the default for a missing entry."""
+"""Maps each field that corresponds to one config.json entry to the entry's name and the default for a missing entry."""
 
 YARN = {
     "rope_factor": ("factor", 40.0),
