@@ -54,9 +54,9 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Training loss: the mean over the steps of the last `train` record; None if there is none."""
+    """Training loss: the mean over the steps of the last `train` record; None without such a record."""
     eval_loss: float | None
-    """Loss of the last evaluation; None if there is none."""
+    """Loss of the last evaluation; None before the first."""
     goodput: float | None
     """Fraction of the wall time spent on steps that count; None if unknown."""
     reason: str

@@ -188,6 +188,7 @@ class CheckpointReader:
         return restored
 
     def _quarantine_damaged(self, names: Iterable[str]) -> None:
+        """On rank 0, move the damaged checkpoints aside, so that they are not tried again."""
         if self.world.is_main:
             for name in names:
                 self.storage.quarantine(name, DAMAGED)

@@ -89,7 +89,7 @@ class Saver:
         self._started_key: tuple[object, ...] | None = None
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
-        """The key of the state that was last saved, or loaded from this run; None if there is none, or it was lost."""
+        """The key of the state that was last saved, or loaded from this run; None if nothing was, or it was lost."""
         self.longest_save_s = 0.0
         """Duration of the longest save so far, in seconds."""
 

@@ -60,7 +60,7 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     job: str = ""
-    """The launcher's id for the job, which stays the same after restarts; "" if there is none."""
+    """The launcher's id for the job, which stays the same after restarts; "" without a launcher that has one."""
     num_restarts: int = 0
     """How many times the launcher has restarted the job."""
 

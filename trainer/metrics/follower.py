@@ -147,7 +147,7 @@ class RowReader:
                     yield record, True
 
     def _reopen(self) -> bool:
-        """Continue with the beginning of the file at `path`.  If there is none, continue where it was; return False."""
+        """Continue at the beginning of the file at `path`.  If it does not exist, change nothing and return False."""
         with contextlib.suppress(FileNotFoundError):
             file = self._open()
             self.close()

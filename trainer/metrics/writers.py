@@ -35,7 +35,7 @@ class JsonLines(RecordWriter):
     """Writes `metrics.jsonl`: one JSON object per line, appended without buffering.
 
     A later attempt first drops the lines that it will write again: records of the kinds in `_WRITTEN_AGAIN` for steps
-    after the checkpoint that it resumes from, or for all steps if there is none.  It also drops lines that are not
+    after the checkpoint that it resumes from, or for all steps without one.  It also drops lines that are not
     records, such as the partial line of a killed process.  The dropped lines are appended to
     `metrics_superseded.jsonl`, and the other lines are rewritten atomically, so that a crash leaves either the old file
     or the new one.

@@ -12,7 +12,7 @@ from trainer.data.cache import read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
 from trainer.data.remote.shards import make_cache_subfolder
-from trainer.data.remote.transport import RemoteReadError, find_urls, look_up, map_urls, unusable_url_error
+from trainer.data.remote.transport import RemoteReadError, find_urls, map_urls, size_and_version_of, unusable_url_error
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import local_path
@@ -131,7 +131,7 @@ def find_text(url: str, cache_dir: str | None) -> RemoteText:
     try:
         is_single = is_text(url) and not has_pattern(url)
         urls = [url] if is_single else list(filter(is_text, find_urls(url)))
-        looked_up = zip(urls, map_urls(look_up, urls), strict=True)
+        looked_up = zip(urls, map_urls(size_and_version_of, urls), strict=True)
         items = [_remote_file(file_url, size, version) for file_url, (size, version) in looked_up]
     except RemoteReadError as error:
         listing = read_value(listing_path) or [] if error.is_unavailable else []

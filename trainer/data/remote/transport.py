@@ -120,7 +120,7 @@ def read_range(url: str, start: int, stop: int) -> bytes | None:
     return with_retries(url, FEW_TRIES, read)
 
 
-def look_up(url: str) -> tuple[int, str]:
+def size_and_version_of(url: str) -> tuple[int, str]:
     """Return the size of a file, and its version: a string that changes with the content, or "" if none is known.
 
     Raises RemoteReadError.
@@ -129,7 +129,7 @@ def look_up(url: str) -> tuple[int, str]:
 
 
 def download(url: str, path: Path, with_version: bool = False) -> str | None:
-    """Download a file to `path` in a single attempt, and return its version as `look_up` does, or None.
+    """Download a file to `path` in a single attempt, and return its version as `size_and_version_of` does, or None.
 
     with_version: whether to return the version of the downloaded content.
 
