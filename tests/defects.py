@@ -20,9 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 
@@ -1629,6 +1630,29 @@ class Outcome:
         return "NOT FOUND" if not self.exit_code else f"NOT FOUND: the tests broke off, exit {self.exit_code}: {last}"
 
 
+def untracked(repository: Path) -> Callable[[str, list[str]], set[str]]:
+    """Return the function for `shutil.copytree` that leaves out .git and whatever the repository's .gitignore names.
+
+    Raises AssertionError for a kind of pattern that it does not read.
+    """
+    lines = [line.strip() for line in (repository / ".gitignore").read_text().splitlines()]
+    patterns = [".git", *(line for line in lines if line and not line.startswith("#"))]
+    for pattern in patterns:
+        assert re.fullmatch("/?[^/!]+/?", pattern), f".gitignore: {pattern} is not read here"
+
+    def ignore(folder: str, names: list[str]) -> set[str]:
+        return {
+            name
+            for name in names
+            for pattern in patterns
+            if fnmatchcase(name, pattern.strip("/"))
+            and (Path(folder) == repository or not pattern.startswith("/"))
+            and (Path(folder, name).is_dir() or not pattern.endswith("/"))
+        }
+
+    return ignore
+
+
 def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome:
     """Plant the defect in a copy of the project and run the tests of its promise until one fails."""
     promise = read_promises()[defect.promise]
@@ -1637,7 +1661,7 @@ def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome
     folder = Path(tempfile.mkdtemp(prefix=f"defect-{defect.name}-"))
     try:
         root = folder / "project"
-        shutil.copytree(REPOSITORY, root, ignore=shutil.ignore_patterns(".git", ".venv", "runs", "*.pyc", ".*_cache"))
+        shutil.copytree(REPOSITORY, root, ignore=untracked(REPOSITORY))
         defect.plant(root)
         command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m"]
         command += ["" if in_campaign else "not campaign", f"--basetemp={folder / 'tmp'}"]

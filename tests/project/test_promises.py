@@ -5,14 +5,16 @@ from __future__ import annotations
 import ast
 import functools
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from tests.budget import ALLOWANCE_S, DEFAULT_LIMIT_S, LIMIT_FACTOR, Budget, tier_of
 from tests.campaign import PARTS, REST
-from tests.defects import DEFECTS, find_code
+from tests.defects import DEFECTS, find_code, untracked
 from tests.helpers.forked import REPOSITORY
 from tests.promises import TABLE, TESTS, read_promises
 
@@ -68,6 +70,21 @@ def test_every_row_of_the_table_is_parsed() -> None:
     for row in rows:
         for cell in row.split(" | ")[2:]:
             assert cell.count("`test_") == len(re.findall(r"`test_\w+\.py(?:::test_\w+)?`", cell)), row
+
+
+def test_the_copy_for_a_defect_has_what_git_would_keep(tmp_path: Path) -> None:
+    """A developer's environments, builds and torch for a fake GPU are gigabytes; .gitignore lists them all."""
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    kept = ["trainer/runs.py", "tests/data/build", "docs/exported/page.md", "docs/comparison.md"]
+    left_out = [".fake-gpu/lib/torch.so", ".venv311/bin/python", ".git/HEAD", "runs/r/status.json", "exported/a.bin"]
+    left_out += ["trainer/__pycache__/a.pyc", "meshtrainer.egg-info/PKG-INFO", "build/lib/a.py", "comparison.html"]
+    for name in (*kept, *left_out):
+        (source / name).parent.mkdir(parents=True, exist_ok=True)
+        (source / name).touch()
+    shutil.copy(REPOSITORY / ".gitignore", source)
+    shutil.copytree(source, copy, ignore=untracked(source))
+    copied = {str(path.relative_to(copy)) for path in copy.rglob("*") if path.is_file()}
+    assert copied == {*kept, ".gitignore"}
 
 
 def test_defects_can_be_planted() -> None:
