@@ -302,7 +302,7 @@ LARGE = [
 
 
 def test_the_planner_says_when_an_expert_axis_pays() -> None:
-    """Below F E / 4 A = 8192 tokens a micro-batch it does, where experts take longer to move than to compute."""
+    """Below 2 F E / A R = 8192 tokens a micro-batch it does, where experts take longer to move than to compute."""
     machine, shape = find_machine("h100"), MeshShape(1, 16)
     few = without_data(config_of("x", *LARGE, "train.global_batch_size=16"))
     plan = make_plan(few, shape, machine)
@@ -318,6 +318,13 @@ def test_the_planner_says_when_an_expert_axis_pays() -> None:
     assert chosen.plan.time.total_s < plan.time.total_s
     dense = without_data(load_config("llama3_1b", ["train.global_batch_size=16", "data.source=synthetic"]))
     assert not list(advice_on_experts(make_plan(dense, shape, machine)))
+
+
+def test_the_break_even_depends_on_how_many_ranks_share_a_nodes_traffic() -> None:
+    config = without_data(config_of("x", *LARGE, "train.global_batch_size=16"))
+    plans = [make_plan(config, MeshShape(1, 16), find_machine("h100", ranks_per_node=ranks)) for ranks in (4, 8, 16)]
+    assert [tokens_at_break_even(plan) for plan in plans] == [16384, 8192, None], "16: no weights pass between nodes"
+    assert all("per micro-batch" not in line for line in advice_on_experts(plans[2]))
 
 
 def test_remedies_are_not_looked_for_where_a_choice_fits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,10 +28,10 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
-    FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the 8 network
-    cards of a node share this traffic.  Expert parallelism exchanges A rows of D numbers per token six times in 2
-    bytes, each rank through its own card.  So between nodes, expert parallelism sends less than FSDP if a micro-batch
-    has fewer than F E / (4 A) tokens.
+    FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the network
+    cards of a node's R ranks share this traffic.  Expert parallelism exchanges A rows of D numbers per token six times
+    in 2 bytes, each rank through its own card.  So between nodes, expert parallelism sends less than FSDP if a
+    micro-batch has fewer than 2 F E / (A R) tokens.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -73,12 +73,16 @@ def advice_on_balance(plan: Plan) -> Iterator[str]:
 
 
 def tokens_at_break_even(plan: Plan) -> float | None:
-    """Return F E / (4 A) (see `advice_on_experts`), or None if the configuration lacks the values to compute it."""
+    """Return 2 F E / (A R) (see `advice_on_experts`).
+
+    Returns None if all shards are in one node, or if the configuration lacks the values to compute it.
+    """
     num_chosen, dim = (getattr(plan.config.model, name, None) for name in ("num_chosen", "dim"))
     layers = [sum(p.numel for p in unit.parameters if p.is_expert) for unit in plan.trace.units]
-    if not num_chosen or not dim or not any(layers):
+    per_node = plan.machine.rates.ranks_per_node
+    if not num_chosen or not dim or not any(layers) or plan.mesh.shard <= per_node:
         return None
-    return max(layers) / (12 * dim * num_chosen)
+    return 2 * max(layers) / (3 * dim * num_chosen * per_node)
 
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
