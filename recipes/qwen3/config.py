@@ -31,6 +31,11 @@ def check_heads(config: Any) -> None:
     """Raise UserError if `head_dim` is odd, or if `num_kv_heads` does not divide `num_heads`."""
     if config.head_dim % 2:
         raise setting_error("model.head_dim", config.head_dim, "must be even (RoPE rotates pairs)", config.head_dim + 1)
+    check_kv_heads(config)
+
+
+def check_kv_heads(config: Any) -> None:
+    """Raise UserError if `num_kv_heads` does not divide `num_heads`."""
     if config.num_heads % config.num_kv_heads:
         legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         best = min(legal, key=lambda n: abs(n - config.num_kv_heads))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from trainer.errors import setting_error
 from trainer.recipe import BalanceConfig, declare
 
-from ..qwen3.config import check_heads
+from ..qwen3.config import check_kv_heads
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class Qwen3NextConfig(BalanceConfig):
 
 
 def check(config: Qwen3NextConfig) -> None:
-    """Raise UserError if fields contradict each other, or if `head_dim` or `rotary_dim` is odd."""
-    check_heads(config)
+    """Raise UserError if fields contradict each other, or if `rotary_dim` is odd; `head_dim` may be."""
+    check_kv_heads(config)
     if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
         best = min(config.head_dim, config.rotary_dim) // 2 * 2
         rule = f"must be even and at most model.head_dim={config.head_dim}"

@@ -355,8 +355,9 @@ SCALING = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
         their_gpt_oss,
         their_deepseek_v3,
         lambda: their_deepseek_v3(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None),
+        lambda: their_qwen3_next(head_dim=17),
     ],
-    ids=list(MODELS),
+    ids=[*MODELS, "qwen3_next, odd heads"],
 )
 def test_folder_from_transformers_gives_the_same_logits(config: Callable[[], Any], tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
@@ -373,6 +374,22 @@ def load_here(folder: Path) -> nn.Module:
     model = build(recipe, model_config, seed=1)
     fill(model, SafetensorsFolder(folder, recipe, model_config), "train.init_from")
     return model
+
+
+def test_part_of_a_head_of_any_width_may_be_rotated() -> None:
+    """Also if it is odd; config.json gives the number of rotated dimensions back, although it has only a quotient."""
+    assert QWEN3_NEXT.check is not None
+    _, config = MODELS["qwen3_next"]
+    for width in range(2, 130):
+        for rotary_dim in range(2, width + 1, 2):
+            expected = replace(config, head_dim=width, rotary_dim=rotary_dim)
+            QWEN3_NEXT.check(expected)
+            found = QWEN3_NEXT.hf.model_fields(QWEN3_NEXT.hf.config(expected))
+            assert (found["head_dim"], found["rotary_dim"]) == (width, rotary_dim)
+    with pytest.raises(UserError, match=r"model\.rotary_dim=18: must be even and at most model\.head_dim=17"):
+        QWEN3_NEXT.check(replace(config, head_dim=17, rotary_dim=18))
+    with pytest.raises(UserError, match=r"model\.num_kv_heads=3: must divide model\.num_heads=4"):
+        QWEN3_NEXT.check(replace(config, head_dim=17, num_kv_heads=3))
 
 
 @pytest.mark.parametrize("without", [("rope_parameters",), ("rope_scaling", "rope_theta")], ids=["4", "5"])
