@@ -31,11 +31,14 @@ class FileLock:
     def make_exclusive(self) -> bool:
         """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
 
-        If it returns False, the shared lock may be lost as well (see flock(2)).  Raises OSError if there are no locks.
+        If it returns False, the shared lock is released, as flock(2) does on most file systems: if all holders call
+        this at the same time, the last one succeeds.  If each kept its share, all could fail, and nobody would clean
+        up.  Raises OSError if there are no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # NFS keeps the share
             return False
         return True
 

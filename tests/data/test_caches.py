@@ -617,6 +617,28 @@ def test_last_holder_of_a_shared_lock_removes_its_file(tmp_path: Path) -> None:
     assert not path.exists()
 
 
+@pytest.mark.parametrize("keeps_share", [False, True], ids=["local", "nfs"])
+def test_of_holders_that_all_give_up_their_share_the_last_one_cleans_up(
+    tmp_path: Path, keeps_share: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some file systems keep the share of a holder whose lock cannot be made exclusive."""
+    real = fcntl.flock
+
+    def flock(descriptor: int, kind: int) -> None:
+        try:
+            real(descriptor, kind)
+        except BlockingIOError:
+            if keeps_share:
+                real(descriptor, fcntl.LOCK_SH)
+            raise
+
+    monkeypatch.setattr(locks.fcntl, "flock", flock)
+    path = tmp_path / "lock"
+    with locked(path, is_shared=True) as first, locked(path, is_shared=True) as second:
+        assert [lock.make_exclusive() for lock in (first, second)] == [False, True]
+    assert not path.exists()
+
+
 def test_locked_file_that_was_renamed_is_kept(tmp_path: Path) -> None:
     """The same for a file that a different process has created under the old name."""
     with locked(tmp_path / "part"):
