@@ -16,7 +16,7 @@ import importlib.util
 import json
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -266,7 +266,9 @@ def as_table(subject: Subject, record: Record, stats: EvaluationStats | None = N
         *([_number(bits_per_byte)] if bits_per_byte is not None else []),
     )
     lines = table_lines(headers, [*rows, total])
-    other_metrics = [(name, _number(record[name])) for name in logged_names(record) if not name.startswith("loss_")]
+    path = subject.config.data.path
+    logged = logged_names(record, path if isinstance(path, Mapping) else ())
+    other_metrics = [(name, _number(record[name])) for name in logged if not name.startswith("loss_")]
     lines += table_lines(("", ""), other_metrics) if other_metrics else []
     step = "" if subject.step is None else f" (step {subject.step})"
     notes = [] if stats is None else [stats.summary(subject.config)]

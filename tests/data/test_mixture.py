@@ -279,6 +279,15 @@ def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) ->
     assert evaluation["epoch_web"] == order.counts(24)["web"] / 32
 
 
+def test_the_epochs_of_a_source_cannot_be_logged(tmp_path: Path) -> None:
+    """They would replace what was logged."""
+    trainer = Trainer(tiny_config(tmp_path / "run", *RUN_SETTINGS, write_sources(tmp_path / "data")))
+    with pytest.raises(UserError, match="'epoch_web' is a field"):
+        trainer.log("epoch_web", 1.0)
+    trainer.log("epoch_of_curriculum", 1.0)
+    trainer.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh",

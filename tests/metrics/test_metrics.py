@@ -556,6 +556,19 @@ def test_all_logged_values_are_on_the_console(columns: int | None) -> None:
     assert columns is not None or len(lines) == 2
 
 
+def test_logged_values_named_like_epochs_are_on_the_console() -> None:
+    """Only those of the data's sources are not, also in evaluations on other data, whose records lack their losses."""
+    file = StringIO()
+    sink = ConsoleWriter(10, PlainScreen(file), sources=["web"])
+    sink.write(Record(**TRAIN, epoch_of_curriculum=2.0, epoch=0.5))
+    sink.write(Record(kind="eval", step=3, loss=2.25, eval_s=1.0, epoch_of_curriculum=3.0, epoch_web=0.5))
+    train, evaluation = file.getvalue().splitlines()
+    assert "epoch_of_curriculum 2" in train
+    assert "epoch_of_curriculum 3" in evaluation
+    assert "web" not in evaluation
+    assert "epoch 0.5" not in train
+
+
 def test_remaining_time_changes_smoothly() -> None:
     file = StringIO()
     sink = ConsoleWriter(103, PlainScreen(file))

@@ -15,7 +15,7 @@ import queue
 import stat
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
@@ -32,11 +32,20 @@ _PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profili
 
 
 class ConsoleWriter(RecordWriter):
-    """Prints records in readable form to a screen."""
+    """Prints records in readable form to a screen.
 
-    def __init__(self, num_steps: int, screen: Screen, on_close: Callable[[], None] | None = None) -> None:
+    sources: the names of the run's data sources, whose losses and epochs are not printed.
+    """
+
+    def __init__(
+        self,
+        num_steps: int,
+        screen: Screen,
+        on_close: Callable[[], None] | None = None,
+        sources: Collection[str] = (),
+    ) -> None:
         self.num_steps = num_steps
-        self._screen, self._on_close = screen, on_close
+        self._screen, self._on_close, self._sources = screen, on_close, sources
         self._drawn_at: float | None = None
         self._step_s = math.nan  # moving average of the seconds per step, updated by each `train` record
         self._step, self._phase_label = 0, ""
@@ -115,7 +124,7 @@ class ConsoleWriter(RecordWriter):
 
         Logged fields that do not fit on a terminal line are wrapped onto further lines; none is omitted.
         """
-        logged = [f"{name} {_format_logged(record[name])}" for name in logged_names(record)]
+        logged = [f"{name} {_format_logged(record[name])}" for name in logged_names(record, self._sources)]
         width = self._screen.width
         full_line = "  ".join([*(text for _, text in fields), *logged])
         if width is None or len(full_line) <= width:

@@ -18,16 +18,23 @@ EVAL_FIELDS = ("kind", "step", "loss", "epoch", "time", "bits_per_byte", "eval_s
 """The standard fields of an `eval` record.  Only some records have `epoch` and `bits_per_byte`."""
 
 
-def logged_names(names: Iterable[str]) -> list[str]:
+def logged_names(names: Iterable[str], sources: Iterable[str] = ()) -> list[str]:
     """Return the names of `train` or `eval` fields that come from `Trainer.log`, in their original order.
 
-    The per-source fields `loss_<source>` and `epoch_<source>` are excluded.  A source is recognized by its
-    `epoch_<source>` field, so a name from `Trainer.log` that starts with `epoch_` is excluded as well.
+    The per-source fields `loss_<source>` and `epoch_<source>` are excluded.
+
+    sources: names of data sources.  Others are recognized by having both fields.
     """
     names = list(names)
-    sources = {name.removeprefix("epoch_") for name in names if name.startswith("epoch_")}
-    by_source = {f"{prefix}_{source}" for source in sources for prefix in ("loss", "epoch")}
+    by_source = {f"{prefix}_{source}" for source in {*sources, *source_names(names)} for prefix in ("loss", "epoch")}
     return [name for name in names if name not in by_source and name not in TRAIN_FIELDS and name not in EVAL_FIELDS]
+
+
+def source_names(names: Iterable[str]) -> list[str]:
+    """Return the data sources of a mixture, given the names of its `train` fields: those with a loss and an epoch."""
+    names = dict.fromkeys(names)
+    sources = [name.removeprefix("epoch_") for name in names if name.startswith("epoch_")]
+    return [source for source in sources if f"loss_{source}" in names]
 
 
 class Record(Mapping[str, Any]):

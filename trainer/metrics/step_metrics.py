@@ -114,7 +114,8 @@ class StepMetrics:
         """The time at which the last measured step ended."""
         self.pending: _QueuedStep | None = None
         """The step that has not been counted yet, if any."""
-        self._train_sums, self._eval_sums = LoggedSums(run.world, TRAIN_FIELDS), LoggedSums(run.world, EVAL_FIELDS)
+        train_fields, eval_fields = ((*fields, *self._epochs()) for fields in (TRAIN_FIELDS, EVAL_FIELDS))
+        self._train_sums, self._eval_sums = LoggedSums(run.world, train_fields), LoggedSums(run.world, eval_fields)
         self._current_sums = self._train_sums
         """The sums that `log` adds to."""
         self.restart()

@@ -16,14 +16,14 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TextIO, cast
 
 from trainer.config import RunConfig
 from trainer.errors import print_stderr, redact
 from trainer.files import append_and_sync, read_all, write_atomically
-from trainer.metrics.console import ConsoleWriter, LogFile, NonBlockingStream, PlainScreen, make_screen
+from trainer.metrics.console import ConsoleWriter, LogFile, NonBlockingStream, PlainScreen, Screen, make_screen
 from trainer.metrics.follower import Follower, TrackingFile
 from trainer.metrics.goodput import RunHistory, TimeLedger
 from trainer.metrics.prometheus import Prometheus
@@ -213,7 +213,7 @@ class Metrics:
         """The console on rank 0, otherwise None."""
         if is_main:
             stream = cast(TextIO, NonBlockingStream(sys.stdout))
-            self.console = ConsoleWriter(config.train.steps, make_screen(stream), stream.close)
+            self.console = self._console_on(make_screen(stream), stream.close)
         self._console_copy: ConsoleWriter | None = None
         self._log_file: LogFile | None = None
         """The file that `_console_copy` writes to."""
@@ -228,6 +228,11 @@ class Metrics:
         self.tracking_id: str | None = None
         """The run's ID in its trackers, or None without trackers.  Once the run has started, it is the same on all
         ranks.  Checkpoints contain it, so that every attempt continues the same run in the trackers."""
+
+    def _console_on(self, screen: Screen, on_close: Callable[[], None]) -> ConsoleWriter:
+        path = self._config.data.path
+        sources = list(path) if isinstance(path, Mapping) else []
+        return ConsoleWriter(self._config.train.steps, screen, on_close, sources)
 
     def state_dict(self) -> dict[str, Any]:
         return {"wandb_id": self.tracking_id}  # its name in checkpoints, although all trackers use it
@@ -245,7 +250,7 @@ class Metrics:
         self.start_fields = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.copy_saves(file.ledger)
         log_file = self._log_file = LogFile(path.parent / CONSOLE_LOG)
-        copy = ConsoleWriter(self._config.train.steps, PlainScreen(cast(TextIO, log_file)), log_file.close)
+        copy = self._console_on(PlainScreen(cast(TextIO, log_file)), log_file.close)
         copy.print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._console_copy = copy
         self._writers = [file, self.console, copy]

@@ -22,7 +22,7 @@ from trainer.config import read_yaml
 from trainer.errors import UserError, redact, setting_error
 from trainer.lifecycle.folder import is_owned
 from trainer.metrics.goodput import Goodput, RunHistory, TimeLedger
-from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records
+from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records, source_names
 
 Column = NDArray[np.float64]
 
@@ -105,12 +105,12 @@ class RecordedRun:
     @property
     def sources(self) -> list[str]:
         """Names of the data sources, or an empty list if the data is not a mixture."""
-        return [name.removeprefix("epoch_") for name in self.train if name.startswith("epoch_")]
+        return source_names(self.train)
 
     @property
     def logged(self) -> list[str]:
         """Names of the fields logged with `Trainer.log`, in training or in evaluations."""
-        return logged_names(dict.fromkeys((*self.train, *self.evals)))
+        return logged_names(dict.fromkeys((*self.train, *self.evals)), self.sources)
 
     def last(self, column: str, of_evals: bool = False) -> float | None:
         """Return the last finite value of a column of `train` (with `of_evals`: of `evals`), or None."""
