@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import itertools
 import json
@@ -24,12 +25,14 @@ from tests.data.test_data import write_shards, write_tokenizer
 from tests.helpers.forked import REPOSITORY
 from trainer.config import DataSection, load_config
 from trainer.data import opening
+from trainer.data.chat.formats import find_files as find_chats
 from trainer.data.chat.formats import read_records
 from trainer.data.ingest import build as building
 from trainer.data.ingest import encode, inputs, readers
 from trainer.data.ingest.build import BuildFolder, BuildJob, build
 from trainer.data.ingest.inputs import SettingNames, find_inputs
 from trainer.data.opening import is_untokenized, open_source
+from trainer.data.prompts import read_prompts
 from trainer.data.shards import Shard, ShardManifest, ShardWriter, read_info
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import UserError
@@ -213,6 +216,46 @@ def test_unreadable_input_is_rejected_or_dropped_and_counted(
     assert "6 of 36 documents cannot be read and were skipped" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"data.bad=often: must be error, skip, or the fraction"):
         texts_in(tmp_path, path, bad="often")
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"text": "x"}', '["one", "two"]', '{"text": "x"\n"y"}\n{'])
+def test_json_without_records_is_named_as_such(tmp_path: Path, content: str, capsys: Any) -> None:
+    """Its suffix is a supported one, so a message about suffixes would be wrong."""
+    path = tmp_path / "a.json"
+    path.write_text(content)
+    assert run(path, "--out", tmp_path / "out") == 2
+    assert f"INPUT={path}: holds no records: .json files are an array of objects" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"data\.path=\S+/a\.json: holds no records: .json files are an array"):
+        find_chats("data.path", str(path))
+    with pytest.raises(UserError, match=r"a\.json is not a manifest of token shards, nor does it hold documents"):
+        open_source(settings(tmp_path, path), 257, "train")
+
+
+def test_json_that_cannot_be_read_is_named_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in a folder, where its records would otherwise be missing without a word."""
+    write_jsonl(tmp_path / "a.jsonl", TEXTS)
+    (tmp_path / "b.json").symlink_to(tmp_path / "moved.json")
+    reads = {
+        "prepare": lambda path: find_inputs([str(path)], "data.path"),
+        "train": lambda path: open_source(settings(tmp_path, path), 257, "train"),
+        "chats": lambda path: find_chats("data.path", str(path)),
+    }
+    for name in ("prepare", "train"):
+        with pytest.raises(UserError, match=r"data\.path=\S+/b\.json: cannot be read \(No such file or directory\)"):
+            reads[name](tmp_path)
+    (tmp_path / "b.json").unlink()
+    (tmp_path / "b.json").write_text('[{"text": "x"}]')
+
+    def refuse(path: object, *_: Any, **__: Any) -> Any:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr("trainer.data.records.open", refuse, raising=False)  # root may read everything
+    for name, read in reads.items():
+        for path in (tmp_path, tmp_path / "b.json"):
+            with pytest.raises(UserError, match=r"data\.path=\S+/b\.json: cannot be read \(Permission denied\)"):
+                pytest.fail(f"{name}: {read(path)}")
+    with pytest.raises(UserError, match=r"--prompts=\S+/b\.json: cannot be read \(Permission denied\)"):
+        list(read_prompts(tmp_path / "b.json", "--prompts"))
 
 
 def test_truncated_file_counts_as_more_than_one_document(tmp_path: Path) -> None:

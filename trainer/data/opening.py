@@ -293,7 +293,7 @@ def _find_remote_shards(url: str, data: DataSection, key: str) -> ShardSet:
 def _find_shard_files(location: str, key: str) -> tuple[Path | None, list[str]]:
     """Return the manifest that a path names, or else the paths of the shards that it names, possibly none.
 
-    Raises UserError for the path of a shard's metadata, a likely mistake.
+    Raises UserError for the path of a shard's metadata, a likely mistake, and for a .json file that cannot be read.
     """
     pattern = os.path.expanduser(location.removeprefix("file://"))
     is_folder = os.path.isdir(pattern)
@@ -301,8 +301,11 @@ def _find_shard_files(location: str, key: str) -> tuple[Path | None, list[str]]:
     shard = f"{pattern.removesuffix('.json')}.bin"
     if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
         raise setting_error(key, location, "is the metadata of a token shard; give its .bin file", meant=shard)
-    if not is_folder and is_record_file(pattern):
-        return None, []
+    try:
+        if os.path.isfile(pattern) and is_record_file(pattern):
+            return None, []
+    except OSError as error:
+        raise setting_error(key, location, f"cannot be read ({error.strerror})") from error
     if manifest.endswith(".json") and os.path.isfile(manifest):
         return Path(manifest), []
     bin_files = _find_bin_files(pattern)

@@ -106,18 +106,18 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     from trainer.data.chat.formats import BadChat, Format, holds_records, read_records
 
-    if not holds_records(path):
-        try:
+    try:
+        if not holds_records(path):
             with open(path, encoding="utf-8-sig") as file:
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
-        except OSError as error:
-            rule = f"cannot be read ({error.strerror or error})"
-            raise setting_error(key, path, rule, fix="check the path, or give another file") from error
-        except UnicodeDecodeError as error:
-            raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
-        return
+            return
+    except OSError as error:
+        rule = f"cannot be read ({error.strerror or error})"
+        raise setting_error(key, path, rule, fix="check the path, or give another file") from error
+    except UnicodeDecodeError as error:
+        raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
     for location, record in read_records(path, key):
         try:
             json.dumps(record)

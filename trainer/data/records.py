@@ -22,6 +22,10 @@ _BLOCK = 1 << 20
 RECORD_SUFFIXES = (".json", ".csv", ".tsv")
 
 
+NO_RECORDS = "holds no records: .json files are an array of objects, or have several lines with one object each"
+"""The rule for messages about a .json file that is not a record file."""
+
+
 class BadRecord(ValueError):
     """The rest of a file cannot be read; the message says why."""
 
@@ -29,20 +33,17 @@ class BadRecord(ValueError):
 def is_record_file(path: str | Path) -> bool:
     """Return whether a .json, .csv or .tsv file holds records.
 
-    An uncompressed .json file is judged by its first _HEAD_BYTES, and holds none if it cannot be read.  All others are
-    assumed to hold records.  False for files with other suffixes.
+    An uncompressed .json file is judged by its first _HEAD_BYTES.  All others are assumed to hold records.  False for
+    files with other suffixes.  Raises OSError if a .json file cannot be read.
     """
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)
-    if name.endswith((".csv", ".tsv")):
-        return True
-    try:
-        with open(path, "rb") as opened:
-            head = opened.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
-    except OSError:
-        return False
-    return name.endswith(".json") and re.match(rb"\[\s*[{\]]|\{[^\n]*\}[ \t\r]*\n\s*\{", head) is not None
+    if not name.endswith(".json"):
+        return name.endswith(RECORD_SUFFIXES)
+    with open(path, "rb") as opened:
+        head = opened.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    return re.match(rb"\[\s*[{\]]|\{[^\n]*\}[ \t\r]*\n\s*\{", head) is not None
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:

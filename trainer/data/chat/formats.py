@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.data.records import BadRecord, is_record_file, records_in
+from trainer.data.records import NO_RECORDS, BadRecord, is_record_file, records_in
 from trainer.errors import nearest, setting_error
 from trainer.files import local_path
 from trainer.hub import is_hub_data
@@ -115,11 +115,14 @@ def find_files(key: str, value: str) -> list[Path]:
     if local_path(value) is None:
         raise setting_error(key, value, "chats are read from local files only", fix="download it, and give the file")
     paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
-    paths = [path for path in paths if holds_records(path)]
-    if paths:
-        return paths
+    try:
+        with_records = [path for path in paths if holds_records(path)]
+    except OSError as error:
+        raise setting_error(key, error.filename, f"cannot be read ({error.strerror})") from error
+    if with_records:
+        return with_records
     if names:
-        rule = f"data.source=chat reads files that end in {', '.join(SUFFIXES)}"
+        rule = NO_RECORDS if paths else f"data.source=chat reads files that end in {', '.join(SUFFIXES)}"
         raise setting_error(key, value, rule, fix="convert the records to JSONL")
     neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
     raise setting_error(
@@ -128,7 +131,10 @@ def find_files(key: str, value: str) -> list[Path]:
 
 
 def holds_records(path: Path) -> bool:
-    """Return whether `read_records` can read a file, judging by its name and, for .json, its first bytes."""
+    """Return whether `read_records` can read a file, judging by its name and, for .json, its first bytes.
+
+    Raises OSError if a .json file cannot be read.
+    """
     return path.name.endswith(_ROW_SUFFIXES) or is_record_file(path)
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
-from trainer.data.records import RECORD_SUFFIXES, is_record_file
+from trainer.data.records import NO_RECORDS, RECORD_SUFFIXES, is_record_file
 from trainer.data.shards import ShardManifest
 from trainer.errors import setting_error
 
@@ -81,16 +81,16 @@ class InputFile:
     def from_path(cls, path: str, key: str) -> InputFile | None:
         """Return a description of the file at `path`, or None if its kind is not supported.
 
-        A .json file without records, or one that cannot be read, is not supported.  Raises UserError that names the
-        setting `key` if any other file does not exist or cannot be accessed.
+        A .json file without records is not supported.  Raises UserError that names the setting `key` if a file of a
+        supported kind does not exist or cannot be accessed.
         """
         kind_and_compression = kind_of(path)  # by the link's name: the target's name may have no suffix
         if kind_and_compression is None:
             return None
         kind, compression = kind_and_compression
-        if kind == "records" and not is_record_file(path):
-            return None
         try:
+            if kind == "records" and not is_record_file(path):
+                return None
             stat = os.stat(path)
         except OSError as error:
             raise setting_error(key, path, f"cannot be read ({error.strerror})") from error
@@ -118,10 +118,12 @@ def find_inputs(values: Iterable[str], key: str) -> list[InputFile]:
         for match in _find_matches(value, key):
             files = list(_list_inputs(match, key))
             if not files:
-                is_folder = os.path.isdir(match)
-                rule = "has no file that ends in" if is_folder else "its name must end in"
-                fix = 'write each document as one line of .jsonl: {"text": "..."}'
-                raise setting_error(key, match, f"{rule} {SUPPORTED_SUFFIXES}", fix=fix)
+                if os.path.isdir(match):
+                    rule = f"has no file that ends in {SUPPORTED_SUFFIXES}"
+                else:
+                    is_json = kind_of(match) == ("records", "")
+                    rule = NO_RECORDS if is_json else f"its name must end in {SUPPORTED_SUFFIXES}"
+                raise setting_error(key, match, rule, fix='write each document as one line of .jsonl: {"text": "..."}')
             inputs.update((os.path.realpath(file.path), file) for file in files)
     return list(inputs.values())
 
