@@ -46,6 +46,7 @@ from trainer.data.ingest.inputs import (
     DocumentCounts,
     InputFile,
     SettingNames,
+    check_limit,
     describe_bad_documents,
     parse_limit,
 )
@@ -170,6 +171,7 @@ def _build(
             _check_splits(manifest, job.holdout, work_folder)
             publish(manifest, work_folder, stem)
             return manifest
+            check_limit(DocumentCounts.from_manifest(manifest), job.bad, job.keys)  # built under another --bad?
     except (OSError, ShardError) as error:
         if is_disk_full(error):
             raise
@@ -208,7 +210,10 @@ def _min_bytes(job: BuildJob, stem: Path) -> int:
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:
-    """Return the folder for unfinished work.  Its name has a hash of the inputs and settings, to find it again."""
+    """Return the folder for unfinished work.  Its name has a hash of the inputs and settings, to find it again.
+
+    `job.bad` is no part of it: whoever adds --bad=skip after an error goes on with what has been read.
+    """
     files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
     content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
     return stem.with_name(f".{stem.name}.{hashlib.sha256(content.encode()).hexdigest()[:12]}.building")

@@ -267,8 +267,35 @@ def test_truncated_file_counts_as_more_than_one_document(tmp_path: Path) -> None
         with pytest.raises(UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip skips"):
             texts_in(tmp_path, tmp_path, bad=limit)
     assert texts_in(tmp_path, tmp_path, bad="skip") == ["a line"] * 50
+    for limit in ("0.5", "error"):  # though the tokens of the rest are there by now
+        with pytest.raises(UserError, match=r"half\.jsonl\.gz: cannot be read to its end (.|\n)*data\.bad=skip"):
+            texts_in(tmp_path, tmp_path, bad=limit)
     with pytest.raises(UserError, match=r"no readable text in it: .*half\.jsonl\.gz: cannot be read to its end"):
         texts_in(tmp_path, tmp_path / "half.jsonl.gz", bad="skip")
+
+
+def test_build_that_goes_on_with_another_limit_keeps_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """`--bad` is not part of the work's name, so that nothing is read twice; but the result obeys the last one."""
+    path = bad_lines(tmp_path)
+
+    def go_on(how: str) -> int:
+        return run(path, "--out", tmp_path / "out", "--bad", how)
+
+    def kill(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as killed:
+        killed.setattr("trainer.prepare.publish", kill)
+        go_on("skip")
+    for how in ("error", "0.1"):
+        capsys.readouterr()
+        assert go_on(how) == 2
+        assert f"--bad={how}: 6 of 36 documents cannot be read" in capsys.readouterr().err
+        assert not list(tmp_path.glob("out-*"))
+    assert go_on("0.5") == 0
+    assert "6 of 36 documents cannot be read and were skipped" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("kind", ["not text", "an offset beyond", "an index beyond", "not parquet"])

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 
 from trainer.data.records import NO_RECORDS, RECORD_SUFFIXES, is_record_file
 from trainer.data.shards import ShardManifest
-from trainer.errors import setting_error
+from trainer.errors import UserError, setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
 """How a file is read: `records` are .json, .csv and .tsv files, `tokens` are other trainers' token files."""
@@ -328,12 +328,14 @@ class DocumentCounts:
     empty: number of these documents that are empty.
     bad: number of documents that could not be read.
     places: messages about the first few of the bad documents, with their locations.
+    cut_off: messages about the first few files that could not be read to their end.  Each counts as one bad document.
     """
 
     documents: int = 0
     empty: int = 0
     bad: int = 0
     places: list[str] = field(default_factory=list)
+    cut_off: list[str] = field(default_factory=list)
 
     @classmethod
     def from_manifest(cls, manifest: ShardManifest) -> DocumentCounts:
@@ -347,6 +349,7 @@ class DocumentCounts:
         self.empty += other.empty
         self.bad += other.bad
         self.places += other.places[: MAX_LISTED_PLACES - len(self.places)]
+        self.cut_off += other.cut_off[: MAX_LISTED_PLACES - len(self.cut_off)]
 
 
 class BadDocuments:
@@ -375,10 +378,13 @@ class BadDocuments:
 
         A fraction cannot be enforced, since the number of documents in the file is unknown.
         """
+        fix = f"{self.keys.bad}=skip skips the whole file; a fraction counts documents"
+        as_fraction = setting_error(self.keys.inputs, value, rule, fix=fix)
         if self._limit not in ("error", "skip"):
-            fix = f"{self.keys.bad}=skip skips the whole file; a fraction counts documents"
-            raise setting_error(self.keys.inputs, value, rule, fix=fix)
+            raise as_fraction
         self.reject(self.keys.inputs, value, rule, **advice)
+        if len(self.tally.cut_off) < MAX_LISTED_PLACES:
+            self.tally.cut_off.append(str(as_fraction))
 
 
 _CHAT_KEYS = (
@@ -413,16 +419,19 @@ def parse_limit(setting: str, key: str) -> float:
 
 
 def check_limit(tally: DocumentCounts, setting: str, keys: SettingNames) -> None:
-    """Raise UserError if the fraction of bad documents exceeds the limit.
+    """Raise UserError if the limit does not allow the documents that were skipped, perhaps under an earlier limit.
 
     setting: the value of `data.bad`.
     """
     allowed = parse_limit(setting, keys.bad)
+    if tally.cut_off and 0 < allowed < 1:
+        raise UserError(tally.cut_off[0])
     fraction = tally.bad / max(1, tally.bad + tally.documents)
     if tally.bad and fraction > allowed:
         examples = "\n  ".join(tally.places[:5])
         rule = f"{tally.bad:,} of {tally.bad + tally.documents:,} documents cannot be read\n  {examples}"
-        raise setting_error(keys.bad, setting, rule, "skip" if fraction >= 0.5 else f"{fraction * 1.01:.2g}")
+        must_skip = fraction >= 0.5 or tally.cut_off
+        raise setting_error(keys.bad, setting, rule, "skip" if must_skip else f"{fraction * 1.01:.2g}")
 
 
 def describe_bad_documents(tally: DocumentCounts) -> str:
