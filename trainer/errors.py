@@ -259,6 +259,18 @@ def _formatted_value(key: str, value: object) -> str:
     return MASK if _SECRET_NAME.search(key) else _format(value)
 
 
+@contextlib.contextmanager
+def importing(key: str, value: object) -> Iterator[None]:
+    """Imports inside the block raise UserError if a library is missing; it names the setting that needs the library."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        library = str(error.name).partition(".")[0]
+        if library == __name__.partition(".")[0]:
+            raise
+        raise setting_error(key, value, f"needs the library {library}", fix=f"pip install {library}") from error
+
+
 def choice_error(
     key: str,
     value: object,

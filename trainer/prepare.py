@@ -56,6 +56,7 @@ from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
     CommandParser,
+    importing,
     is_disk_full,
     print_stdout,
     printable,
@@ -87,7 +88,9 @@ def _show(options: argparse.Namespace) -> int:
     from rich.text import Text
 
     from trainer.config import DataSection
-    from trainer.data.chat.source import first_chats  # imports the template library, which is slow
+
+    with importing("--show", options.show):
+        from trainer.data.chat.source import first_chats  # imports the template library, which is slow
 
     console = Console(highlight=False, soft_wrap=True)
     open_mark, close_mark = ("", "") if console.color_system else ("\u27ea", "\u27eb")
@@ -168,10 +171,10 @@ def _build(
         if overwrite or not was_published(work_folder, stem):
             fetch()
             manifest = build(job, work_folder, procs)
+            check_limit(DocumentCounts.from_manifest(manifest), job.bad, job.keys)  # built under another --bad?
             _check_splits(manifest, job.holdout, work_folder)
             publish(manifest, work_folder, stem)
             return manifest
-            check_limit(DocumentCounts.from_manifest(manifest), job.bad, job.keys)  # built under another --bad?
     except (OSError, ShardError) as error:
         if is_disk_full(error):
             raise

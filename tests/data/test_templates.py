@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import sys
 import threading
 import time
 from contextlib import ExitStack
@@ -21,10 +22,12 @@ from tests.helpers.chats import CHATML, FAMILIES, conversation, write_tokenizer
 from tests.helpers.tiny import fit
 from tests.trainer.test_sft import write_chats
 from trainer import UserError, generate, run
+from trainer.config import DataSection
 from trainer.data.chat import limits
 from trainer.data.chat.formats import BadChat
 from trainer.data.chat.limits import rendering_limits, try_in_child
 from trainer.data.chat.template import ChatTemplate, find_template
+from trainer.data.opening import open_source
 from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
 from trainer.export import export_checkpoint
 from trainer.generate import open_generator
@@ -307,6 +310,21 @@ def test_template_that_fails_on_a_prompt_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"--chat=Hi: the chat template fails on it \(ZeroDivisionError"):
         chat_prompt_tokens("Hi", str(tmp_path), "--chat")
     assert len(chat_stop_ids(str(tmp_path))) == 1
+
+
+def test_a_missing_template_library_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_tokenizer(tmp_path, "{{ messages }}")
+    for name in ("template", "masking", "source"):
+        monkeypatch.delitem(sys.modules, f"trainer.data.chat.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    data = DataSection(source="chat", path=str(tmp_path / "chats.jsonl"), tokenizer=str(tmp_path))
+    for setting, use in {
+        "data.chat_template=model": lambda: chat_stop_ids(str(tmp_path)),
+        "--chat=Hi": lambda: chat_prompt_tokens("Hi", str(tmp_path), "--chat"),
+        "data.source=chat": lambda: open_source(data, None, "train"),
+    }.items():
+        with pytest.raises(UserError, match=f"^{setting}: needs the library jinja2\n  to fix: pip install jinja2$"):
+            use()
 
 
 @pytest.mark.slow

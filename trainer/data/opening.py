@@ -45,7 +45,7 @@ from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, Shar
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, importing, setting_error
 from trainer.files import find_cache_folders, local_path
 from trainer.hub import is_hub_data
 
@@ -79,7 +79,8 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
         if data.bad != "error":
             rule = "only applies to text; correct an unreadable chat, or remove it from the file"
             raise setting_error("data.bad", data.bad, rule, "error")
-        from trainer.data.chat.source import open_chats  # imports jinja2: only when needed
+        with importing("data.source", "chat"):
+            from trainer.data.chat.source import open_chats  # imports jinja2: only when needed
 
         if isinstance(data.path, str) and isinstance(data.eval_path, str):
             train, held_out = _files_of(data, data.path, "data.path"), _files_of(data, data.eval_path, "data.eval_path")
@@ -658,7 +659,8 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
     data = config.data
     if not data.trim_rows:
         return config
-    from trainer.data.chat.source import ChatSource, LabeledSource, PairSource  # imports jinja2: only when needed
+    with importing("data.source", "chat"):
+        from trainer.data.chat.source import ChatSource, LabeledSource, PairSource  # imports jinja2: only when needed
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = (open_source(data, config.vocab_size, split) for split in splits)

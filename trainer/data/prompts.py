@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.data.tokenizer import Tokenizer
-from trainer.errors import setting_error
+from trainer.errors import importing, setting_error
 
 
 def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
@@ -26,11 +26,13 @@ def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     tokenizer: the value of `data.tokenizer`.
     template: the value of `data.chat_template`.
 
-    Raises UserError if the tokenizer or the template cannot be read.
+    Raises UserError if the tokenizer or the template cannot be read, or if a library that templates need is missing.
     """
     from trainer.data.chat.formats import BadChat, Conversation
-    from trainer.data.chat.masking import ChatTokenizer, Encoder
-    from trainer.data.chat.template import find_template
+
+    with importing("data.chat_template", template):
+        from trainer.data.chat.masking import ChatTokenizer, Encoder
+        from trainer.data.chat.template import find_template
 
     chat_template, chat_tokenizer = find_template(template, tokenizer), ChatTokenizer(tokenizer)
     end_ids, system = {chat_tokenizer.plain.end_id}, {"role": "system", "content": "Hi"}
@@ -70,11 +72,9 @@ class ChatPrompts:
         Raises UserError if there is no template, if the template or the tokenizer cannot be read, or if a library that
         templates need is missing.
         """
-        try:
+        with importing(key, value):
+            from trainer.data.chat.masking import ChatTokenizer
             from trainer.data.chat.template import find_template
-        except ImportError as error:
-            raise setting_error(key, value, f"needs the {error.name} library: pip install {error.name}") from error
-        from trainer.data.chat.masking import ChatTokenizer
 
         chat_template = find_template(template, tokenizer, key=key)
         if chat_template is None:
