@@ -157,8 +157,8 @@ DEFECTS: list[Defect] = [
         "a-moved-branch-moves-the-run",
         "hub-models",
         "fetched_models",
-        "pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))",
-        "pins = {}",
+        "stored = {} if resolution.is_stored else _stored_config(keys, resolution)",
+        "stored = {}",
     ),
     Defect(
         "downloads-start-over",
@@ -171,8 +171,8 @@ DEFECTS: list[Defect] = [
         "a-data-set-that-moves",
         "hub-data",
         "pin_data",
-        "pins = hub.pins_in(read_run_config(config.run_dir)) if will_resume(config) else {}",
-        "pins = {}",
+        "stored = read_run_config(config.run_dir) if will_resume(config) else {}",
+        "stored = {}",
     ),
     Defect(
         "key-heads-as-query-heads",

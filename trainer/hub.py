@@ -192,17 +192,40 @@ def pins_for_children() -> str:
     return json.dumps(_resolved)
 
 
-def pins_in(tree: Any) -> dict[tuple[str, str], str]:
-    """Return the commits of all pinned names in a stored configuration, by kind and repository."""
-    pins: dict[tuple[str, str], str] = {}
-    if isinstance(tree, Mapping):
-        for value in tree.values():
-            pins |= pins_in(value)
-    elif isinstance(tree, str) and tree.startswith(SCHEME):
-        name = parse_name(tree)
-        if name is not None and name.is_pinned:
-            pins[name.kind, name.repo] = str(name.revision)
-    return pins
+def commits_of_run(
+    stored_config: Mapping[str, Any], names: Mapping[str, HubName], parts: Mapping[str, Sequence[str]] | None = None
+) -> dict[str, str]:
+    """Return the commits that a resumed run keeps, by setting, for the settings whose name has another revision.
+
+    A setting keeps the commit that the run has stored for it, or else the one of a setting with the same name.  Two
+    revisions of a repository therefore stay apart.
+
+    stored_config: the run's configuration; empty for a new run.
+    names: the names in the present configuration, by setting, such as `model.path` or `data.path.SOURCE`.
+    parts: settings that a run may store only as the values of others, which are looked up if they are not in `names`.
+    """
+    stored, kept = _pinned_names(stored_config), dict[str, str]()
+    for key, name in names.items():
+        others = (other for other in (parts or {}).get(key, ()) if other not in names)
+        for pinned in filter(None, map(stored.get, (key, *others))):
+            if (pinned.kind, pinned.repo) == (name.kind, name.repo) and not name.is_pinned:
+                kept.setdefault(key, str(pinned.revision))
+    by_name = {_pin_key(names[key]): commit for key, commit in kept.items()}
+    shared = {key: by_name[_pin_key(name)] for key, name in names.items() if _pin_key(name) in by_name}
+    return shared | kept
+
+
+def _pinned_names(tree: Mapping[str, Any], prefix: str = "") -> dict[str, HubName]:
+    """Return the pinned names in a stored configuration, by setting; older ones have some as paths in the cache."""
+    found: dict[str, HubName] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            found |= _pinned_names(value, f"{prefix}{key}.")
+        elif isinstance(value, str) and (text := pinned_name(value) or value).startswith(SCHEME):
+            name = parse_name(text)
+            if name is not None and name.is_pinned:
+                found[f"{prefix}{key}"] = name
+    return found
 
 
 def pinned_by_parent(name: HubName) -> str | None:
@@ -348,17 +371,17 @@ class Repository:
             raise OSError(f"{hub_file.path} was corrupted during the download")
 
 
-def open_repository(name: HubName, setting: str, pins: Mapping[tuple[str, str], str] | None = None) -> Repository:
+def open_repository(name: HubName, setting: str, kept_commit: str | None = None) -> Repository:
     """Resolve `name` to a commit, and return its repository at that commit.
 
-    A commit is used as given.  Any other revision is looked up in `pins`, which a resumed run has stored; then among
-    the commits that the parent process has resolved; then on the server.  If the server cannot be reached, the cached
-    commit is used, and a message is printed.  With HF_HUB_OFFLINE the server is not contacted.
+    A commit is used as given.  Any other revision is `kept_commit` in a resumed run (see `commits_of_run`).  Otherwise
+    it is looked up among the commits that the parent process has resolved, then on the server.  If the server cannot be
+    reached, the cached commit is used, and a message is printed.  With HF_HUB_OFFLINE the server is not contacted.
 
     Raises UserError, naming `setting`, if the repository or revision does not exist, if access is restricted, or if the
     server cannot be reached and the cache does not have the revision.
     """
-    commit = name.revision if name.is_pinned else (pins or {}).get((name.kind, name.repo)) or pinned_by_parent(name)
+    commit = name.revision if name.is_pinned else kept_commit or pinned_by_parent(name)
     if commit is not None and (listed := _read_file_list(name, commit)) is not None:
         return _pin(name, commit, listed, setting)
     library = import_library(setting, name)
@@ -495,15 +518,16 @@ _SMALL_FILES = (
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
-def fetch_model(name: HubName, setting: str, pins: Mapping[tuple[str, str], str], with_weights: bool) -> Path:
+def fetch_model(name: HubName, setting: str, kept_commit: str | None, with_weights: bool) -> Path:
     """Download the missing files of a model; return its folder in the cache, or the file that `name` names.
 
+    kept_commit: see `open_repository`.
     with_weights: whether to download the weights too, or only the small files.  A file that `name` names, such as a
         .gguf file, is always downloaded.
 
     Raises UserError, naming `setting`.
     """
-    repository = open_repository(name, setting, pins)
+    repository = open_repository(name, setting, kept_commit)
     files = repository.files
     if name.path:
         chosen = [file for file in files if file.path == name.path]

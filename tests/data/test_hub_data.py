@@ -151,6 +151,28 @@ def test_a_run_stays_with_its_commit(fake: FakeHub, tmp_path: Path) -> None:
     assert config_of(BASE, "run.name=other").data.path == f"hf://datasets/tiny/texts@{moved}"
 
 
+def test_each_revision_stays_with_its_own_commit(fake: FakeHub, tmp_path: Path) -> None:
+    """Also if a source is added, or all of them move."""
+    repository = fake.repositories["dataset", "tiny/texts"]
+    commits = {"main": repository.refs["main"]}
+    for revision in ("v2", "v3"):
+        commits[revision] = repository.commit({**FILES, "data/test.jsonl": lines(revision * 50)}, revision)
+    two = f"a: {BASE}, b: {BASE}@v2"
+    first = config_of(f"{{{two}}}", f"data.eval_path={{b: {BASE}@v2?split=test}}")
+    expected = {name: f"{BASE}@{commits[revision]}" for name, revision in (("a", "main"), ("b", "v2"))}
+    assert first.data.path == expected
+    run = tmp_path / first.run.dir
+    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
+    (run / "config.yaml").write_text(first.to_yaml())
+    (run / "status.json").write_text("{}")
+    for revision in ("main", "v2"):
+        repository.commit({**FILES, "data/test.jsonl": lines(f"moved {revision}" * 50)}, revision)
+    again = config_of(f"{{{two}, c: {BASE}@v3, d: {BASE}@v2/data/test.jsonl}}", f"data.eval_path={BASE}@v2?split=test")
+    added = {"c": f"{BASE}@{commits['v3']}", "d": f"{BASE}@{commits['v2']}/data/test.jsonl"}
+    assert again.data.path == expected | added
+    assert again.data.eval_path == f"{BASE}@{commits['v2']}?split=test"
+
+
 def test_mixtures_columns_and_chats(fake: FakeHub) -> None:
     config = config_of(f"{{a: {BASE}, b: hf://datasets/tiny/languages?config=de&column=inhalt}}")
     assert isinstance(config.data.path, dict)

@@ -20,7 +20,7 @@ from tests.helpers.fake_hub import FakeHub
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.ranks import TINY
 from trainer import hub
-from trainer.config import load_config
+from trainer.config import RunConfig, compare_configs, load_config
 from trainer.errors import UserError
 
 pytest.importorskip("huggingface_hub")
@@ -120,6 +120,32 @@ def test_a_pinned_configuration_means_the_same_elsewhere(fake: FakeHub, tmp_path
     asked = len(fake.requests)
     assert load_config("mine.yaml") == again
     assert len(fake.requests) == asked
+
+
+def test_each_revision_of_a_model_stays_with_its_own_commit(fake: FakeHub) -> None:
+    """The run does not store `model.path`, but what follows from it."""
+    repository = fake.repositories["model", NAME]
+    files = repository.commits[repository.refs["main"]]
+    commits = {"main": repository.refs["main"], "v2": repository.commit({**files, "README.md": b"2"}, "v2")}
+
+    def load(*more: str) -> RunConfig:
+        own = ["train.objective=distill", f"model.path={NAME}", f"objective.teacher={NAME}@v2", "run.name=r", *more]
+        return load_config("distill", own)
+
+    config = load()
+    text = config.to_yaml()
+    found = dict(re.findall(r"(\w+): hf://tiny/llama@(\w+)", text))
+    assert found == {"init_from": commits["main"], "tokenizer": commits["main"], "teacher": commits["v2"]}
+    Path("runs/r").mkdir(parents=True)
+    Path("runs/r/config.yaml").write_text(text)
+    for revision in commits:
+        repository.commit({**files, "README.md": f"moved {revision}".encode()}, revision)
+    assert load().to_yaml() == text
+    assert load("checkpoint.resume=none").to_yaml() != text
+    older = text.replace(f"hf://{NAME}@{commits['v2']}", config.objective.teacher)  # a path in the cache
+    Path("runs/r/config.yaml").write_text(older)
+    assert load().to_yaml() == text != older
+    assert compare_configs(load(), older) == ([], [])
 
 
 def test_a_plan_fetches_no_weights(fake: FakeHub, folder: Path) -> None:
@@ -225,7 +251,7 @@ def test_killed_ten_times_on_the_way(fake: FakeHub, folder: Path, tmp_path: Path
     fake.add("big/file", {"config.json": b"{}", "model.safetensors": content})
     script = (
         "from trainer import hub\n"
-        "found = hub.fetch_model(hub.parse_name('big/file'), 'model.path', {}, True)\nprint(found, flush=True)"
+        "found = hub.fetch_model(hub.parse_name('big/file'), 'model.path', None, True)\nprint(found, flush=True)"
     )
     fake.delay = 0.01
     command = [sys.executable, "-c", script]

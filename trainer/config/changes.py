@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
+from trainer.config.schema import MODEL_KEYS, SUBSECTIONS, RunConfig, name_of_source, plain_lists
 from trainer.config.stored import read_stored
 from trainer.errors import UserError, setting_error
 from trainer.urls import without_credentials
@@ -123,8 +123,11 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:
     """Return whether two values of a key are equivalent.
 
-    With `data.too_long=auto`, a run either refuses to start or drops the same conversations as with `drop`.
+    With `data.too_long=auto`, a run either refuses to start or drops the same conversations as with `drop`.  Older runs
+    stored the path of `objective.teacher` in the Hub's cache instead of its name.
     """
+    if key in MODEL_KEYS:
+        before, now = (name_of_source(value) if isinstance(value, str) else value for value in (before, now))
     is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 

@@ -55,7 +55,7 @@ def local_model_path(path: str | os.PathLike[str], setting: str = "path") -> str
     """
     text = os.fspath(path)
     if (name := hub.parse_name(text)) is not None and name.kind == "model":
-        text = str(hub.fetch_model(name, setting, {}, with_weights=True))
+        text = str(hub.fetch_model(name, setting, None, with_weights=True))
     return str(gguf_model.convert(text, setting)) if gguf_model.is_gguf(text) else text
 
 

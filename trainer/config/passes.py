@@ -46,7 +46,7 @@ from trainer.config.pretrained import (
 )
 from trainer.config.recipe_files import find_recipe_file, read_yaml, recipe_files
 from trainer.config.rules import likely_device
-from trainer.config.schema import AUTO, MODEL, SUBSECTIONS, RunConfig
+from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, SUBSECTIONS, RunConfig
 from trainer.config.stored import (
     CONFIG,
     OLD_DPO_SECTION,
@@ -273,8 +273,8 @@ def _is_same_folder(one: Path, other: Path) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 # Keys, before they have types
 
-_MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
-"""Keys that name the files of a model."""
+_PARTS_OF_MODEL_PATH = ("train.init_from", "data.tokenizer")
+"""Keys whose values follow from `model.path`, which a run of a native recipe does not store."""
 
 
 def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
@@ -287,24 +287,30 @@ def fetched_models(keys: Keys, resolution: Resolution) -> Keys:
     Raises UserError if a model cannot be fetched or converted.
     """
     requested = {**keys.values, **keys.assignments}
-    texts = {key: requested[key] for key in _MODEL_KEYS if isinstance(requested.get(key), str)}
+    texts = {key: requested[key] for key in MODEL_KEYS if isinstance(requested.get(key), str)}
     to_fetch = {
         key: text for key, text in texts.items() if hub.parse_name(text) is not None or gguf_model.is_gguf(text)
     }
     if not to_fetch:
         return keys
-    pins = {} if resolution.is_stored else hub.pins_in(_stored_config(keys, resolution))
+    names = {key: name for key, text in texts.items() if (name := hub.parse_name(text)) is not None}
+    stored = {} if resolution.is_stored else _stored_config(keys, resolution)
+    kept_commits = hub.commits_of_run(stored, names, {"model.path": _PARTS_OF_MODEL_PATH})
     values, assignments = dict(keys.values), dict(keys.assignments)
     for key, text in to_fetch.items():
-        (assignments if key in assignments else values)[key] = _fetched(key, text, pins, resolution)
+        fetched = _fetched(key, text, kept_commits.get(key), resolution)
+        (assignments if key in assignments else values)[key] = fetched
         resolution.origins[key] = (
             f"{resolution.origins.get(key) or ('command line' if key in assignments else '')}: {text}"
         )
     return Keys(values, assignments)
 
 
-def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolution: Resolution) -> str:
-    """Return the local path of the model files that `text`, the value of `key`, names."""
+def _fetched(key: str, text: str, kept_commit: str | None, resolution: Resolution) -> str:
+    """Return the local path of the model files that `text`, the value of `key`, names.
+
+    kept_commit: the commit with which the resumed run began, if any.
+    """
     name, path = hub.parse_name(text), Path(text)
     if name is not None:
         if name.kind == "dataset":
@@ -314,12 +320,10 @@ def _fetched(key: str, text: str, pins: Mapping[tuple[str, str], str], resolutio
         to_fetch = replace(name, path="") if key == "data.tokenizer" and not name.path.endswith(".gguf") else name
         if resolution.is_stored:
             return str(hub.cached_path(name) or text)
-        pinned_commit = pins.get((name.kind, name.repo))
-        if pinned_commit is not None and not name.is_pinned:
-            resolution.notes.append(
-                f"{key}={text}: this run stays with commit {pinned_commit[:12]}, which it began with"
-            )
-        path = hub.fetch_model(to_fetch, key, pins, with_weights=resolution.needs_weights and key != "data.tokenizer")
+        if kept_commit is not None:
+            resolution.notes.append(f"{key}={text}: this run stays with commit {kept_commit[:12]}, which it began with")
+        with_weights = resolution.needs_weights and key != "data.tokenizer"
+        path = hub.fetch_model(to_fetch, key, kept_commit, with_weights)
         path = path / name.path if to_fetch != name else path
     if resolution.is_stored or not gguf_model.is_gguf(str(path)):
         return str(path)

@@ -38,6 +38,9 @@ is built."""
 MODEL = "model"
 """The value of `data.tokenizer` and `data.chat_template` that selects the model's own."""
 
+MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
+"""Keys that name the files of a model.  A run stores those on the Hugging Face Hub by their pinned names."""
+
 NUMBER_OR = "a whole number or "
 """The start of the `form` (see `declare`) of keys that take either a whole number or a certain word."""
 
@@ -769,7 +772,8 @@ class RunConfig:
         `run.on_end` may contain a secret anywhere, so it is masked entirely unless it looks harmless.
         """
         plain: dict[str, Any] = masked(plain_lists(dataclasses.asdict(self)))
-        for section, name in (("model", "path"), ("train", "init_from"), ("data", "tokenizer")):
+        for key in MODEL_KEYS:
+            section, _, name = key.partition(".")
             if isinstance(path := plain[section].get(name), str):  # a name is valid on any machine
                 plain[section][name] = name_of_source(path)
         if self.run.on_end is not None:

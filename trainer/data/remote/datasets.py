@@ -88,27 +88,38 @@ def pin_data(config: RunConfig, resolution: Resolution) -> RunConfig:
     A resumed run keeps the commits that it started with.  Raises UserError as `hub.open_repository` does.
     """
     settings = {"path": config.data.path, "eval_path": config.data.eval_path}
-    names = {key: value if isinstance(value, dict) else {"": value} for key, value in settings.items()}
-    if not any(hub.is_hub_data(text) for texts in names.values() for text in texts.values() if text):
+    texts = {key: value if isinstance(value, dict) else {"": value} for key, value in settings.items()}
+    names = {
+        _place(key, source): _parse(text, f"data.{key}")
+        for key, by_source in texts.items()
+        for source, text in by_source.items()
+        if text and hub.is_hub_data(text)
+    }
+    if not names:
         return config
-    pins = hub.pins_in(read_run_config(config.run_dir)) if will_resume(config) else {}
+    stored = read_run_config(config.run_dir) if will_resume(config) else {}
+    kept_commits = hub.commits_of_run(stored, names)
 
-    def pin(text: str, key: str) -> str:
-        name = _parse(text, key) if hub.is_hub_data(text) else None
+    def pin(text: str | None, key: str, source: str) -> str | None:
+        name, kept_commit = names.get(_place(key, source)), kept_commits.get(_place(key, source))
         if name is None or name.is_pinned:
             return text
-        pinned_commit = pins.get((name.kind, name.repo))
-        if pinned_commit is not None:
+        if kept_commit is not None:
             resolution.notes.append(
-                f"{key}={text}: this run stays with commit {pinned_commit[:12]}, which it began with"
+                f"data.{key}={text}: this run stays with commit {kept_commit[:12]}, which it began with"
             )
-        return str(hub.open_repository(name, key, pins).name)
+        return str(hub.open_repository(name, f"data.{key}", kept_commit).name)
 
     pinned: dict[str, Any] = {}
     for key, value in settings.items():
-        texts = {source: text and pin(text, f"data.{key}") for source, text in names[key].items()}
-        pinned[key] = texts if isinstance(value, dict) else texts[""]
+        pinned_texts = {source: pin(text, key, source) for source, text in texts[key].items()}
+        pinned[key] = pinned_texts if isinstance(value, dict) else pinned_texts[""]
     return replace(config, data=replace(config.data, **pinned))
+
+
+def _place(key: str, source: str) -> str:
+    """Return the setting that names a source's data: `data.path.SOURCE`, or `data.path` if there are no sources."""
+    return f"data.{key}.{source}" if source else f"data.{key}"
 
 
 def find_data(url: str, key: str) -> HubData:
