@@ -11,7 +11,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable
+import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,19 @@ def gguf_file() -> Path:
 
 
 @pytest.fixture(scope="module")
-def model(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the module's files, gigabytes, which pytest itself would delete only at the end of the session."""
+    folder = tmp_path_factory.mktemp("real")
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def model(gguf_file: Path, base: Path) -> Path:
     """The model as a Hugging Face folder in float32."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    folder = tmp_path_factory.mktemp("real") / "model"
+    folder = base / "model"
     source = {"pretrained_model_name_or_path": gguf_file.parent, "gguf_file": gguf_file.name}
     loaded = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     del loaded.config.quantization_config  # its values are float32 now, but it refuses to save what was quantized
@@ -80,20 +89,20 @@ def model(gguf_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(model: Path, tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+def tuned(model: Path, base: Path) -> CommandResult:
     """Three steps of all weights on both conversations."""
-    folder = tmp_path_factory.mktemp("tuned")
-    return train(folder, "sft", model, [{"messages": chat} for chat in CHATS], "train.steps=3", "optim.lr=1e-4")
+    return train(base / "tuned", "sft", model, [{"messages": chat} for chat in CHATS], "train.steps=3", "optim.lr=1e-4")
 
 
 @pytest.fixture(scope="module")
-def adapted(model: Path, tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+def adapted(model: Path, base: Path) -> CommandResult:
     """Two steps of adapters."""
     more = ["train.steps=2", "optim.lr=1e-2", "lora.rank=4", "lora.alpha=8"]
-    return train(tmp_path_factory.mktemp("adapted"), "sft", model, [{"messages": chat} for chat in CHATS], *more)
+    return train(base / "adapted", "sft", model, [{"messages": chat} for chat in CHATS], *more)
 
 
 def train(base: Path, recipe: str, model: Path, records: list[dict[str, Any]], *more: str) -> CommandResult:
+    base.mkdir(exist_ok=True)
     data = base / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     places = [f"model.path={model}", f"data.path={data}", f"data.cache_dir={base / 'cache'}"]
