@@ -1,7 +1,7 @@
 """The Qwen3 mixture-of-experts model.
 
-Shape suffixes: B batch, T time, D model width, F hidden width of an expert, V vocabulary; E experts, A experts per
-token, S tokens in the batch (B x T), M token-expert pairs (S x A).
+Shape suffixes: B batch, T time, D model width, F hidden width of an expert, E experts, A experts per token, S tokens
+in the batch (B x T), M token-expert pairs (S x A).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
+        """Return the output and, if `is_target_BT` is given, the experts' load over the tokens where it is True."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
