@@ -682,7 +682,7 @@ DEFECTS: list[Defect] = [
         "balance-counts-for-nothing-in-plans",
         "balance-planned",
         "trainer.plan.step:Step.run",
-        "self._counting_pass(repeats=self.num_micro_batches - 1)",
+        "self._run_counting_pass(repeats=self.num_micro_batches - 1)",
         "pass",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
