@@ -31,7 +31,8 @@ class FileLock:
     def make_exclusive(self) -> bool:
         """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
 
-        If it returns False, the shared lock may be lost as well (see flock(2)).  Raises OSError if there are no locks.
+        If it returns False, the shared lock may be lost as well (see flock(2)).  Raises OSError if the file system
+        has no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

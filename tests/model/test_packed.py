@@ -166,7 +166,7 @@ def test_mistakes(overrides: list[str], says: str, base: Path, capsys: pytest.Ca
 
 def test_row_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
     narrow = folder_of(tmp_path / "narrow", config=replace(WIDE, ffn_dim=96))
-    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs blocks of 64 .* divide the 96 of .*w2"):
+    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs each row in blocks of 64 .* length 96 of .*w2"):
         Trainer(config_of(narrow, tmp_path / "run", "lora.base_dtype=nf4"))
 
 
