@@ -1199,7 +1199,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "never-ended",
         "prompt-stops",
-        "PromptStop._watch",
+        "ImmediateStop._watch",
         "self._end(signal.Signals(number).name)",
         "pass",
     ),

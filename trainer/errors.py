@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, exit_immediately, is_in_hook, stop_message, unwrapping
+from trainer.stopping import ImmediateStop, StopRequested, exit_immediately, is_in_hook, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
@@ -186,23 +186,23 @@ def _raise_on_signals() -> Iterator[None]:
     caught = {
         number: previous for number, previous in handlers.items() if previous in (defaults[number], exit_immediately)
     }
-    prompt_stop = PromptStop(caught, signal_exit_code)
+    immediate_stop = ImmediateStop(caught, signal_exit_code)
 
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         with contextlib.suppress(StopRequested):  # raised below, as KeyboardInterrupt for Ctrl-C
-            prompt_stop.on_signal(name)
+            immediate_stop.on_signal(name)
         if not is_in_hook(frame):
             raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:
         signal.signal(number, handle)
     if caught:
-        prompt_stop.start()
+        immediate_stop.start()
     try:
         yield
     finally:
-        prompt_stop.cancel()
+        immediate_stop.cancel()
         for number, previous in caught.items():
             signal.signal(number, previous)
 

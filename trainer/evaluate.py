@@ -45,7 +45,7 @@ from trainer.errors import (
 )
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record, logged_names
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(remaining):
         print_stdout(__doc__.rstrip())
         return EXIT_FINISHED
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     tasks, remaining = _pop_option(remaining, "--lm-eval")
     task_folder, remaining = _pop_option(remaining, "--tasks")
     if tasks is not None:

@@ -34,7 +34,7 @@ from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr
 from trainer.files import atomic_replace, writing_to
 from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_kinds
-from trainer.recipe import WeightSource, add_working_folder_to_sys_path
+from trainer.recipe import WeightSource, add_working_directory_to_sys_path
 from trainer.weights.adapters import BASE, export_adapter
 from trainer.weights.exporting import (
     TOKENIZER,
@@ -220,7 +220,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
             parser.error(f"{item}: the only value is original: --merged, or --merged=original")
     # If --merged took an optional value, argparse would parse the folder in `--merged FOLDER` as that value.
     options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     return run_command(lambda: _export(options))
 
 

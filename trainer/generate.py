@@ -66,7 +66,7 @@ from trainer.model.sample import (
     max_seq_len,
 )
 from trainer.plan.generation import GenerationWorkload, memory_of_generation
-from trainer.recipe import add_working_folder_to_sys_path, all_recipes
+from trainer.recipe import add_working_directory_to_sys_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
@@ -236,7 +236,7 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parser().parse_args(argv)
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     return run_command(lambda: _generate(options))
 
 

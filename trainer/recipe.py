@@ -68,7 +68,7 @@ class WeightSource(Protocol):
 
 
 class StoredTensors:
-    """Base class of weight sources, which implements `shapes` and `dtypes`.
+    """Base class for weight sources.  Implements `shapes` and `dtypes`.
 
     `_stored` maps the name of each tensor to an object with the attributes `shape` and `dtype`.
     """
@@ -108,7 +108,7 @@ class HuggingFace:
     architecture: the class name of the Hugging Face model, for example "LlamaForCausalLM", or such a function.
     names: maps the name of each parameter (and persistent buffer) in the recipe's model to the Hugging Face name:
         {"layers.*.wq.weight": "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.
-        Wrap the name of a matrix that is stored transposed in `Transposed`.  If separate tensors there, such as
+        If a matrix is stored transposed there, wrap its name in `Transposed`.  If separate tensors there, such as
         experts, are stacked into one tensor here, wrap their name in `Stacked`, with an additional `*` for the row.
         List tied parameters under all their names.  May also be a function of the model configuration that returns the
         mapping.
@@ -415,7 +415,7 @@ def _find_in_module(name: str, module_name: str, registered_name: str) -> Recipe
 
 
 def check_import(key: str, name: str, allowed_modules: Collection[str]) -> None:
-    """Raise UserError if the module in `name` (package.module:name) of an untrusted setting may not be imported.
+    """Raise UserError unless the module in `name` (package.module:name), an untrusted setting, may be imported.
 
     The modules of this package, modules that are already imported, and those in `allowed_modules` with their submodules
     may be imported.
@@ -461,8 +461,8 @@ def import_object(path: str, setting: str) -> Any:
     return getattr(module, attribute)
 
 
-def add_working_folder_to_sys_path() -> None:
-    """Make modules in the working folder importable, as `python -m` does by itself but console scripts do not."""
+def add_working_directory_to_sys_path() -> None:
+    """Make modules in the working directory importable.  `python -m` does this by itself; console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 

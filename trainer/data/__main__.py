@@ -57,7 +57,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 from trainer.tables import table_lines
 
 _COMMANDS = ("show", "check", "plan")
@@ -78,7 +78,7 @@ class _Arguments:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command given on the command line and return the exit code."""
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print_stdout(__doc__ or "")

@@ -20,7 +20,7 @@ from typing import Any
 
 from trainer.distributed.dead_ranks import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
-from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, underlying_request
+from trainer.stopping import ImmediateStop, StopRequested, immediate_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """Sent by, respectively, a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints all stacks)."""
@@ -63,7 +63,7 @@ class StopRequest:
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C (SIGINT) ends the process."""
         self._polled_at = 0.0
-        self.prompt: PromptStop | None = None
+        self.prompt: ImmediateStop | None = None
         """Ends the process within seconds of a signal while nothing needs saving; None if never enabled."""
 
     def install(self) -> None:
@@ -75,7 +75,7 @@ class StopRequest:
     def enable_prompt_stop(self) -> None:
         """Let a signal end the process within seconds, with EXIT_STOPPED, until `disable_prompt_stop` is called."""
         if self._previous:
-            self.prompt = PromptStop(self._previous, lambda name: EXIT_STOPPED)
+            self.prompt = ImmediateStop(self._previous, lambda name: EXIT_STOPPED)
             self.prompt.start()
 
     def disable_prompt_stop(self) -> None:
@@ -134,7 +134,7 @@ def acknowledge_stop(text: str = "") -> None:
 
     text: the message, by default the one that fits what the run is doing.
     """
-    _write(2, f"{text or (STOPPING_EARLY if prompt_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
+    _write(2, f"{text or (STOPPING_EARLY if immediate_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
 
 
 def show_cursor() -> None:
@@ -228,7 +228,7 @@ def causing_stop_request(error: BaseException) -> StopRequested | None:
     request = underlying_request(error)
     if isinstance(request, StopRequested):
         return request
-    name = prompt_stop_signal()
+    name = immediate_stop_signal()
     return StopRequested(name) if name and (isinstance(error, PeerFailed) or is_lost_connection(error)) else None
 
 

@@ -58,7 +58,7 @@ from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import draw, print_plan, to_json
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
@@ -82,7 +82,7 @@ class _Options:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the planner for a command line; return the exit code."""
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print_stdout(__doc__ or "")
