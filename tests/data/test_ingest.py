@@ -337,7 +337,7 @@ def test_arrays_and_csv_are_records(tmp_path: Path) -> None:
         ("a.json", '[{"text": "one"}, {"tex', r"record 2 is not JSON"),
         ("a.json", '[{"text": "one"},\n', r"the array does not end: the file is cut off after record 1"),
         ("a.json", '[{"body": "one"}]', r"data\.text_key=text: \S+:1 has no such key; its keys: body"),
-        ("a.csv", "id,text\n1,one\n2\n", r"row 2 has 1 fields, the header has 2"),
+        ("a.csv", "id,text\n1,one\n2\n", r"row 2 has 1 fields, but the header has 2"),
         ("a.csv", "id,body\n1,one\n", r"data\.text_key=text: \S+:1 has no such key; its keys: id, body"),
     ],
 )

@@ -29,8 +29,8 @@ class BadRecord(ValueError):
 def is_record_file(path: str | Path) -> bool:
     """Return whether a .json, .csv or .tsv file holds records.
 
-    An uncompressed .json file is judged by its first _HEAD_BYTES, and holds none if it cannot be read.  All others are
-    assumed to hold records.  False for files with other suffixes.
+    An uncompressed .json file is judged by its first _HEAD_BYTES, and holds none if it cannot be read.  Compressed
+    files, .csv and .tsv files are assumed to hold records.  False for files with other suffixes.
     """
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
@@ -98,7 +98,7 @@ def _read_csv(file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, 
             if names is None or not row:
                 continue
             if len(row) != len(names):
-                raise BadRecord(f"row {number} has {len(row)} fields, the header has {len(names)}")
+                raise BadRecord(f"row {number} has {len(row)} fields, but the header has {len(names)}")
             yield number, dict(zip(names, row, strict=True))
     except csv.Error as error:
         raise BadRecord(f"line {rows.line_num} is not CSV ({error})") from error
