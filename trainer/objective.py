@@ -15,11 +15,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.errors import choice_error, setting_error
-from trainer.recipe import check_import, import_object
+from trainer.recipe import check_import, entry_points, import_object
 
 if TYPE_CHECKING:
     import torch

@@ -8,6 +8,7 @@ built.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import os
@@ -19,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
@@ -459,6 +460,16 @@ def import_object(path: str, setting: str) -> Any:
         rule = f"{module_name!r} has no {attribute!r}"
         raise setting_error(setting, path, rule, meant=f"{module_name}:{suggestion}" if suggestion else None)
     return getattr(module, attribute)
+
+
+def entry_points(group: str) -> metadata.EntryPoints:
+    """Return the entry points of installed distributions in a group."""
+    return _all_entry_points().select(group=group)
+
+
+@functools.cache
+def _all_entry_points() -> metadata.EntryPoints:
+    return metadata.entry_points()  # reads a file of each installed distribution: some 30 ms for a hundred
 
 
 def add_working_directory_to_sys_path() -> None:

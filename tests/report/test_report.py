@@ -420,6 +420,16 @@ def test_running_and_killed_runs_are_distinguished(tmp_path: Path) -> None:
     report(tmp_path)
 
 
+def test_watched_page_of_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
+    """No file of the run changes when it is killed."""
+    write(tmp_path, ONE_ATTEMPT, "running")
+    owner = tmp_path / ".owner.json"
+    owner.write_text("{}")
+    states: list[str] = []
+    watch([tmp_path], lambda: states.append(read_run(tmp_path).state), lambda _: os.utime(owner, (1, 1)))
+    assert states == ["running", "killed"]
+
+
 @pytest.mark.slow
 def test_attempts_on_different_numbers_of_ranks(tmp_path: Path) -> None:
     lines = list(ONE_ATTEMPT)

@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +37,7 @@ from trainer.config.pretrained import check_single_gguf
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
 from trainer.config.stored import CONFIG, run_of_best
 from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.recipe import entry_points
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:

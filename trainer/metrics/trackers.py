@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -26,6 +25,7 @@ from trainer.config import RunConfig
 from trainer.config.rules import TRACKER_ENTRY_POINTS
 from trainer.config.schema import LogSection
 from trainer.errors import masked_argument
+from trainer.recipe import entry_points
 
 
 @dataclass(frozen=True)

@@ -26,11 +26,12 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
     """Write the page, then rewrite it whenever the runs have new data, until no run is in progress."""
     written = None
     while True:
-        current, is_running = data_version(folders), any(read_run(folder).state == "running" for folder in folders)
+        states = [read_run(folder).state for folder in folders]
+        current = data_version(folders), states  # a killed run's files do not change, but its state does
         if current != written:
             write()
             written = current
-        if not is_running:
+        if "running" not in states:
             return
         pause(REFRESH_S)
 
