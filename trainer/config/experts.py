@@ -78,8 +78,8 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
     method = resolve_expert_method(config, ranks_per_node).mesh.expert_method
     if method == "gather" and ranks_per_node % expert:
         rule = (
-            f"gathers all tokens of mesh.expert={expert} ranks, but groups of that size do not fit evenly into nodes of "
-            f"{ranks_per_node} ranks"
+            f"gathers all tokens of mesh.expert={expert} ranks, but groups of that size do not fit evenly into "
+            f"nodes of {ranks_per_node} ranks"
         )
         raise setting_error("mesh.expert_method", method, rule, "exchange")
     if method == "exchange" and config.train.compile is True:
