@@ -176,7 +176,7 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "labels", "message", "fix"),
     [
-        ("Hi", [True, False], "all conversations of the data have the same one", "add responses to another prompt"),
+        ("Hi", [True, False], "all conversations in the data have the same prompt", "add responses to another prompt"),
         (
             "Bye",
             [True, 2],

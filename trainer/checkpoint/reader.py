@@ -67,7 +67,7 @@ from trainer.checkpoint.storage import (
 from trainer.config import stored_value
 from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.passes import current_checkpoint_dir
-from trainer.config.stored import CONFIG, run_of_best
+from trainer.config.stored import CONFIG, run_from_best_path
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
 from trainer.files import local_path
@@ -553,7 +553,7 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     """
     if is_checkpoint(path):
         return open_storage(path)
-    if (run := run_of_best(os.fspath(path))) is not None:
+    if (run := run_from_best_path(os.fspath(path))) is not None:
         folder = find_checkpoints(run)
         best = best_step(folder)
         if best is None:

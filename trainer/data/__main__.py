@@ -204,7 +204,7 @@ def _sample_lines(
     else:  # documents are separated by end tokens; padding belongs to the last one
         is_end = tokens == tokenizer.end_id
         documents = np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
-    # Every conversation has a target, so everything after the last conversation with one is padding.
+    # Every conversation has a target, so everything after the last document with a target is padding.
     is_padding = documents > documents[is_target].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
     changes = np.flatnonzero((np.diff(documents) != 0) | (np.diff(is_target) != 0)) + 1
     width = len(str(len(tokens)))

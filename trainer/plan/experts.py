@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.config import MeshShape, RunConfig, expert_choices
+from trainer.config import MeshShape, RunConfig, expert_parallel_choices
 from trainer.config.experts import resolve_expert_method, with_expert
 from trainer.errors import UserError
 from trainer.model.network import build_network
@@ -82,10 +82,10 @@ def tokens_at_break_even(plan: Plan) -> float | None:
 
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return the choices of `mesh.expert` (`expert_choices`) that can divide the model's experts among ranks."""
+    """Return those of `expert_parallel_choices` whose `mesh.expert` can divide the model's experts among ranks."""
     model, possible = build_network(config), []
     units = find_units(model, config.recipe, config.fsdp.wrap)
-    for choice in expert_choices(config, mesh, ranks_per_node):
+    for choice in expert_parallel_choices(config, mesh, ranks_per_node):
         with contextlib.suppress(UserError):
             check_experts(model, config.recipe, units, choice, mesh.shard)
             possible.append(choice)
