@@ -98,7 +98,7 @@ def find_subject(
     A Hugging Face folder is evaluated with the default settings and the overrides, and needs no training data.
 
     allow_import: the modules that a checkpoint's configuration may import.
-    stack: if given, the checkpoint stays readable until it closes, even if the run prunes the checkpoint.
+    stack: if given, the checkpoint stays readable until the stack closes, even if the run prunes the checkpoint.
 
     Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
@@ -280,7 +280,7 @@ def _number(value: float | None) -> str:
 def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     """Return the evaluation as one JSON object.
 
-    It has the fields of the run's `eval` records but `kind`, the path of the weights, and the size of the evaluation.
+    It has the path of the weights, the evaluation's size, and the fields of the run's `eval` records except `kind`.
     """
     metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}

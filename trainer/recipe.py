@@ -187,8 +187,8 @@ class Recipe:
     context: declares that the model mixes or counts tokens only with functions of `trainer.sequence` other than
         `apply_by_document`, so that ranks may hold slices of sequences (`mesh.context`).
     experts: the name of the expert modules, such as "layers.*.moe.experts".  This declares that all their parameters
-        are stacked by expert along dimension 0, and that these modules are called only through `trainer.experts.mix`,
-        so that the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have
+        are stacked by expert along dimension 0, and that only `trainer.experts.apply_experts` calls these modules, so
+        that the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have
         experts, this is a function of the model that returns the modules' names, and in the configurations of the other
         models `num_experts` is None.
     blocks: fused weights, which Muon orthogonalizes block by block: maps patterns of parameter names to the number of

@@ -278,7 +278,7 @@ class Trainer:
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
                     record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping)
-                self.lifecycle.disable_prompt_stop()
+                self.lifecycle.disable_immediate_stop()
                 self.saver.take_finished_save()
                 yield record
 
@@ -383,7 +383,7 @@ class Trainer:
 
     def finish(self) -> int:
         """Evaluate unless done at this step, save the final checkpoint, and end the run.  Returns the exit code."""
-        self.lifecycle.disable_prompt_stop()
+        self.lifecycle.disable_immediate_stop()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)

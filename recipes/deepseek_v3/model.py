@@ -135,7 +135,7 @@ class DeepseekMoe(nn.Module):
         if config.normalize_chosen:
             weights_SA = weights_SA / (weights_SA.sum(-1, keepdim=True) + 1e-20)
         weights_SA = (config.route_scale * weights_SA).to(x_SD.dtype)
-        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
+        out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
         load = load_of(

@@ -120,7 +120,7 @@ class GptOssMoe(nn.Module):
         logits_SE = self.router(x_SD)
         logits_SA, chosen_SA = self.choice(logits_SE)
         weights_SA = logits_SA.softmax(-1).to(x_SD.dtype)
-        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
+        out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
         load = load_of(

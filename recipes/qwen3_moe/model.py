@@ -71,7 +71,7 @@ class MixtureOfExperts(nn.Module):
         weights_SA, chosen_SA = self.choice(probs_SE)
         if config.normalize_chosen:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
-        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
+        out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
         load = load_of(

@@ -101,7 +101,7 @@ def test_the_files_that_a_name_means(fake: FakeHub, setting: str, names: list[st
     [
         (
             "hf://datasets/tiny/text",
-            r"data\.path=hf://datasets/tiny/text: \S+ has no dataset tiny/text, or you may not see it",
+            r"data\.path=hf://datasets/tiny/text: \S+ has no dataset tiny/text, or you have no access to it",
         ),
         (f"{BASE}?split=dev", r"has the splits train, test, not dev\n  for example: \S*split=train"),
         (f"{BASE}?config=en", r"has no configuration en; its folders are data"),

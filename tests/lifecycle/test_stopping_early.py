@@ -146,8 +146,8 @@ def test_signal_after_the_first_step_only_sets_a_request() -> None:
     before = signal.getsignal(signal.SIGTERM)
     request.install()
     try:
-        request.enable_prompt_stop()
-        request.disable_prompt_stop()
+        request.enable_immediate_stop()
+        request.disable_immediate_stop()
         signal.raise_signal(signal.SIGTERM)
         raise_if_stop_requested()
         assert request.reason() == "SIGTERM"

@@ -327,14 +327,14 @@ def test_exports_are_the_function_that_was_trained(
     assert (exported("adapter") / "adapter_model.safetensors").exists()
     with pytest.raises(SystemExit, match="2"):
         export_command([str(folder), str(tmp_path / "none"), "--merged=foo"])
-    assert "--merged=foo: the only value is original: --merged, or --merged=original" in capsys.readouterr().err
+    assert "--merged=foo: the only value is original: use --merged, or --merged=original" in capsys.readouterr().err
 
     own = ["lora.rank=0", "lora.alpha=16", "train.steps=1", "optim.lr=1e-12", "optim.weight_decay=0"]
     again = trained(folder, tmp_path / "again", *own)
     with torch.no_grad():
         torch.testing.assert_close(load_weights(again)(tokens), merged)
     assert export_command([str(again), str(tmp_path / "none"), "--merged=original"]) == 2
-    assert "were not packed" in capsys.readouterr().err
+    assert "were not quantized" in capsys.readouterr().err
 
 
 @pytest.mark.campaign

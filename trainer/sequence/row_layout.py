@@ -40,7 +40,7 @@ def enable_slices(config: RunConfig, world: World) -> None:
     global _current_slices
     _current_slices = find_slices(config, world.rank)
     if _current_slices is not None:
-        _current_slices = replace(_current_slices, group=world.open_context(_current_slices.count))
+        _current_slices = replace(_current_slices, group=world.create_context_group(_current_slices.count))
 
 
 def forget_slices() -> None:
