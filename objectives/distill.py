@@ -32,8 +32,8 @@ class Distill(TokenObjective):
 
     teacher: str | None = declare(
         None,
-        "the model to imitate: a Hugging Face folder or name, a run folder or a checkpoint; or the folder of its "
-        "log-probabilities that trainer.teach has written",
+        "the model to imitate: a Hugging Face folder or name, a run folder, a checkpoint, or a folder with its "
+        "log-probabilities, written by trainer.teach",
     )
     beta: float = declare(
         0.0,

@@ -12,7 +12,7 @@ from trainer.recipe import declare
 if TYPE_CHECKING:
     import torch
 
-REWARDS: Mapping[str, Direction] = {
+REWARD_METRICS: Mapping[str, Direction] = {
     "accuracy": "higher",
     "margin": "higher",
     "reward_chosen": "higher",
@@ -44,7 +44,7 @@ class Dpo(Objective):
     Source: Rafailov et al. 2023, "Direct Preference Optimization", arXiv:2305.18290.
     """
 
-    rows_per_sample, needs, better = 2, ("reference",), REWARDS
+    rows_per_sample, needs, better = 2, ("reference",), REWARD_METRICS
 
     beta: float = declare(0.1, "strength of the penalty for moving away from the reference model", above=0)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, report_rewards
+from .dpo import REWARD_METRICS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ class Ipo(Objective):
     Source: Azar et al. 2023, arXiv:2310.12036, equation 17, where log-ratios are not divided by the number of tokens.
     """
 
-    rows_per_sample, needs, better = 2, ("reference",), REWARDS
+    rows_per_sample, needs, better = 2, ("reference",), REWARD_METRICS
 
     beta: float = declare(0.1, "the target margin is 1 / (2 * beta)", above=0)
 

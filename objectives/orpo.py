@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, report_rewards
+from .dpo import REWARD_METRICS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -28,7 +28,7 @@ class Orpo(Objective):
     Source: Hong et al. 2024, arXiv:2403.07691, equations 6 and 7.
     """
 
-    rows_per_sample, better = 2, REWARDS
+    rows_per_sample, better = 2, REWARD_METRICS
 
     beta: float = declare(
         0.1, "weight of the odds-ratio term, relative to the SFT loss on the chosen response", at_least=0

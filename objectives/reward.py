@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, report_rewards
+from .dpo import REWARD_METRICS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +26,7 @@ class Reward(Objective):
     arXiv:2312.09244, section 3.1.
     """
 
-    rows_per_sample, needs, outputs, better = 2, ("scores",), 1, REWARDS
+    rows_per_sample, needs, outputs, better = 2, ("scores",), 1, REWARD_METRICS
 
     centering: float = declare(0.0, "weight of the term that keeps scores around zero, for example 0.01", at_least=0)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from trainer.objective import Objective, ObjectiveInputs, log_sigmoid, pairs, register_objective
 from trainer.recipe import declare
 
-from .dpo import REWARDS, report_rewards
+from .dpo import REWARD_METRICS, report_rewards
 
 if TYPE_CHECKING:
     import torch
@@ -25,7 +25,7 @@ class Simpo(Objective):
     Source: Meng et al. 2024, arXiv:2405.14734, equation 6.
     """
 
-    rows_per_sample, better = 2, REWARDS
+    rows_per_sample, better = 2, REWARD_METRICS
 
     beta: float = declare(2.0, "scale of the mean log-probabilities", above=0)
     gamma: float = declare(1.0, "target margin between the rewards of the chosen and the rejected response", at_least=0)

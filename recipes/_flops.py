@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def mean_num_keys(seq_len: float, window: int | None) -> float:
-    """Return the mean number of keys that a query attends to in causal attention, at most half a key too low.
+    """Return the mean number of keys per query in causal attention.  The result is too low by at most half a key.
 
     seq_len: number of tokens in a sequence; may be a mean.
     window: maximum number of keys per query, including the query's own token; None if there is no window.

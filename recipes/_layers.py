@@ -1,7 +1,7 @@
 """Layers shared by the recipes.
 
-They include linear and embedding layers with a given standard deviation of the initial weights, rotary position
-embeddings, and the decoder of mixture-of-experts models.
+They include linear and embedding layers with a configurable initialization scale, rotary position embeddings, and the
+decoder of mixture-of-experts models.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
 
 class Router(Linear):
-    """A linear layer that scores all experts for each token in fp32, because rounding could change which are chosen."""
+    """A linear layer that scores all experts for each token in fp32, because rounding could change the choice."""
 
     takes_adapter = False
 
@@ -47,7 +47,7 @@ class Router(Linear):
 
 
 _MAX_TOKENS_TRANSPOSED = 8
-"""On a CPU, `Output` computes the logits of 2 to this many tokens as (W @ x.T).T instead of x @ W.T.
+"""On a CPU, `Output` computes the logits for 2 to this many tokens as (W @ x.T).T instead of x @ W.T.
 
 Batched generation has so few tokens per step.  For 8 tokens of width 576 and a vocabulary of 49,152 in fp32, MKL takes
 21 ms for the former and 35 ms for the latter.
@@ -109,7 +109,7 @@ class FeedForward(nn.Module):
 
 
 class Rope(nn.Module):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of pairs of dimensions half a head apart.
+    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864); rotates pairs of dimensions half a head apart.
 
     Each attention layer computes the angles itself, in fp32, because FSDP casts the inputs of a block to param_dtype.
     """
@@ -184,7 +184,7 @@ class YarnRope(Rope):
 
 
 def yarn_mscale(factor: float, scale: float = 1.0) -> float:
-    """Return the factor of cosines and sines (YaRN, section 3.4) for a context extended to `factor` times its length.
+    """Return YaRN's scale for cosines and sines (section 3.4) for a context extended to `factor` times its length.
 
     scale: coefficient of log(`factor`) / 10; 1 in the paper.
     """
@@ -221,9 +221,10 @@ def merge_heads(x_BNTH: torch.Tensor) -> torch.Tensor:
 class MoeDecoder(nn.Module):
     """A decoder with mixture-of-experts layers: the embedding, the loop over blocks, the head and the router losses.
 
-    Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets, which in
-    training includes the router losses (`trainer.experts.Balance`).  If `documents` (B, T) is given, tokens attend only
-    to their own document, and `positions` and `cu_seqlens` are derived from it unless they are given.
+    Maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.  In
+    training, the loss includes the router losses (`trainer.experts.Balance`).  If `documents` (B, T) is given, each
+    token attends only to its own document, and `positions` and `cu_seqlens` are derived from `documents` unless they
+    are given.
 
     config: a `BalanceConfig` with the sizes that `__init__` uses.
     blocks: each is called with the hidden state (B, T, D), positions and documents, and returns the new hidden state.

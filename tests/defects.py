@@ -683,7 +683,7 @@ DEFECTS: list[Defect] = [
         "balance-counts-for-nothing-in-plans",
         "balance-planned",
         "trainer.plan.step:Step.run",
-        "self._counting_pass(repeats=self.num_micro_batches - 1)",
+        "self._run_counting_pass(repeats=self.num_micro_batches - 1)",
         "pass",
     ),
     # -- the optimizer -------------------------------------------------------------------------------------------
@@ -1200,7 +1200,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "never-ended",
         "prompt-stops",
-        "PromptStop._watch",
+        "ImmediateStop._watch",
         "self._end(signal.Signals(number).name)",
         "pass",
     ),

@@ -103,8 +103,8 @@ if not (Path(__file__).parent / "recipes").exists():
 def main(trainer: type[Trainer], argv: Sequence[str] | None = None) -> int:
     """Run the command line of `trainer.run` with your own Trainer class: `sys.exit(trainer.main(MyTrainer))`.
 
-    Recipes, `key=value`, `nproc=N`, `--help`, all other options, messages and exit codes work as in `trainer.run`, also
-    under torchrun and srun.  Returns the exit code.
+    Recipes, `key=value`, `nproc=N`, `--help`, all other options, messages and exit codes work as in `trainer.run`,
+    including under torchrun and srun.  Returns the exit code.
 
     argv: the arguments (default: those of the script).
     """

@@ -50,10 +50,10 @@ class DistillationTrainer(Trainer):
         self.teacher: nn.Module | None = None
         super().__init__(config)
         if self.teacher is not None:
-            its_config = teacher_config(self.config)
-            assert its_config is not None
+            config_of_teacher = teacher_config(self.config)
+            assert config_of_teacher is not None
             with self.world.closing_on_user_error():
-                self.state.add(TEACHER, load_base(self.teacher, its_config, self.world, TEACHER_KEY))
+                self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model of `config` (None: this run's).

@@ -30,7 +30,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import PromptStop, StopRequested, exit_immediately, is_in_hook, stop_message, unwrapping
+from trainer.stopping import ImmediateStop, StopRequested, exit_immediately, is_in_hook, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
@@ -57,7 +57,7 @@ class PeerFailed(Exception):
 
 
 _MAX_SHOWN_CHARS = 500
-"""Error messages show values of at most this many characters in full, and only half as many of longer values."""
+"""Error messages show values of up to this many characters in full, and cut longer ones to half this length."""
 
 
 def print_stderr(text: str) -> None:
@@ -145,7 +145,7 @@ TORCH_SAVE_ERRORS = ("failed writing file", "unexpected pos")
 
 
 def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int = 0) -> bool:
-    """Return whether an error means that a disk or quota is full, even if a library has wrapped the error.
+    """Return whether an error means that a disk is full or a quota is used up, even if a library has wrapped the error.
 
     torch.save does not say why a write failed.  Its errors count as a full disk if less than `num_bytes`, or hardly
     anything, is free at `path`.
@@ -186,23 +186,23 @@ def _raise_on_signals() -> Iterator[None]:
     caught = {
         number: previous for number, previous in handlers.items() if previous in (defaults[number], exit_immediately)
     }
-    prompt_stop = PromptStop(caught, signal_exit_code)
+    immediate_stop = ImmediateStop(caught, signal_exit_code)
 
     def handle(number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         with contextlib.suppress(StopRequested):  # raised below, as KeyboardInterrupt for Ctrl-C
-            prompt_stop.on_signal(name)
+            immediate_stop.on_signal(name)
         if not is_in_hook(frame):
             raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
 
     for number in caught:
         signal.signal(number, handle)
     if caught:
-        prompt_stop.start()
+        immediate_stop.start()
     try:
         yield
     finally:
-        prompt_stop.cancel()
+        immediate_stop.cancel()
         for number, previous in caught.items():
             signal.signal(number, previous)
 
@@ -234,7 +234,7 @@ def setting_error(
 
     rule: completes the text "KEY=VALUE: ...", for example "must be at least 1".
     legal: the nearest legal value, for ordered values.
-    meant: the legal value that was probably meant, because `value` is spelled similarly or is its name in other tools.
+    meant: the legal value that was probably meant: `value` is spelled similarly, or other tools call it `value`.
     example: a value of the correct form.
     fix: what to do, in words.
     """
@@ -281,7 +281,7 @@ def choice_error(
     """Return the error for a setting whose value is not one of the `legal` ones.
 
     noun: the words after "must be" and before the list of legal values.
-    aliases: maps other names of values to the legal values to suggest: {"gpu": "cuda"}.
+    aliases: maps other names for legal values to the values to suggest: {"gpu": "cuda"}.
     """
     choices = list(legal)
     meant = (aliases or {}).get(_format(value).lower())

@@ -45,7 +45,7 @@ from trainer.errors import (
 )
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record, logged_names
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
@@ -98,7 +98,7 @@ def find_subject(
     A Hugging Face folder is evaluated with the default settings and the overrides, and needs no training data.
 
     allow_import: the modules that a checkpoint's configuration may import.
-    stack: if given, the checkpoint stays readable until it closes, even if the run prunes the checkpoint.
+    stack: if given, the checkpoint stays readable until the stack closes, even if the run prunes the checkpoint.
 
     Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
@@ -282,7 +282,7 @@ def _number(value: float | None) -> str:
 def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     """Return the evaluation as one JSON object.
 
-    It has the fields of the run's `eval` records but `kind`, the path of the weights, and the size of the evaluation.
+    It has the path of the weights, the evaluation's size, and the fields of the run's `eval` records except `kind`.
     """
     metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if {"-h", "--help"} & set(remaining):
         print_stdout(__doc__.rstrip())
         return EXIT_FINISHED
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     tasks, remaining = _pop_option(remaining, "--lm-eval")
     task_folder, remaining = _pop_option(remaining, "--tasks")
     if tasks is not None:

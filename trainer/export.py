@@ -34,7 +34,7 @@ from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr
 from trainer.files import atomic_replace, writing_to
 from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_kinds
-from trainer.recipe import WeightSource, add_working_folder_to_sys_path
+from trainer.recipe import WeightSource, add_working_directory_to_sys_path
 from trainer.weights.adapters import BASE, export_adapter
 from trainer.weights.exporting import (
     TOKENIZER,
@@ -74,8 +74,8 @@ def export_checkpoint(
     overwrite: whether to replace an earlier export.
     allow_import: modules that may be imported if the checkpoint names them (see `load_weights`).
     merges: whether to merge the adapters into the model.  If its base weights were quantized (`lora.base_dtype`), True
-        merges into the dequantized weights, with which the adapters were trained, and "original" into the weights
-        before quantization.  None is like False, but also allowed for a run without adapters.
+        merges into the dequantized weights, with which the adapters were trained, and "original" into the original,
+        unquantized weights.  None is like False, but also allowed for a run without adapters.
     base: the new path of the base weights, if they have moved.
     ema: whether to export the averaged weights of a run with `train.ema`.
 
@@ -116,7 +116,7 @@ def export_checkpoint(
         )
     into_original = merges == "original"
     if into_original and not config.lora.packs:
-        rule = f"the weights of {checkpoint} were not packed (lora.base_dtype={config.lora.base_dtype})"
+        rule = f"the weights of {checkpoint} were not quantized (lora.base_dtype={config.lora.base_dtype})"
         raise UserError(f"--merged=original: {rule}\n  to fix: use --merged")
     source = with_merged_adapters(stored, config.recipe, config.model, base, dtype, into_original)
     if is_file:
@@ -204,7 +204,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
         dest="merges",
         action="store_const",
         const="original",
-        help="also --merged=original: merge adapters into the weights before quantization (lora.base_dtype=nf4 or "
+        help="also --merged=original: merge adapters into the original, unquantized weights (lora.base_dtype=nf4 or "
         "fp8); --merged alone merges into the dequantized weights, with which the adapters were trained",
     )
     adapters.add_argument(
@@ -217,10 +217,10 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     for item in arguments:
         if item.startswith("--merged=") and item != "--merged=original":
-            parser.error(f"{item}: the only value is original: --merged, or --merged=original")
+            parser.error(f"{item}: the only value is original: use --merged, or --merged=original")
     # If --merged took an optional value, argparse would parse the folder in `--merged FOLDER` as that value.
     options = parser.parse_args([_MERGED_ORIGINAL if item == "--merged=original" else item for item in arguments])
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     return run_command(lambda: _export(options))
 
 

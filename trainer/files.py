@@ -56,7 +56,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     nested too deeply, or is larger than `max_bytes`.
     """
     if (size := path.stat().st_size) > max_bytes:
-        raise ValueError(f"it has {size / 2**20:.0f} MiB, more than the {max_bytes / 2**20:.0f} that are read")
+        raise ValueError(f"it has {size / 2**20:.0f} MiB, above the limit of {max_bytes / 2**20:.0f} MiB")
     return parse_json(path.read_bytes())
 
 

@@ -66,7 +66,7 @@ from trainer.model.sample import (
     max_seq_len,
 )
 from trainer.plan.generation import GenerationWorkload, memory_of_generation
-from trainer.recipe import add_working_folder_to_sys_path, all_recipes
+from trainer.recipe import add_working_directory_to_sys_path, all_recipes
 from trainer.weights.exporting import GENERATION, read_model_files, settings_for_folder, tokenizer_settings
 from trainer.weights.loading import build_meta_model, model_files_of, model_of_checkpoint, model_of_folder
 
@@ -122,7 +122,7 @@ class TextGenerator:
         """
         names = [name for name in _SAMPLING if self.settings.get(name) is not None]
         given: dict[str, Any] = {**{name: self.settings[name] for name in names}, **overrides}
-        if given.get("top_k") == -1:  # as other software writes it
+        if given.get("top_k") == -1:  # other software's value for no limit
             given["top_k"] = 0
         try:
             return Sampling(**given)
@@ -236,7 +236,7 @@ def stream_text(tokens: Iterable[int], prompt: Sequence[int], decode: Callable[[
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = _parser().parse_args(argv)
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     return run_command(lambda: _generate(options))
 
 
@@ -252,12 +252,12 @@ def _parser() -> CommandParser:
         help="a text file with one prompt per line, or a file of records (.jsonl) with `prompt` or `messages`; writes "
         "JSON lines in the same order: the prompt's object with `completion` and `finish` (end or length)",
     )
-    parser.add_argument("--batch", type=int, metavar="N", help="prompts to continue at once (default: 8)")
+    parser.add_argument("--batch", type=int, metavar="N", help="number of prompts to complete at once (default: 8)")
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="file for the answers to --prompts (default: stdout); keeps the answers in it and adds the missing ones; "
-        "answers by another model or with other settings are rejected",
+        help="file for the answers to --prompts (default: stdout); existing answers are kept and missing ones added; "
+        "a file with answers from another model or other settings is rejected",
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -337,7 +337,7 @@ def _check_memory(text_generator: TextGenerator, workload: GenerationWorkload, o
     except Exception:  # the model's own code cannot be traced without data
         cache, temporaries, is_known = 0, 0, False
     needed = weights + cache + temporaries
-    parts = f"weights {readable_size(weights)}{'' if is_known else ', more for the texts that cannot be estimated'}"
+    parts = f"weights {readable_size(weights)}{'' if is_known else '; memory for the texts cannot be estimated'}"
     if cache:
         batch = f"{workload.num_completions} x {workload.prompt_len + workload.completion_len} tokens"
         parts += f", cache {readable_size(cache)} for {batch}, temporaries {readable_size(temporaries)}"
@@ -435,7 +435,7 @@ def _checksum_of_model(model: nn.Module) -> str:
 
 
 _NUM_CHECKSUM_VALUES = 2**12
-"""Number of values that the checksum includes of each tensor."""
+"""Number of values of each tensor that the checksum includes."""
 
 
 def _read_prompts(
@@ -456,11 +456,11 @@ def _read_prompts(
             raise setting_error("--prompts", path, rule, fix="shorten the prompt, or leave it out")
         if taken := record.keys() & {"completion", "finish"}:
             rule = f"{location}: has the key {min(taken)!r}, which the answer uses"
-            raise setting_error("--prompts", path, rule, fix="rename the key in the file of prompts")
+            raise setting_error("--prompts", path, rule, fix="rename the key in that file")
         records.append(record)
         prompts.append(tokens)
     if not records:
-        raise setting_error("--prompts", path, "has no prompts", fix="write one on each line")
+        raise setting_error("--prompts", path, "has no prompts", fix="write one per line")
     return records, prompts
 
 

@@ -213,7 +213,7 @@ class _Gguf:
         self._architecture = str(self.get("general.architecture"))
         if self._architecture not in _ARCHITECTURES:
             supported = ", ".join(_ARCHITECTURES)
-            rule = f"has the architecture {self._architecture!r}; supported are {supported}"
+            rule = f"has the architecture {self._architecture!r}; supported: {supported}"
             raise self._error(rule, "give the Hugging Face folder of this model")
         if int(self.get("split.count") or 1) > 1:
             rule = f"is one of {self.get('split.count')} parts"
@@ -386,7 +386,7 @@ class _Gguf:
         if model != "llama" and (model != "gpt2" or split not in _PRE_TOKENIZERS):
             name = f"{model}" if model != "gpt2" else f"{model} with the rules of {split!r}"
             rule = (
-                f"its tokenizer ({name}) is not supported; supported are llama (SentencePiece), and gpt2 with "
+                f"its tokenizer ({name}) is not supported; supported: llama (SentencePiece), and gpt2 with "
                 f"{', '.join(_PRE_TOKENIZERS)}"
             )
             raise self._error(rule, "give the Hugging Face folder of this model")

@@ -50,7 +50,7 @@ _NAME = re.compile(
 _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 """Values of HF_HUB_OFFLINE, in upper case, that count as true."""
 _MAX_TRIES = 5
-"""Maximum number of tries to download a file; a try that receives data starts the count again."""
+"""Maximum number of attempts to download a file; an attempt that receives data resets the count."""
 _NUM_CONNECTIONS = 4
 """Maximum number of files of a repository that are downloaded at the same time."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -159,7 +159,7 @@ def cached_path(name: HubName) -> Path | None:
 
 
 def cache_folder() -> Path:
-    """Return the Hub's cache folder, by the rules of `huggingface_hub` but without importing it."""
+    """Return the Hub's cache folder, as `huggingface_hub` would, but without importing it."""
     if folder := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
         return Path(os.path.expandvars(folder)).expanduser().absolute()
     home = os.environ.get("HF_HOME")
@@ -555,7 +555,7 @@ def fetch_model(name: HubName, setting: str, kept_commit: str | None, with_weigh
 
 
 def lacks_weights(folder: Path) -> bool:
-    """Return whether a folder in the cache lacks weights that the cached list of its repository's files contains."""
+    """Return whether a folder in the cache lacks weight files that its repository's cached file list contains."""
     text = pinned_name(str(folder))
     name = parse_name(text) if text else None
     if name is None or name.path:
@@ -599,7 +599,7 @@ def upload(folder: Path, extra_files: Mapping[str, bytes], repo: str, setting: s
             for path, content in {**files, **extra_files}.items()
             if isinstance(content, bytes) or content.is_file()
         ]
-        commit = api.create_commit(repo, added, commit_message="Export of meshtrainer", repo_type="model")
+        commit = api.create_commit(repo, added, commit_message="Exported by meshtrainer", repo_type="model")
     except Exception as error:
         if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
             raise
@@ -649,7 +649,7 @@ def as_user_error(error: Exception, name: HubName, setting: str, is_upload: bool
         rule = f"is gated: {server} requires permission to access this {kind}"
         return setting_error(setting, name.shown, rule, fix=f"ask for access at {page}, and {login}")
     if isinstance(error, errors.RepositoryNotFoundError):
-        rule = f"{server} has no {kind} {name.repo}, or you may not see it"
+        rule = f"{server} has no {kind} {name.repo}, or you have no access to it"
         return setting_error(setting, name.shown, rule, fix=f"check the name; if it is private, {login}")
     if isinstance(error, errors.RevisionNotFoundError):
         rule = f"{kind} {name.repo} has no revision {default_revision(name)}"

@@ -33,7 +33,7 @@ class FileLock:
 
         If it returns False, the shared lock is released, as flock(2) does on most file systems: if all holders call
         this at the same time, the last one succeeds.  If each kept its share, all could fail, and nobody would clean
-        up.  Raises OSError if there are no locks.
+        up.  Raises OSError if the file system has no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

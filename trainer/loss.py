@@ -45,7 +45,7 @@ _uses_gpu_chunks = ContextVar("uses_gpu_chunks", default=False)
 
 @contextmanager
 def use_gpu_chunks() -> Iterator[None]:
-    """Inside the block, compute losses in the chunks that a GPU would use, for plans on fake tensors."""
+    """Inside the block, compute losses in the chunks that a GPU would use.  The planner uses this on fake tensors."""
     token = _uses_gpu_chunks.set(True)
     try:
         yield
@@ -111,8 +111,8 @@ def replace_loss(function: LossReplacement) -> Iterator[None]:
 def scores_at_targets(hidden: torch.Tensor, weight: torch.Tensor | None, targets: torch.Tensor) -> torch.Tensor:
     """Return the outputs at each row's last target, (B, V) in fp64; a `LossReplacement`.
 
-    For a head that scores texts: the last target marks the position to score.  A row without targets is scored at its
-    first position.
+    Used with heads that score texts.  The last target marks the position to score; a row without targets is scored at
+    its first position.
     """
     positions_T = torch.arange(1, targets.shape[1] + 1, device=targets.device)
     last_B = ((targets != IGNORE) * positions_T).argmax(1)
@@ -204,7 +204,7 @@ class _Chunk:
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
         self._mask_n1 = (targets_n != IGNORE).unsqueeze(1)
         self._index_n1 = targets_n.unsqueeze(1).where(self._mask_n1, 0)
-        # From here on every pass over (n, V) matters: they dominate the memory traffic of the loss.
+        # From here on, every pass over (n, V) matters: such passes dominate the loss's memory traffic.
         self._log_probs_nV = torch.log_softmax(hidden_nD @ weight_VD.T, 1, dtype=torch.float32)
 
     def losses(self) -> torch.Tensor:
@@ -227,8 +227,8 @@ class _FusedChunk:
     """A `_Chunk` with compiled kernels, each of which passes over the logits once, in their own dtype."""
 
     def __init__(self, hidden_nD: torch.Tensor, weight_VD: torch.Tensor, targets_n: torch.Tensor) -> None:
-        # GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, the rows of
-        # the logits would not be, which would also slow down the two matmuls with their gradient.
+        # GPU kernels load 16 bytes per instruction if rows are aligned.  With GPT-2's vocabulary of 50,257, unpadded
+        # rows of logits are not aligned, which would also slow down the two matmuls with their gradient.
         size, aligned = weight_VD.shape[0], 128 // hidden_nD.element_size()
         padded_nW = hidden_nD.new_empty(hidden_nD.shape[0], math.ceil(size / aligned) * aligned)
         self._logits_nV = torch.mm(hidden_nD, weight_VD.T, out=padded_nW[:, :size])
@@ -274,7 +274,7 @@ def _write_gradient(
 
 @cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile a function: for the shapes of its first call, then for any shape once it is called with others."""
+    """Compile a function for the shapes of its first call; a call with other shapes recompiles it for any shapes."""
     compiled: Callable[..., Any] = torch.compile(function, fullgraph=True)
     return compiled
 

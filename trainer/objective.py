@@ -15,11 +15,10 @@ import importlib
 import pkgutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 
 from trainer.errors import choice_error, setting_error
-from trainer.recipe import check_import, import_object
+from trainer.recipe import check_import, entry_points, import_object
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +74,8 @@ class Objective:
     needs: inputs to compute besides `logps` and `lengths`: fields of `ObjectiveInputs`, or "teacher".
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
-    num_classes: number of classes; labels are 0 to `num_classes` - 1.  0: `outputs` if that is set, else unlimited.
+    num_classes: number of classes; labels are 0 to `num_classes` - 1.  If this is 0, `outputs` takes its place; if both
+        are 0, labels are unlimited.
     better: whether higher or lower values are better, by logged field; `eval.metric` may name any of these fields.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
     trainer: the Trainer class that computes the objective's inputs, as "package.module:class"; None for next-token
@@ -132,7 +132,7 @@ class TokenObjective(Objective):
 
 
 def pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Split one value per row, (2 S,), into those of the first row and of the second row of each pair, (S,) each."""
+    """Split per-row values, (2 S,), into those of the first and those of the second row of each pair, (S,) each."""
     return values[0::2], values[1::2]
 
 

@@ -1,4 +1,4 @@
-"""The Trainer for objectives with one loss per sample: computes their inputs, and sums the losses that they return.
+"""Trains with objectives that return one loss per sample, by computing their inputs and summing their losses.
 
 An objective is called with one micro-batch at a time (`trainer.objective.ObjectiveInputs`), and knows nothing of the
 mesh, loss scaling or collectives.  The only global value that it receives is `mean_statistic`.

@@ -1,10 +1,10 @@
 """Tokenize text into shards for training: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
 Reads text and source code (one document per file), .jsonl (one per line), .json arrays, .csv, parquet and Arrow (one
-per record or row), and token files of other trainers, from local files or URLs.  Text, .jsonl, .json and .csv files may
-be compressed.  The input may be larger than memory.  The shards get their final names only when all of them are
-complete.  If the command is killed, run it again to resume; run it several times at once to share the work.  Training
-reads the shards with `data.source=tokens`; `trainer.data.shards` describes their format.
+per record or row), and token files from other trainers.  Inputs are local files or URLs; text, .jsonl, .json and .csv
+files may be compressed.  The input may be larger than memory.  The shards get their final names only when all of them
+are complete.  If the command is killed, run it again to resume; run it several times at once to share the work.
+Training reads the shards with `data.source=tokens`; `trainer.data.shards` describes their format.
 
 With --show N, prints the conversations in the first N records of chat files instead, with their targets marked.
 """
@@ -213,7 +213,7 @@ def _min_bytes(job: BuildJob, stem: Path) -> int:
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:
-    """Return the folder for unfinished work.  Its name has a hash of the inputs and settings, to find it again.
+    """Return the folder for unfinished work.  Its name contains a hash of inputs and settings, to find it again.
 
     `job.bad` is no part of it: whoever adds --bad=skip after an error goes on with what has been read.
     """
@@ -243,7 +243,7 @@ class _Split:
 
     @property
     def pattern(self) -> str:
-        """A path or glob for these shards.  The five `?` match a number, but not `eval-NNNNN` of held-out shards."""
+        """A path or glob for these shards.  The five `?` match a number but not the `eval-NNNNN` of held-out shards."""
         if len(self.paths) == 1:
             return str(self.paths[0].absolute())
         return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
@@ -260,7 +260,7 @@ def _round_up(fraction: float) -> float:
 
 @contextmanager
 def _creating_folder(stem: Path, out: str) -> Iterator[None]:
-    """Create the shards' folder and its missing parents; if the block raises, remove those that are empty again."""
+    """Create the shards' folder and its missing parents; if the block raises, remove those that are still empty."""
     missing = [folder for folder in stem.parents if not folder.exists()]
     try:
         try:
@@ -324,7 +324,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in color")
     for key in _CHAT_KEYS:
-        option, meaning = f"--{key.replace('_', '-')}", f"with --show: a value of data.{key} (its default)"
+        option, meaning = f"--{key.replace('_', '-')}", f"with --show: as data.{key} (same values and default)"
         parser.add_argument(option, type=_argparse_type_of(key), metavar="HOW", help=meaning)
     parser.add_argument(
         "--bos",

@@ -8,6 +8,7 @@ built.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import math
 import os
@@ -19,7 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
 from trainer.errors import UserError, choice_error, nearest, setting_error
@@ -68,7 +69,7 @@ class WeightSource(Protocol):
 
 
 class StoredTensors:
-    """Base class of weight sources, which implements `shapes` and `dtypes`.
+    """Base class for weight sources.  Implements `shapes` and `dtypes`.
 
     `_stored` maps the name of each tensor to an object with the attributes `shape` and `dtype`.
     """
@@ -108,7 +109,7 @@ class HuggingFace:
     architecture: the class name of the Hugging Face model, for example "LlamaForCausalLM", or such a function.
     names: maps the name of each parameter (and persistent buffer) in the recipe's model to the Hugging Face name:
         {"layers.*.wq.weight": "model.layers.*.self_attn.q_proj.weight"}, where `*` matches the same part on both sides.
-        Wrap the name of a matrix that is stored transposed in `Transposed`.  If separate tensors there, such as
+        If a matrix is stored transposed there, wrap its name in `Transposed`.  If separate tensors there, such as
         experts, are stacked into one tensor here, wrap their name in `Stacked`, with an additional `*` for the row.
         List tied parameters under all their names.  May also be a function of the model configuration that returns the
         mapping.
@@ -186,8 +187,8 @@ class Recipe:
     context: declares that the model mixes or counts tokens only with functions of `trainer.sequence` other than
         `apply_by_document`, so that ranks may hold slices of sequences (`mesh.context`).
     experts: the name of the expert modules, such as "layers.*.moe.experts".  This declares that all their parameters
-        are stacked by expert along dimension 0, and that these modules are called only through `trainer.experts.mix`,
-        so that the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have
+        are stacked by expert along dimension 0, and that only `trainer.experts.apply_experts` calls these modules, so
+        that the experts may be divided among ranks (`mesh.expert`).  If only some of the recipe's models have
         experts, this is a function of the model that returns the modules' names, and in the configurations of the other
         models `num_experts` is None.
     blocks: fused weights, which Muon orthogonalizes block by block: maps patterns of parameter names to the number of
@@ -415,7 +416,7 @@ def _find_in_module(name: str, module_name: str, registered_name: str) -> Recipe
 
 
 def check_import(key: str, name: str, allowed_modules: Collection[str]) -> None:
-    """Raise UserError if the module in `name` (package.module:name) of an untrusted setting may not be imported.
+    """Raise UserError unless the module in `name` (package.module:name), an untrusted setting, may be imported.
 
     The modules of this package, modules that are already imported, and those in `allowed_modules` with their submodules
     may be imported.
@@ -461,8 +462,18 @@ def import_object(path: str, setting: str) -> Any:
     return getattr(module, attribute)
 
 
-def add_working_folder_to_sys_path() -> None:
-    """Make modules in the working folder importable, as `python -m` does by itself but console scripts do not."""
+def entry_points(group: str) -> metadata.EntryPoints:
+    """Return the entry points of installed distributions in a group."""
+    return _all_entry_points().select(group=group)
+
+
+@functools.cache
+def _all_entry_points() -> metadata.EntryPoints:
+    return metadata.entry_points()  # reads a file of each installed distribution: some 30 ms for a hundred
+
+
+def add_working_directory_to_sys_path() -> None:
+    """Make modules in the working directory importable.  `python -m` does this by itself; console scripts do not."""
     if not {"", os.getcwd()} & set(sys.path):
         sys.path.append(os.getcwd())
 

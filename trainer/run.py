@@ -68,7 +68,7 @@ from trainer.errors import (
 )
 from trainer.lifecycle.launch import dry_run_config, spawn
 from trainer.metrics.record import uptime
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 from trainer.stopping import StopRequested, interruptible, stop_message, unwrapping
 from trainer.tables import fit_to_width
 
@@ -95,7 +95,7 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     start_time = uptime()
     stop_request.catch_signals_early()
     install_redaction()
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     limit_spinning()
     use_expandable_segments()
     env, is_ready = Environment(), False
@@ -141,7 +141,7 @@ def unusable_path_error(error: OSError, argv: Sequence[str]) -> UserError:
 
 
 def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
-    """Return the configuration to train, or None if the command only prints something, like `--help`."""
+    """Return the configuration to train with, or None if the command only prints something, like `--help`."""
     recipe, overrides = arguments.recipe, arguments.overrides
     if arguments.has_option("--version"):
         print_stdout(f"meshtrainer {__version__}")
@@ -214,9 +214,9 @@ def _check_without_torch(
     has_custom_trainer: bool = False,
     tokenizes: bool = True,
 ) -> None:
-    """Check the rules between settings, the required libraries and compilers, and that the data can be read.
+    """Check that the settings are consistent, the required libraries and compilers exist, and the data can be read.
 
-    tokenizes: whether to tokenize text that has not been tokenized yet, which all ranks do together.
+    tokenizes: whether to tokenize text that has not been tokenized yet; all ranks share this work.
 
     Raises UserError.
     """
@@ -335,7 +335,7 @@ def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: C
 def _dry_run(config: RunConfig, trainer: Trainer) -> int:
     """Start up without training, and print the plan.
 
-    config: the configuration of the actual run, which names the folder of checkpoints.
+    config: the configuration of the actual run, which gives its checkpoint folder.
     """
     from trainer.checkpoint.storage import open_storage
     from trainer.plan.show import print_plan

@@ -168,7 +168,7 @@ def _next_action(folder: Path, state: str, world_size: int, num_nodes: int) -> s
     if state == "finished":
         return f"python -m trainer.generate {quoted_folder} --prompt TEXT"
     if state == "failed" and read_status(folder).get("exit_code") == EXIT_USER_ERROR:
-        return f"correct the error in {quoted_folder}/console.log, then start it again"
+        return f"correct the error reported in {quoted_folder}/console.log, then start it again"
     if num_nodes > 1:
         return "submit the same job again: it continues from its last checkpoint"
     ranks = f" nproc={world_size}" if world_size > 1 else ""

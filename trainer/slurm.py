@@ -13,7 +13,7 @@ numeric defaults in parentheses:
                       one code for all failures, so with --torchrun the job is requeued after these errors too)
   REQUEUE=no          never requeue
   MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
-  LEAVE_S             seconds that ranks have to exit after the first rank has exited or the run has ended (60)
+  LEAVE_S             time limit in seconds for ranks to exit once one rank has exited or the run has ended (60)
 
 Does not import torch.
 """
@@ -232,7 +232,7 @@ def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Sign
     if not env.get("SLURM_JOB_ID"):
         raise UserError(
             "trainer.slurm runs inside a Slurm job, and SLURM_JOB_ID is not set\n"
-            "  to fix: submit a batch file that contains it: sbatch launch/slurm.sbatch recipe=llama3_8b"
+            "  to fix: submit a batch file that runs this command: sbatch launch/slurm.sbatch recipe=llama3_8b"
         )
 
     job_settings = dict(recipe=env.get("RECIPE", ""), **{"run.dir": env.get("RUN_DIR", "")})
@@ -278,10 +278,10 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
         "--torchrun", action="store_true", help="start one torchrun on each node, which starts the ranks"
     )
     launch_mode.add_argument("--container", metavar="IMAGE", help="run the ranks in this image, with Apptainer")
-    parser.add_argument("--nproc", type=int, help="with --torchrun: ranks on a node (or NPROC; default: its GPUs)")
+    parser.add_argument("--nproc", type=int, help="with --torchrun: ranks per node (or NPROC; default: its GPUs)")
     parser.add_argument("--bind", help="with --container: folders to mount (or BIND; default: the current folder)")
-    parser.add_argument("--python", default=sys.executable, help="the Python of the ranks (default: this one)")
-    parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="one more option of srun")
+    parser.add_argument("--python", default=sys.executable, help="Python for the ranks (default: this one)")
+    parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="an additional srun option")
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )

@@ -1,4 +1,4 @@
-"""Prompt stops: a process with nothing to save ends within seconds of a signal, whatever it is doing.
+"""Ends a process that has nothing to save within seconds of a signal, whatever it is doing.
 
 A training run stops this way until its first step; most other commands do so until they end.  A signal takes effect in
 three stages:
@@ -8,7 +8,7 @@ three stages:
    loops call `raise_if_stop_requested`, which then raises StopRequested.
 2. RAISE_S seconds after the signal, StopRequested is raised in the main thread, even if it is waiting, reading, or in
    a library.
-3. END_S seconds after the signal, the process calls `PromptStop.before_exit` if it is set, deletes partially written
+3. END_S seconds after the signal, the process calls `ImmediateStop.before_exit` if it is set, deletes partially written
    files and exits.  Usually the main thread is then in a long call that runs no Python code, such as a tokenizer on a
    huge text, a compiler, or a collective.
 
@@ -97,8 +97,8 @@ def unwrapping() -> Iterator[None]:
         raise request from None
 
 
-class PromptStop:
-    """Stops this process promptly after a signal, in three stages.  Used in the main thread; at most one is active.
+class ImmediateStop:
+    """Stops this process within seconds of a signal, in three stages.  Used in the main thread; at most one is active.
 
     numbers: the signals to watch for.  Each must have a Python handler that calls `on_signal`.
     exit_code: returns the exit code of the third stage, given the name of the signal.
@@ -121,7 +121,7 @@ class PromptStop:
         self._previous_hook = sys.unraisablehook
 
     def start(self) -> None:
-        """Start watching for signals, and cancel any active PromptStop.
+        """Start watching for signals, and cancel any active ImmediateStop.
 
         A Trainer that was not closed may have left one active, which must not end the process while another Trainer
         saves.
@@ -133,7 +133,7 @@ class PromptStop:
         # The interpreter writes the number of each signal to this pipe immediately, even if no Python code is running.
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
         self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-        threading.Thread(target=self._watch, name="prompt-stop", daemon=True).start()
+        threading.Thread(target=self._watch, name="immediate-stop", daemon=True).start()
         _active.append(self)
 
     def cancel(self) -> None:
@@ -154,8 +154,8 @@ class PromptStop:
     def on_signal(self, name: str) -> bool:
         """Record a signal; called by its handler.  Returns True for the signal that the second stage sends.
 
-        Raises StopRequested in the second stage, or if `raises_immediately` is set, unless this PromptStop is cancelled
-        or the signal has interrupted the hook for unraisable exceptions (see `is_in_hook`).
+        Raises StopRequested in the second stage, or if `raises_immediately` is set, unless this ImmediateStop is
+        cancelled or the signal has interrupted the hook for unraisable exceptions (see `is_in_hook`).
         """
         can_raise = not self._is_cancelled.is_set() and not is_in_hook(sys._getframe())
         if self.raises_immediately and can_raise:
@@ -198,7 +198,7 @@ class PromptStop:
         threading.Thread(target=self._raise_again, args=[signal.Signals[self.name]], daemon=True).start()
 
     def _raise_again(self, number: int) -> None:
-        """Raise StopRequested in the main thread once that has left `_on_unraisable`, which swallows exceptions too."""
+        """Raise StopRequested in the main thread once it has left `_on_unraisable`, which swallows exceptions too."""
         time.sleep(_RERAISE_S)
         while is_in_hook(sys._current_frames().get(self._main_thread)):
             time.sleep(_RERAISE_S)
@@ -221,17 +221,17 @@ def is_in_hook(frame: FrameType | None) -> bool:
 
     A signal handler must not raise there: its exception would only be printed, and the hook might not finish.
     """
-    while frame is not None and frame.f_code is not PromptStop._on_unraisable.__code__:
+    while frame is not None and frame.f_code is not ImmediateStop._on_unraisable.__code__:
         frame = frame.f_back
     return frame is not None
 
 
-_active: list[PromptStop] = []
-"""The active PromptStop of this process, if any."""
+_active: list[ImmediateStop] = []
+"""The active ImmediateStop of this process, if any."""
 
 
 def _reset_after_fork() -> None:
-    """Forget the PromptStop in a forked process, which lacks its thread and shares its pipe with the parent."""
+    """Forget the ImmediateStop in a forked process, which lacks its thread and shares its pipe with the parent."""
     if _active:
         _active.clear()
         signal.set_wakeup_fd(-1)
@@ -241,7 +241,7 @@ os.register_at_fork(after_in_child=_reset_after_fork)
 
 
 def leave_signals_to_handlers() -> None:
-    """Cancel the active PromptStop, so that only the handlers react to signals, and may take as long as they need."""
+    """Cancel the active ImmediateStop: only the handlers react to signals, and may take as long as they need."""
     for active in list(_active):
         active.cancel()
 
@@ -251,7 +251,7 @@ def raise_if_stop_requested() -> None:
 
     Long loops must call this at least once per second.
     """
-    if name := prompt_stop_signal():
+    if name := immediate_stop_signal():
         raise StopRequested(name)
 
 
@@ -268,7 +268,7 @@ def interruptible() -> Iterator[None]:
             active.raises_immediately = False
 
 
-def prompt_stop_signal() -> str:
+def immediate_stop_signal() -> str:
     """Return the name of the signal that has arrived while there is nothing to save yet; empty if none has arrived."""
     return next((active.name for active in _active), "")
 

@@ -5,10 +5,10 @@
     meshtrainer submit local recipe=llama_small                      run here, by default on all GPUs
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-On a cluster, the number of nodes is --nodes, or follows from a mesh of fixed size in the settings; otherwise it is the
-smallest power of two on which the planner says the run fits (1 with run.device=cpu).  Settings are checked before the
-job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that it will end the job, and
-resumes from that checkpoint.
+On a cluster, the number of nodes is given by --nodes, or follows from a mesh of fixed size in the settings.  Otherwise
+it is the smallest power of two for which the planner says that the run fits (1 with run.device=cpu).  Settings are
+checked before the job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that it will end
+the job, and resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
 _MAX_NODES = 512
@@ -111,7 +111,7 @@ class Pod:
 
     image: str
     claim: str
-    """The persistent volume claim with data and runs."""
+    """The persistent volume claim for data and runs."""
     mount: str
     """The mount path of the volume in the container."""
 
@@ -215,8 +215,8 @@ def _fewest_nodes(config: RunConfig, ranks_per_node: int, device: str) -> int:
             plan = fastest_choice(resolved, mesh, machine).plan if uses_auto(resolved) else None
             if (plan or make_plan(resolved, mesh, machine)).fits:
                 print_stderr(
-                    f"{num_nodes} x {ranks_per_node} {machine.name}: the first of 1, 2, 4, ... nodes on which the "
-                    "planner says it fits"
+                    f"{num_nodes} x {ranks_per_node} {machine.name}: the smallest of 1, 2, 4, ... nodes on which "
+                    "the planner says the run fits"
                 )
                 return num_nodes
             is_too_large = True
@@ -346,16 +346,16 @@ def _pipe_to(command: Sequence[str], text: str, fix: str) -> int:
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.submit", description=__doc__)
-    parser.add_argument("where", choices=list(_SUBMITTERS), help="slurm, k8s, or this machine")
+    parser.add_argument("where", choices=list(_SUBMITTERS), help="slurm, k8s, or local (this machine)")
     add_size_options(parser)
     parser.add_argument("--image", help="on Kubernetes: the container image")
-    parser.add_argument("--claim", default="training-data", help="on Kubernetes: the volume claim with data and runs")
-    parser.add_argument("--mount", default="/data", help="on Kubernetes: its mount path (default: /data)")
+    parser.add_argument("--claim", default="training-data", help="on Kubernetes: the volume claim for data and runs")
+    parser.add_argument("--mount", default="/data", help="on Kubernetes: the volume's mount path (default: /data)")
     parser.add_argument(
         "arguments", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
     options, other_options = parser.parse_known_intermixed_args(argv)
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     return run_command(lambda: _SUBMITTERS[options.where](options, parse([*options.arguments, *other_options])))
 
 

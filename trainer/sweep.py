@@ -6,8 +6,8 @@
 
 Separate the values of a key with commas; a list in brackets is a single value.  The run folders are in --dir (default:
 runs/sweep).  Run the same command again to continue a sweep: it skips finished runs, and resumes the others from their
-checkpoints.  The best run is the finished one with the lowest loss in its last evaluation or, unless all finished runs
-have been evaluated, with the lowest training loss.
+checkpoints.  The best run is the finished run with the lowest loss in its last evaluation.  If some finished runs have
+not been evaluated, training losses are compared instead.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainer.errors import (
 )
 from trainer.files import write_atomically
 from trainer.lifecycle.folder import read_status
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 from trainer.runs import RunSummary, summarize, table_of
 from trainer.stopping import leave_signals_to_handlers
 from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, require_at_least, send_to_slurm
@@ -78,14 +78,14 @@ class Trial:
 
     @property
     def output(self) -> Path:
-        """The file with the run's output.  The run's processes hold a lock on it, by which a restarted sweep sees that
-        they are still alive."""
+        """The file with the run's output.  The run's processes hold a lock on it, so that a restarted sweep can tell
+        whether they are still alive."""
         return self.folder / "output.log"
 
     @property
     def is_active(self) -> bool:
-        """Whether the run is in progress: whether the process that this sweep started is alive or, if it has started
-        none, whether a process holds the lock."""
+        """Whether the run is in progress: the process that this sweep started is alive or, if it has started none, some
+        process holds the lock."""
         if self.process is not None and self.process.poll() is None:
             return True
         return self.process is None and _is_locked(self.output)
@@ -116,7 +116,7 @@ class Sweep:
         return [*self.fixed, *trial.setting, f"run.name={trial.folder.name}", f"run.dir={trial.folder}"]
 
     def write(self) -> None:
-        """Store the sweep's description, by which a later sweep with other settings in the same folder is detected."""
+        """Store the sweep's description, so that a later sweep with other settings in the same folder is detected."""
         self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self.folder / SWEEP, json.dumps(self.description(), indent=1) + "\n")
 
@@ -128,8 +128,8 @@ class Sweep:
 def make_sweep(arguments: Arguments, folder: Path) -> Sweep:
     """Return the sweep for a command line.
 
-    Raises UserError if no recipe is given, no key has several values, there are too many combinations, or a setting
-    that differs for each run is given.
+    Raises UserError if no recipe is given, no key has several values, there are too many combinations, or `run.name` or
+    `run.dir` is given, since these differ for each run.
     """
     if arguments.recipe is None:
         raise missing_recipe_error(
@@ -236,7 +236,7 @@ class Supervisor:
         return EXIT_STOPPED if self._num_stopped or self._is_stopping else EXIT_FINISHED
 
     def _start(self, trial: Trial) -> Trial:
-        """Start a run, unless the one that an earlier process of this sweep started is still training."""
+        """Start a run, unless an earlier process of this sweep has started it and it is still training."""
         if trial.is_active:
             print_stdout(f"{trial.folder.name}: is already training")
             return trial
@@ -362,7 +362,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_same_sweep(sweep: Sweep) -> None:
-    """Raise UserError if the folder belongs to a different sweep, so that their runs do not mix."""
+    """Raise UserError if the folder belongs to a different sweep, so that the runs of two sweeps do not mix."""
     path = sweep.folder / SWEEP
     if sweep.folder.exists() and not sweep.folder.is_dir():
         raise setting_error("--dir", sweep.folder, "is a file, not a folder", example="runs/sweep")
@@ -380,7 +380,7 @@ def _check_same_sweep(sweep: Sweep) -> None:
 
 
 def _sweep(options: argparse.Namespace, words: Sequence[str]) -> int:
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     arguments = parse(words)
     require_at_least(1, parallel=options.parallel)
     sweep = make_sweep(arguments, Path(options.dir))

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from trainer.config import load_config
 from trainer.errors import EXIT_FINISHED, CommandParser, print_stdout, run_command, setting_error
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -31,7 +31,7 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_allow_import()
     options = parser.parse_intermixed_args(argv)
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     return run_command(lambda: _teach(options))
 
 

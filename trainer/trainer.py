@@ -41,7 +41,7 @@ from trainer.model.units import ShardUnit
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
 from trainer.plan.forecast import Forecast, resolve_auto
 from trainer.renamed import Renamed
-from trainer.sequence import slice_sequences
+from trainer.sequence import enable_slices
 from trainer.weights.loading import init_weights, load_initial_weights, load_weights, store_tokenizer
 
 
@@ -75,7 +75,7 @@ class Trainer:
         self.forecast = Forecast(self.config, self.shape, self.world)
         seed_everything(self.config.run.seed, self.world.rank)
 
-        slice_sequences(self.config, self.world)
+        enable_slices(self.config, self.world)
         self.mesh = self.build_mesh()
         self.expert_mesh = self.world.build_expert_mesh(self.shape, self.config.expert)
         self.units: list[ShardUnit] = []
@@ -180,7 +180,7 @@ class Trainer:
         return self._batch_loss(batch)
 
     def count(self, batch: Batch) -> float:
-        """Return this batch's part of the divisor of the summed loss: by default, its number of targets."""
+        """Return what this batch adds to the divisor of the summed loss: by default, its number of targets."""
         return count_targets(batch["targets"])
 
     def global_sums(self, micro_batches: Sequence[Batch]) -> AbstractContextManager[None]:
@@ -204,18 +204,18 @@ class Trainer:
         By default, that is the mean over targets; most objectives count samples instead.
 
         Collectives: one small CPU all-reduce; those of `global_sums`, which may run additional forward passes; FSDP's
-        all-gathers and one gradient reduction (of an unsharded model, only the reduction), whose reduce-scatter runs
+        all-gathers and one gradient reduction (for an unsharded model, only the reduction), whose reduce-scatter runs
         for every micro-batch with `fsdp.accumulate=sharded`; a scalar all-reduce of the loss, and with several shards
         one of the norm; those of the optimizer (Muon), and of models with experts or split sequences.
 
         The host waits for the device only if parameters are offloaded to the CPU, ranks exchange tokens
         (`mesh.expert_method=exchange`), the optimizer is neither our AdamW nor our Muon (`Optimizer.step` then reads
         `is_finite`), a parameter of an unsharded replica got no gradient on this rank (`Replicas`), or the model itself
-        does, as linear attention does for packed documents.
+        causes a host sync, as `apply_by_document` does for packed documents.
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
         count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
-        scale = self.world.size / (count or 1)  # FSDP averages over the ranks; times their number, it sums
+        scale = self.world.size / (count or 1)  # FSDP averages over ranks; multiplying by their number gives the sum
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         with self.global_sums(micro_batches):
             for number, batch in enumerate(prefetch_to_device(micro_batches, self.world.device), start=1):
@@ -256,8 +256,8 @@ class Trainer:
     def steps(self) -> Iterator[Record]:
         """Resume, then yield one record per step: the fields of a `train` line.  Logs, but does not save.
 
-        If you leave the loop early and call `steps` again, training continues where it stopped, or at the checkpoint
-        that you have loaded in between with `load_checkpoint`.  `close` ends the run.
+        If you leave the loop early and call `steps` again, training continues where it stopped, or from the
+        checkpoint that you have loaded in between with `load_checkpoint`.  `close` ends the run.
         """
         with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
             self.start()
@@ -278,7 +278,7 @@ class Trainer:
                     self.state.advance(update.num_targets)
                     lr = self.schedule.lr(self.state.step)
                     record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping)
-                self.lifecycle.disable_prompt_stop()
+                self.lifecycle.disable_immediate_stop()
                 self.saver.take_finished_save()
                 yield record
 
@@ -383,7 +383,7 @@ class Trainer:
 
     def finish(self) -> int:
         """Evaluate unless done at this step, save the final checkpoint, and end the run.  Returns the exit code."""
-        self.lifecycle.disable_prompt_stop()
+        self.lifecycle.disable_immediate_stop()
         if not self.lifecycle.is_running:
             self.skips.check_end(self.state.step)
             return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)

@@ -56,7 +56,7 @@ def parent(url: str) -> str:
 
 
 def with_suffix(url: str, old: str, new: str) -> str:
-    """Replace the suffix `old`, in which a URL's path must end, with `new`, keeping the query."""
+    """Replace the suffix `old` of a URL's path with `new`, and keep the query.  The path must end with `old`."""
     location, query = split_query(url)
     return f"{location.removesuffix(old)}{new}{query}"
 
@@ -122,7 +122,7 @@ def split_login(url: str) -> tuple[str, dict[str, str]]:
 def open_filesystem(url: str) -> tuple[Any, str]:
     """Return the fsspec file system of a URL, and the path in it.  fsspec caches file systems within a process.
 
-    The credentials in `s3://KEY:SECRET@bucket/...` are used, also in a chain such as simplecache::s3://...  Raises
+    The credentials in `s3://KEY:SECRET@bucket/...` are used, even in a chain such as simplecache::s3://...  Raises
     ImportError or ValueError for unsupported URLs.
     """
     import fsspec

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 MAX_EXPONENT = 0.3
-"""Activations may grow with at most this power of the width after the steps.  Without muP, the exponent is usually 0.5
+"""After the steps, activations may grow at most as this power of the width.  Without muP, the exponent is usually 0.5
 or more."""
 
 

@@ -36,7 +36,7 @@ class DeepseekV3Config(BalanceConfig):
     num_groups: int = declare(4, "groups of experts; each token first chooses groups; 1: no groups", at_least=1)
     num_chosen_groups: int = declare(2, "groups that each token chooses experts from", at_least=1)
     normalize_chosen: bool = declare(True, "normalize the top-k routing weights of each token to sum to 1")
-    route_scale: float = declare(2.5, "factor of the weights of a token's experts", above=0)
+    route_scale: float = declare(2.5, "factor applied to the weights of a token's experts", above=0)
     max_seq_len: int = declare(163840, "maximum sequence length", at_least=1)
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=1)
     rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not pairs half a head apart")
@@ -54,16 +54,21 @@ class DeepseekV3Config(BalanceConfig):
     )
     rope_mscale: float = declare(
         1.0,
-        "YaRN: coefficient of the scale of cosines and sines, relative to that of all scores; if this or "
+        "YaRN: coefficient for scaling cosines and sines, relative to the scale of all scores; if this or "
         "rope_mscale_all_dim is 0: YaRN's default scale",
         at_least=0,
     )
     rope_mscale_all_dim: float = declare(
-        1.0, "YaRN: coefficient of the scale of all attention scores; 0: no scale", at_least=0
+        1.0, "YaRN: coefficient for scaling all attention scores; 0: no scaling", at_least=0
     )
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm, except for latents (1e-6)", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
-    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+    init_std: float = declare(
+        0.02,
+        "standard deviation of the initial weights; divided by sqrt(2 * num_layers) in projections back into the "
+        "residual stream",
+        above=0,
+    )
 
     @property
     def head_dim(self) -> int:

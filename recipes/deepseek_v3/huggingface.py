@@ -1,7 +1,7 @@
 """The mapping of weights and config.json between this recipe's DeepSeek-V3 and Hugging Face's.
 
-Published folders contain most matrices in fp8; these are dequantized as they are read.  The folders also contain an
-additional last block for multi-token prediction, which is left out.
+Published checkpoints store most matrices in fp8; these are dequantized as they are read.  The checkpoints also contain
+an additional last block for multi-token prediction, which is left out.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ YARN = {
     "rope_mscale": ("mscale", 0.0),
     "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
 }
-"""The same, for YaRN's entries in `rope_scaling` or `rope_parameters`, where null counts as missing."""
+"""Like `FIELDS`, but for YaRN's entries in `rope_scaling` or `rope_parameters`; null counts as missing."""
 
 
 def export_config(config: DeepseekV3Config) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def export_config(config: DeepseekV3Config) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `DeepseekV3Config` for a config.json written by transformers 4 or 5.
 
-    Raises UserError if the numbers of key and query heads differ, if there is more than one block of multi-token
+    Raises UserError if the numbers of key and query heads differ, if there is more than one block for multi-token
     prediction, for RoPE that `parse_rope` or `parse_yarn` refuses, such as scaling other than YaRN, and for weights
     quantized in a format other than fp8.
     """
@@ -105,7 +105,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
         rule = f"must be num_attention_heads={fields['num_heads']}"
         raise UserError(f"num_key_value_heads={config_json['num_key_value_heads']}: {rule}")
     if (config_json.get("num_nextn_predict_layers") or 0) > 1:
-        rule = "this recipe leaves out at most one block of multi-token prediction"
+        rule = "this recipe can leave out only one block for multi-token prediction"
         raise UserError(f"num_nextn_predict_layers={config_json['num_nextn_predict_layers']}: {rule}")
     return fields | parse_yarn(parse_rope(config_json, ("default", "yarn")), YARN)
 

@@ -57,7 +57,7 @@ class LatentAttention(nn.Module):
         self.kv_norm = nn.RMSNorm(config.kv_rank, eps=_LATENT_EPS)
         self.wkv_b = Linear(config.kv_rank, num_heads * (config.nope_dim + config.value_dim), std=std)
         self.wo = Linear(num_heads * config.value_dim, dim, std=std / math.sqrt(2 * config.num_layers))
-        # YaRN increases the scores through RoPE's cosines and sines, through the scale of all scores, or through both.
+        # YaRN increases the scores through RoPE's cosines and sines, through the softmax scale, or through both.
         all_dim_mscale = yarn_mscale(config.rope_factor, config.rope_mscale_all_dim)
         self.scale = config.head_dim**-0.5 * all_dim_mscale**2
         pair_mscale = yarn_mscale(config.rope_factor)
@@ -127,7 +127,7 @@ class DeepseekMoe(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
+        """Return the output and, if `is_target_BT` is given, the experts' load over the tokens where it is True."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         scores_SE = logits_SE.sigmoid()
@@ -135,7 +135,7 @@ class DeepseekMoe(nn.Module):
         if config.normalize_chosen:
             weights_SA = weights_SA / (weights_SA.sum(-1, keepdim=True) + 1e-20)
         weights_SA = (config.route_scale * weights_SA).to(x_SD.dtype)
-        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
+        out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD) + self.shared(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
         load = load_of(

@@ -31,7 +31,12 @@ class GPT2Config:
         None, "dropout on attention weights; null: model.dropout", at_least=0, below=1, free=True
     )
     norm_eps: float = declare(1e-5, "epsilon of LayerNorm", above=0)
-    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+    init_std: float = declare(
+        0.02,
+        "standard deviation of the initial weights; divided by sqrt(2 * num_layers) in projections back into the "
+        "residual stream",
+        above=0,
+    )
 
     @property
     def dropouts(self) -> tuple[float, float, float]:

@@ -66,7 +66,7 @@ def export_config(config: GPT2Config) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GPT2Config` for a config.json.
 
-    Raises UserError if the feed-forward layer is not four times as wide as the model, if two names of one entry have
+    Raises UserError if the feed-forward layer is not four times as wide as the model, if two names for one entry have
     different values, or if a dropout rate is null.
     """
     fields = {field: _entry(config_json, entry, default) for field, (entry, default) in FIELDS.items()}
@@ -84,7 +84,7 @@ def _entry(config_json: Mapping[str, Any], name: str, default: Any) -> Any:
     """Return an entry, which may have either of two names.  Raises UserError if both are given and differ."""
     values = [config_json[key] for key in (name, ALIASES.get(name, name)) if key in config_json]
     if any(other != values[0] for other in values[1:]):
-        raise UserError(f"{ALIASES[name]}={values[1]}: is another name of {name}, which is {values[0]}")
+        raise UserError(f"{ALIASES[name]}={values[1]}: is another name for {name}, which is {values[0]}")
     return values[0] if values else default
 
 

@@ -22,14 +22,14 @@ class GptOssConfig(BalanceConfig):
     head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
     window: int = declare(
         128,
-        "sliding window of layers 0, 2, 4, ... in tokens, including the current one; the others attend to all earlier "
-        "tokens",
+        "sliding window in tokens, including the current one, for layers 0, 2, 4, ...; the other layers attend to all "
+        "earlier tokens",
         at_least=1,
     )
     expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)
     num_experts: int = declare(8, "experts per layer", at_least=1, at_most=2**16)
     num_chosen: int = declare(2, "experts per token (top-k)", at_least=1)
-    swiglu_alpha: float = declare(1.702, "factor of the gate projection inside the sigmoid", above=0)
+    swiglu_alpha: float = declare(1.702, "factor applied to the gate projection inside the sigmoid", above=0)
     swiglu_limit: float = declare(
         7.0, "an expert's gate projection is clamped to at most this value, its up projection to +- this value", above=0
     )
@@ -50,7 +50,12 @@ class GptOssConfig(BalanceConfig):
     rope_truncate: bool = declare(False, "YaRN: round the ends of the ramp between unscaled and fully scaled pairs")
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
-    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+    init_std: float = declare(
+        0.02,
+        "standard deviation of the initial weights; divided by sqrt(2 * num_layers) in projections back into the "
+        "residual stream",
+        above=0,
+    )
 
     def window_of(self, layer: int) -> int | None:
         """Return a layer's attention window in tokens, or None if the layer attends to all earlier tokens."""

@@ -1,6 +1,6 @@
 """The mapping of weights and config.json between this recipe's gpt-oss and Hugging Face's.
 
-Published folders contain the experts' matrices in MXFP4; these are dequantized as they are read.
+Published checkpoints store the experts' matrices in MXFP4; these are dequantized as they are read.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ YARN = {
     "rope_beta_slow": ("beta_slow", 1.0),
     "rope_truncate": ("truncate", True),
 }
-"""The same, for YaRN's entries in `rope_scaling` or `rope_parameters`, where null counts as missing."""
+"""Like `FIELDS`, but for YaRN's entries in `rope_scaling` or `rope_parameters`; null counts as missing."""
 
 
 def export_config(config: GptOssConfig) -> dict[str, Any]:
@@ -82,8 +82,8 @@ def export_config(config: GptOssConfig) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GptOssConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError if `layer_types`, unless missing, does not alternate between a window (layers 0, 2, 4, ...) and
-    full attention, for RoPE that `parse_rope` or `parse_yarn` refuses, such as scaling other than YaRN, and for weights
+    Raises UserError if `layer_types` is given but does not alternate between a window (layers 0, 2, 4, ...) and full
+    attention, for RoPE that `parse_rope` or `parse_yarn` refuses, such as scaling other than YaRN, and for weights
     quantized in a format other than MXFP4.
     """
     check_quantization(config_json, "mxfp4")

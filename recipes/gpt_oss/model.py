@@ -1,8 +1,8 @@
 """The gpt-oss model.
 
 Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F hidden width of an
-expert, G gate and up projections (2 x F), V vocabulary; E experts, A experts per token, S tokens in the batch (B x T),
-M token-expert pairs (S x A).
+expert, G gate and up projections (2 x F), E experts, A experts per token, S tokens in the batch (B x T), M token-expert
+pairs (S x A).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class GptOssExperts(nn.Module):
     """
 
     matrices = {"gate_up_proj": ("gate_up",), "down_proj": ("down",)}
-    """Which parameters share a LoRA adapter, by the name of the adapter; see `trainer.experts.adapters`."""
+    """Maps the name of each LoRA adapter to the parameters that share the adapter; see `trainer.experts.adapters`."""
 
     def __init__(self, config: GptOssConfig) -> None:
         super().__init__()
@@ -115,12 +115,12 @@ class GptOssMoe(nn.Module):
         self.experts = GptOssExperts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
+        """Return the output and, if `is_target_BT` is given, the experts' load over the tokens where it is True."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         logits_SA, chosen_SA = self.choice(logits_SE)
         weights_SA = logits_SA.softmax(-1).to(x_SD.dtype)
-        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
+        out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
         load = load_of(

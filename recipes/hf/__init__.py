@@ -1,4 +1,4 @@
-"""The recipe for all causal language models of transformers, which transformers builds from a local model folder.
+"""The recipe for any causal language model that transformers can build from a local model folder.
 
 Importing this package does not import transformers, so other recipes work without transformers.  This recipe does not
 download models; `trainer.hub` does.

@@ -26,7 +26,7 @@ def output_projection(config: HfConfig, model: Any) -> str:
     """
     if problem := _export_problem(json.dumps(config.config, sort_keys=True)):
         kind, version = config.config["model_type"], transformers.__version__
-        rule = f"a new head needs a classifier of transformers {version} for model_type={kind}; {problem}"
+        rule = f"a new head needs a sequence classifier in transformers {version} for model_type={kind}; {problem}"
         raise setting_error("model.path", config.path, rule)
     return _name_of_output(model)
 
@@ -56,4 +56,4 @@ def _export_problem(content: str) -> str:
     expected.pop(f"{output_name}.bias", None)
     actual = {name: value.shape[1:] for name, value in theirs.state_dict().items()}
     different = sorted(name for name in {**expected, **actual} if expected.get(name) != actual.get(name))
-    return f"{type(theirs).__name__} has other weights: {', '.join(different[:5])}" if different else ""
+    return f"{type(theirs).__name__} has different weights: {', '.join(different[:5])}" if different else ""

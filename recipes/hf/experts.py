@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.experts import expert_matmuls, grouped_bias, mix
+from trainer.experts import apply_experts, expert_matmuls, grouped_bias
 
 
 def dispatch_experts(model: nn.Module) -> None:
@@ -45,7 +45,7 @@ def _first_matrix_name(module: Any) -> str:
 def _can_compute(module: Any) -> bool:
     """Return whether `_outputs` can compute the experts in a module.
 
-    The module must declare the layout of its experts, without a norm after them, and its only parameters must be the
+    The module must declare the layout of its experts and that no norm follows them, and its only parameters must be the
     experts' stacked matrices and biases.
     """
     declared = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")
@@ -59,19 +59,19 @@ def _can_compute(module: Any) -> bool:
 
 @functools.cache
 def _with_dispatch(original: Any) -> Any:
-    """Return a subclass of the transformers class `original`, with the same name, that computes experts with `mix`."""
+    """Return a subclass of the transformers class `original`, with the same name, that uses `apply_experts`."""
 
     def forward(
         self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the outputs for tokens (S, D), their experts (S, A) and weights (S, A), as the original does.
 
-        `mix` calls this without weights: then `hidden_states` are rows (M, D) sorted by expert, and `top_k_index` holds
-        the end of each expert's rows, (E,).
+        `apply_experts` calls this without weights: then `hidden_states` are rows (M, D) sorted by expert, and
+        `top_k_index` holds the end of each expert's rows, (E,).
         """
         if top_k_weights is None:
             return _outputs(self, hidden_states, top_k_index)
-        return mix(self, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
+        return apply_experts(self, hidden_states, top_k_index, top_k_weights).to(hidden_states.dtype)
 
     subclass = type(original.__name__, (original,), {"forward": forward, "__module__": original.__module__})
     subclass.__qualname__, subclass.__doc__ = original.__qualname__, original.__doc__

@@ -329,7 +329,7 @@ def _padding_index_restored(module: nn.Module) -> Iterator[None]:
 
 def notes(config: HfConfig, model: Any) -> list[str]:
     """Return lines about the model for the start block: its class, how its loss is computed, and omitted loss terms."""
-    lines = [f"{architecture(config)} of transformers {transformers.__version__}"]
+    lines = [f"{architecture(config)} from transformers {transformers.__version__}"]
     if config.fresh:
         lines.append("fresh weights")
     if not isinstance(model.get_output_embeddings(), (LossHead, ScoreHead)):

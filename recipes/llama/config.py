@@ -32,7 +32,12 @@ class LlamaConfig:
     rope_original_len: int = declare(8192, "context length before scaling", at_least=1)
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
-    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+    init_std: float = declare(
+        0.02,
+        "standard deviation of the initial weights; divided by sqrt(2 * num_layers) in projections back into the "
+        "residual stream",
+        above=0,
+    )
 
 
 def check(config: LlamaConfig) -> None:

@@ -1,7 +1,6 @@
 """The Llama 3 model.
 
-Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F feed-forward
-width, V vocabulary.
+Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -77,8 +76,8 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Llama: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.
 
-    If `documents` (B, T) is given, tokens attend only to their own document, and `positions` and `cu_seqlens` are
-    derived from it unless they are given.
+    If `documents` (B, T) is given, each token attends only to its own document, and `positions` and `cu_seqlens` are
+    derived from `documents` unless they are given.
     """
 
     def __init__(self, config: LlamaConfig) -> None:

@@ -24,7 +24,12 @@ class Qwen3Config:
     rope_theta: float = declare(1000000.0, "base of the rotary frequencies", above=0)
     norm_eps: float = declare(1e-6, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
-    init_std: float = declare(0.02, "standard deviation of the initial weights", above=0)
+    init_std: float = declare(
+        0.02,
+        "standard deviation of the initial weights; divided by sqrt(2 * num_layers) in projections back into the "
+        "residual stream",
+        above=0,
+    )
 
 
 def check_heads(config: Any) -> None:

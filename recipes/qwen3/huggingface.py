@@ -72,7 +72,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
         fields["num_kv_heads"] = fields["num_heads"]
     kinds = config_json.get("layer_types") or []
     if other := next((kind for kind in kinds if kind != "full_attention"), None):
-        raise UserError(f"layer_types: has a layer of type {other}; in this recipe all attend to the whole sequence")
+        raise UserError(f"layer_types: has a layer of type {other}; in this recipe all have full attention")
     return fields | {"rope_theta": parse_rope(config_json, ("default",))["rope_theta"]}
 
 

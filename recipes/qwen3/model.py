@@ -1,7 +1,6 @@
 """The Qwen3 model.
 
-Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, F feed-forward
-width, V vocabulary.
+Shape suffixes: B batch, T time, D model width, N query heads, K key and value heads, H head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -64,8 +63,8 @@ class Qwen3Block(nn.Module):
 class Qwen3(nn.Module):
     """Qwen3: maps `tokens` (B, T) to logits (B, T, V), or with `targets` (B, T) to the loss summed over the targets.
 
-    If `documents` (B, T) is given, tokens attend only to their own document, and `positions` and `cu_seqlens` are
-    derived from it unless they are given.
+    If `documents` (B, T) is given, each token attends only to its own document, and `positions` and `cu_seqlens` are
+    derived from `documents` unless they are given.
     """
 
     def __init__(self, config: Qwen3Config) -> None:

@@ -75,7 +75,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
         raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
     counts = [config_json[key] for key in ("num_experts", "num_local_experts") if key in config_json]
     if any(number != counts[0] for number in counts):
-        raise UserError(f"num_local_experts={counts[1]}: is another name of num_experts, which is {counts[0]}")
+        raise UserError(f"num_local_experts={counts[1]}: is another name for num_experts, which is {counts[0]}")
     fields["num_experts"] = counts[0] if counts else 128
     is_balanced = config_json.get("output_router_logits", False)
     fields["balance"] = config_json.get("router_aux_loss_coef", AUX_LOSS_COEF) if is_balanced else 0.0

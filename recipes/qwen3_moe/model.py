@@ -1,7 +1,7 @@
 """The Qwen3 mixture-of-experts model.
 
-Shape suffixes: B batch, T time, D model width, F hidden width of an expert, V vocabulary; E experts, A experts per
-token, S tokens in the batch (B x T), M token-expert pairs (S x A).
+Shape suffixes: B batch, T time, D model width, F hidden width of an expert, E experts, A experts per token, S tokens
+in the batch (B x T), M token-expert pairs (S x A).
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(config)
 
     def forward(self, x_BTD: torch.Tensor, is_target_BT: torch.Tensor | None) -> tuple[torch.Tensor, Load | None]:
-        """Return the output, and the experts' load over the tokens where `is_target_BT` is True (None without it)."""
+        """Return the output and, if `is_target_BT` is given, the experts' load over the tokens where it is True."""
         config, x_SD = self.config, x_BTD.flatten(0, 1)
         logits_SE = self.router(x_SD)
         probs_SE = logits_SE.softmax(-1, dtype=torch.float32)
         weights_SA, chosen_SA = self.choice(probs_SE)
         if config.normalize_chosen:
             weights_SA = weights_SA / weights_SA.sum(-1, keepdim=True)
-        out_BTD = experts.mix(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
+        out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
         load = load_of(

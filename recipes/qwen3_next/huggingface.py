@@ -1,4 +1,4 @@
-"""The mapping of weights and config.json entries between this Qwen3-Next and Hugging Face's.
+"""The mapping of weights and config.json between this recipe's Qwen3-Next and Hugging Face's.
 
 Hugging Face files store the matrices of each expert separately; here they are stacked.
 """
@@ -100,8 +100,8 @@ def export_config(config: Qwen3NextConfig) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3NextConfig` for a config.json.
 
-    Raises UserError for layers without experts, for scaled RoPE frequencies, and unless softmax attention is in every
-    n-th layer and in no other.
+    Raises UserError for layers without experts, for scaled RoPE frequencies, and if the layers with softmax attention
+    are not exactly every n-th one.
     """
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if config_json.get("mlp_only_layers"):

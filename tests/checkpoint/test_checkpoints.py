@@ -764,7 +764,7 @@ def test_state_without_optional_methods_has_defaults() -> None:
 
 
 def test_unsupported_value_in_a_tree_is_named() -> None:
-    with pytest.raises(TypeError, match=r"two tensors of the state have the name x\.1"):
+    with pytest.raises(TypeError, match=r"two tensors in the state have the name x\.1"):
         split_state({1: torch.ones(1), "1": torch.ones(1)}, ("x",))
     with pytest.raises(TypeError, match=r"x\.a is a ndarray"):
         split_state({"a": np.array(["text"])}, ("x",))

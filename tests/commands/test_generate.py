@@ -410,7 +410,7 @@ def test_answers_of_another_model_or_of_other_settings_are_not_continued(
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     for arguments, message in (
-        ([other, *own, "--temperature", 0.5], f"has answers of other weights: those of {folder} when it was begun"),
+        ([other, *own, "--temperature", 0.5], f"has answers from other weights: those of {folder} when it was begun"),
         (
             [moved, *own, "--temperature", 0.7],
             "was begun with other settings: temperature 0.5, now 0.7\n  to fix: give",

@@ -39,7 +39,7 @@ EVAL = {"kind": "eval", "time": 112.0, "step": 3, "loss": 2.25, "eval_s": 2.0}
         ("stopped", 75, "stopped", "python -m trainer.run recipe={}"),
         ("running", None, "killed", "python -m trainer.run recipe={}"),
         ("failed", 1, "failed", "see {}/console.log, then: python -m trainer.run recipe={}"),
-        ("failed", 2, "failed", "correct the error in {}/console.log, then start it again"),
+        ("failed", 2, "failed", "correct the error reported in {}/console.log, then start it again"),
     ],
 )
 def test_each_state(state: str, exit_code: int | None, shown: str, next_step: str, tmp_path: Path) -> None:

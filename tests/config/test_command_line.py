@@ -192,7 +192,7 @@ def test_passes_of_the_data_are_recorded_too(tmp_path: Path, monkeypatch: pytest
     assert "train.steps" not in given.origins
     config = run_passes("data", config, given)
     assert config.train.epochs is None
-    assert given.origins["train.steps"] == "epochs: train.epochs of the data"
+    assert given.origins["train.steps"] == "epochs: train.epochs passes over the data"
 
 
 def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:

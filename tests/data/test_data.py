@@ -99,7 +99,7 @@ def test_run_reports_dropped_documents(tmp_path: Path) -> None:
     for said in said_of("bad", *text, '{"no": 1}', '{"text": ""}', '{"text": ""}'):
         assert "warning: 1 of 23 documents cannot be read and were skipped:\n" in said
         assert "bad.jsonl:21 has no such key" in said
-        assert said.endswith("\nwarning: 2 of 23 documents are empty, and were skipped")
+        assert said.endswith("\nwarning: 2 of 23 documents are empty and were skipped")
 
 
 def read_all(source: Source) -> tuple[np.ndarray, np.ndarray]:
@@ -722,7 +722,7 @@ def damage_metadata(folder: Path, **changes: Any) -> None:
         (lambda folder: (folder / "text-00000.json").write_text("{"), "not the metadata of a token shard"),
         (lambda folder: (folder / "text-00000.json").write_text('{"dtype": 1}'), "not the metadata of a token shard"),
         (lambda folder: damage_metadata(folder, num_tokens="9"), "num_tokens is '9'"),
-        (lambda folder: damage_metadata(folder, format=2), "format 2, this version reads format 1"),
+        (lambda folder: damage_metadata(folder, format=2), "format 2, but this version reads format 1"),
         (lambda folder: damage_metadata(folder, dtype="uint8"), "is damaged"),
         (lambda folder: os.truncate(folder / "text-00000.bin", 50), "has 50 bytes, but its metadata says 70"),
         (lambda folder: os.truncate(folder / "text-00000.idx", 8), "has 8 bytes, but its metadata says 48"),

@@ -101,7 +101,7 @@ def test_the_files_that_a_name_means(fake: FakeHub, setting: str, names: list[st
     [
         (
             "hf://datasets/tiny/text",
-            r"data\.path=hf://datasets/tiny/text: \S+ has no dataset tiny/text, or you may not see it",
+            r"data\.path=hf://datasets/tiny/text: \S+ has no dataset tiny/text, or you have no access to it",
         ),
         (f"{BASE}?split=dev", r"has the splits train, test, not dev\n  for example: \S*split=train"),
         (f"{BASE}?config=en", r"has no configuration en; its folders are data"),
@@ -109,11 +109,11 @@ def test_the_files_that_a_name_means(fake: FakeHub, setting: str, names: list[st
             "hf://datasets/tiny/languages?config=fr",
             r"has the configurations en, de, not fr\n  for example: ",
         ),
-        (f"{BASE}?splits=dev", r"has no option splits; there are config, split, column"),
+        (f"{BASE}?splits=dev", r"has no option splits; the options are config, split, column"),
         (f"{BASE}/nothing", r"names no file that ends in \.txt"),
-        (f"{BASE}/data?split=test", r"names files by their path, so split mean nothing"),
+        (f"{BASE}/data?split=test", r"names files by their path, so it cannot also name a split"),
         (f"{BASE}@v9", r"dataset tiny/texts has no revision v9"),
-        ("hf://tiny/texts", r"is not a data set of the Hugging Face Hub\n  for example: data\.path=hf://datasets/"),
+        ("hf://tiny/texts", r"is not a dataset on the Hugging Face Hub\n  for example: data\.path=hf://datasets/"),
     ],
 )
 def test_what_is_not_there_is_one_message(fake: FakeHub, setting: str, message: str) -> None:

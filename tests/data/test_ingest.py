@@ -227,7 +227,7 @@ def test_json_without_records_is_named_as_such(tmp_path: Path, content: str, cap
     assert f"INPUT={path}: holds no records: .json files are an array of objects" in capsys.readouterr().err
     with pytest.raises(UserError, match=r"data\.path=\S+/a\.json: holds no records: .json files are an array"):
         find_chats("data.path", str(path))
-    with pytest.raises(UserError, match=r"a\.json is not a manifest of token shards, nor does it hold documents"):
+    with pytest.raises(UserError, match=r"a\.json is neither a manifest of token shards nor a file of documents"):
         open_source(settings(tmp_path, path), 257, "train")
 
 
@@ -407,7 +407,7 @@ def test_arrays_and_csv_are_records(tmp_path: Path) -> None:
         ("a.json", '[{"text": "one"}, {"tex', r"record 2 is not JSON"),
         ("a.json", '[{"text": "one"},\n', r"the array does not end: the file is cut off after record 1"),
         ("a.json", '[{"body": "one"}]', r"data\.text_key=text: \S+:1 has no such key; its keys: body"),
-        ("a.csv", "id,text\n1,one\n2\n", r"row 2 has 1 fields, the header has 2"),
+        ("a.csv", "id,text\n1,one\n2\n", r"row 2 has 1 fields, but the header has 2"),
         ("a.csv", "id,body\n1,one\n", r"data\.text_key=text: \S+:1 has no such key; its keys: id, body"),
     ],
 )

@@ -319,12 +319,12 @@ def test_mixture_resumes_on_any_mesh_with_the_same_losses(
         ([phases_of(fourth="{web: 1}")], None),
         (
             [phases_of(second=3)],
-            r"phase 2 begins with step 2 \(code 512, web 512 of 1024\) in the checkpoint, begins with step 3"
+            r"phase 2 begins with step 2 \(code 512, web 512 of 1024\) in the checkpoint, but begins with step 3"
             r".*; `from: 2` keeps its first step, whatever train.steps is",
         ),
         (
             ["data.phases=[]"],
-            r"phase 2 begins with step 2 \(.*\) in the checkpoint, had not begun now; the run is past step 3",
+            r"phase 2 begins with step 2 \(.*\) in the checkpoint, but has not begun now; the run is past step 3",
         ),
         ([phases_of(), "data.weights={web: 1}"], r"phase 1 begins with step 1 \(code 307, math 205, web 512 of 1024\)"),
         ([phases_of(second=3), "checkpoint.allow_changes=[data.phases]"], None),

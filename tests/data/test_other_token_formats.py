@@ -159,5 +159,5 @@ def test_impossible_bos_is_rejected(tmp_path: Path, tokenizer: str) -> None:
         with pytest.raises(UserError, match=r"data.bos=true: .* has no beginning-of-text token"):
             open_source(settings(tmp_path, lines, tokenizer=other, bos=True), None, "train")
     assert run(lines, "--out", tmp_path / "x", "--tokenizer", tokenizer) == 0
-    with pytest.raises(UserError, match=r"data.bos=true: .* is already tokenized, with a different setting"):
+    with pytest.raises(UserError, match=r"data.bos=true: .* is already tokenized, with a different data.bos"):
         open_source(settings(tmp_path, tmp_path / "x-00000.bin", tokenizer=tokenizer, bos=True), None, "train")

@@ -283,7 +283,7 @@ PAGE = "<!DOCTYPE html><html><body>Please log in</body></html>"
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("a.jsonl", PAGE, r"is a web page \(HTML\), unlike its name; does the server require a login\?"),
+        ("a.jsonl", PAGE, r"is a web page \(HTML\), despite its name; does the server require a login\?"),
         ("a.txt", f"\n  {PAGE}", r"is a web page \(HTML\)"),
         ("a.jsonl", '{"text": "one"}\n{"text": \n', r"a\.jsonl:2: is not JSON"),
     ],

@@ -94,7 +94,7 @@ def test_error_of_one_rank_is_raised_on_all() -> None:
         rank.join()
     assert sorted(found) == [0, 1, 2]
     assert len({*found.values()}) == 1
-    assert "nproc=2: this node has 1 GPU, one for each rank; ranks " in found[0]
+    assert "nproc=2: this node has 1 GPU, and each rank needs its own; ranks " in found[0]
 
 
 def test_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:

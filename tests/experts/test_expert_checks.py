@@ -22,7 +22,7 @@ from trainer import Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, advice_on_shards, check_config, resolve_expert_method, smallest_mesh
 from trainer.config.experts import with_expert
 from trainer.errors import TrainingFailed
-from trainer.experts import ExpertGroup, dispatch, grouped_mm, mix, parallel
+from trainer.experts import ExpertGroup, apply_experts, dispatch, grouped_mm, parallel
 from trainer.model.shard import check_sharding
 from trainer.plan import search
 from trainer.plan.experts import advice_on_experts, tokens_at_break_even
@@ -256,10 +256,10 @@ def test_a_group_of_one_computes_what_no_group_does(monkeypatch: pytest.MonkeyPa
     experts = Experts(Qwen3MoeConfig(dim=8, expert_dim=6, num_experts=4))
     x, weights = torch.randn(5, 8), torch.rand(5, 2)
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(5)])
-    expected = mix(experts, x, chosen, weights)
+    expected = apply_experts(experts, x, chosen, weights)
     for method in ("exchange", "gather"):
         experts.expert_group = ExpertGroup(1, 0, method)  # type: ignore[assignment]
-        assert torch.allclose(mix(experts, x, chosen, weights), expected, atol=1e-6), method
+        assert torch.allclose(apply_experts(experts, x, chosen, weights), expected, atol=1e-6), method
 
 
 def test_gradients_of_tokens_are_bit_identical_in_every_run() -> None:
@@ -282,7 +282,7 @@ def test_gradients_of_tokens_are_bit_identical_in_every_run() -> None:
     try:
         for _ in range(40):
             tokens = x.clone().requires_grad_()
-            (mix(experts, tokens, chosen, weights) * given).sum().backward()
+            (apply_experts(experts, tokens, chosen, weights) * given).sum().backward()
             assert tokens.grad is not None
             found.add(tokens.grad.numpy().tobytes())
     finally:

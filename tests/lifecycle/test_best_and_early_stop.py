@@ -92,7 +92,7 @@ class OnceFull(Scripted):
         write = type(store)._write_rank_files
         if self.state.step == 4:
             store._write_rank_files = lambda *_: RankReport("no space left")  # type: ignore[method-assign]
-            self.saver.schedule.failed = lambda: None  # type: ignore[method-assign]  # nor is it tried again
+            self.saver.schedule.record_failure = lambda: None  # type: ignore[method-assign]  # nor is it tried again
         else:
             store._write_rank_files = functools.partial(write, store)  # type: ignore[method-assign]
         return super().evaluate()

@@ -155,7 +155,7 @@ def test_deleted_metrics_file_is_rewritten(tmp_path: Path) -> None:
     fault = Fault(commands={str(LOST_AT_STEP): f"rm {run_dir}/metrics.jsonl {run_dir}/.owner.json"})
     run = start(run_dir, *with_("train.steps=8"), fault=fault)
     assert run.wait() == [0], run.stderr
-    assert f"{run_dir}/metrics.jsonl was deleted: it was written again" in run.stderr
+    assert f"{run_dir}/metrics.jsonl was deleted and is now restored" in run.stderr
     assert of("train", run_dir, "step") == list(range(1, 9))
 
 

@@ -287,7 +287,7 @@ OWN = "needs its own place"
 
 IN_MAKE_TEST = [
     Way(checkpoints_deleted, says=GONE),
-    Way(disk_unmounted_with_mount_point, says="mentions one of step 4", with_options=ELSEWHERE),
+    Way(disk_unmounted_with_mount_point, says="mentions a checkpoint of step 4", with_options=ELSEWHERE),
     Way(newest_deleted, trains="a", resumed=2),
     Way(run_moved, trains="b", resumed=4),
     Way(run_copied, trains="b", resumed=4),
@@ -306,7 +306,7 @@ IN_THE_CAMPAIGN = [
     Way(gone_on_from_another, trains="a", resumed=2, is_of_another=True),
     Way(disk_unmounted, says="not mounted", with_options=ELSEWHERE),
     Way(other_place, says="BASE/disk/deep/saved", with_options=ELSEWHERE),
-    Way(other_place, says="a/checkpoints holds one of step 4"),
+    Way(other_place, says="a/checkpoints holds a checkpoint of step 4"),
     Way(place_forgotten, says="BASE/disk/deep/saved", with_options=ELSEWHERE),
     Way(object_store_away, says="memory://saved", with_options=("checkpoint.dir=memory://saved",)),
     Way(run_moved, trains="b", resumed=4, with_options=ELSEWHERE, also=("disk",)),

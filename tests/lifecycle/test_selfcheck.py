@@ -194,7 +194,7 @@ WRONG: dict[str, tuple[Case, str]] = {
     ),
     "left out": (
         (LeftOut, ON_2_X_2),
-        "TrainingFailed: self-check: ranks 0, 1, 2, 3: temperature is not sharded, so that its gradient "
+        "TrainingFailed: self-check: ranks 0, 1, 2, 3: temperature is not sharded, so its gradient "
         "is not reduced; expected: a DTensor placed (Replicate(), Shard(dim=0)) on replicate 2 x shard 2\n",
     ),
     "frozen": (

@@ -296,7 +296,7 @@ def test_signal_while_a_connected_rank_is_stuck(tmp_path: Path) -> None:
     arguments = tiny_overrides("train.steps=5", f"run.dir={tmp_path / 'run'}")
     rank = start_run(["recipe=llama_small", *arguments], tmp_path, variables=rank_variables(0, 2, str(port)))
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=False, timeout=timedelta(seconds=60))
-    store.wait(["meshtrainer/0/meeting/here"], timedelta(seconds=60))
+    store.wait(["meshtrainer/0/start/joined"], timedelta(seconds=60))
     rank.processes[0].terminate()
     assert rank.wait() == [75], rank.stderr
 

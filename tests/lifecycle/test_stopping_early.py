@@ -28,7 +28,7 @@ from trainer.data.remote import transport
 from trainer.data.remote.transport import RemoteReadError
 from trainer.distributed.stop_request import StopRequest
 from trainer.errors import run_command
-from trainer.stopping import PromptStop, StopRequested, partial_file, raise_if_stop_requested
+from trainer.stopping import ImmediateStop, StopRequested, partial_file, raise_if_stop_requested
 
 STUCK = {
     "in Python": "while True: pass",
@@ -125,16 +125,16 @@ def test_command_ends_at_any_stage(how: str, number: signal.Signals, code: int, 
 
 
 @pytest.fixture
-def asked() -> Iterator[PromptStop]:
+def asked() -> Iterator[ImmediateStop]:
     """A process that has been asked to stop."""
-    prompt = PromptStop([], lambda _: 75)
+    prompt = ImmediateStop([], lambda _: 75)
     prompt.start()
     prompt.on_signal("SIGTERM")
     yield prompt
     prompt.cancel()
 
 
-def test_loop_that_checks_for_a_stop_sees_it_at_once(asked: PromptStop) -> None:
+def test_loop_that_checks_for_a_stop_sees_it_at_once(asked: ImmediateStop) -> None:
     with pytest.raises(StopRequested, match="SIGTERM"):
         raise_if_stop_requested()
     asked.cancel()
@@ -146,8 +146,8 @@ def test_signal_after_the_first_step_only_sets_a_request() -> None:
     before = signal.getsignal(signal.SIGTERM)
     request.install()
     try:
-        request.enable_prompt_stop()
-        request.disable_prompt_stop()
+        request.enable_immediate_stop()
+        request.disable_immediate_stop()
         signal.raise_signal(signal.SIGTERM)
         raise_if_stop_requested()
         assert request.reason() == "SIGTERM"
@@ -157,7 +157,7 @@ def test_signal_after_the_first_step_only_sets_a_request() -> None:
 
 
 @pytest.mark.slow
-def test_forked_process_does_not_handle_its_parents_stop(asked: PromptStop) -> None:
+def test_forked_process_does_not_handle_its_parents_stop(asked: ImmediateStop) -> None:
     if (pid := os.fork()) == 0:
         raise_if_stop_requested()
         os._exit(7)
@@ -332,7 +332,7 @@ def test_failing_url_does_not_wait_for_a_hanging_one() -> None:
     assert transport.map_urls(str.upper, []) == []
 
 
-def test_stop_request_ends_a_lookup(asked: PromptStop) -> None:
+def test_stop_request_ends_a_lookup(asked: ImmediateStop) -> None:
     hang = threading.Event()
     try:
         with pytest.raises(StopRequested):
@@ -341,7 +341,7 @@ def test_stop_request_ends_a_lookup(asked: PromptStop) -> None:
         hang.set()
 
 
-def test_stop_request_is_handled_between_retries(asked: PromptStop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stop_request_is_handled_between_retries(asked: ImmediateStop, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StopRequested):
         transport._sleep(60)
     with pytest.raises(StopRequested):

@@ -640,7 +640,7 @@ def test_a_run_that_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str
 @pytest.mark.campaign
 def test_run_that_is_too_short_reports_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(tmp_path, "train.steps=2")
-    assert "log.profile_steps=[3,5]: no profile, because the run ends before, at step 2" in capsys.readouterr().out
+    assert "log.profile_steps=[3,5]: no profile, because the run ends earlier, at step 2" in capsys.readouterr().out
     assert not (tmp_path / "profile").exists()
 
 

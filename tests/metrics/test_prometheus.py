@@ -62,8 +62,8 @@ def test_a_port_that_is_taken_ends_nothing(tmp_path: Path, capsys: pytest.Captur
 def test_names_and_numbers_are_spelled_as_prometheus_reads_them() -> None:
     sink = Prometheus(0, 'a "b"\\', pytest.fail)
     sink.write(Record(kind="train", step=1, loss=float("nan"), tokens=3, skipped=1, time=1.0))
-    page = sink.page()
-    assert 'meshtrainer_loss{run="a \\"b\\"\\\\"} NaN\n' in page
+    text = sink.render()
+    assert 'meshtrainer_loss{run="a \\"b\\"\\\\"} NaN\n' in text
     sink.close()
 
 

@@ -91,10 +91,10 @@ def test_adapters_and_their_shares(tmp_path: Path, capsys: pytest.CaptureFixture
     own += ["model.num_layers=1", "lora.rank=2", "log.sample_tokens=0", "eval.every=0", "checkpoint.every=0"]
     for targets, expected in {
         "all-linear": r"wq, wk, wv, wo: 1\.54 k parameters, 100\.0% of them\n"
-        r"none on gate_up_proj, down_proj of the experts, which lora\.targets can name",
+        r"none on gate_up_proj, down_proj of the experts; lora\.targets can name them",
         "[q_proj,down_proj]": r"wq: 448 parameters, 8\.0% of them\n"
         r"down_proj of the experts: 5\.12 k parameters, 92\.0% of them\n"
-        r"none on gate_up_proj of some experts, which lora\.targets can name",
+        r"none on gate_up_proj of some experts; lora\.targets can name them",
         "[experts]": r"gate_up_proj, down_proj of the experts: 12\.3 k parameters, 100\.0% of them",
     }.items():
         config = load_config("qwen3_moe_small", [*own, f"lora.targets={targets}", f"run.dir={tmp_path / targets}"])

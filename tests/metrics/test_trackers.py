@@ -168,7 +168,7 @@ def test_after_an_outage_everything_arrives_and_one_message_tells(
     assert [step for step, _ in kept.rows] == list(range(1, 7))
     warned = capsys.readouterr().err
     assert warned.count("warning:") == 1
-    assert "kept failed; continuing, and trying it again until the run ends: " in warned
+    assert "kept failed; continuing, with retries until the run ends: " in warned
 
 
 def test_a_tracker_that_hangs_is_left(

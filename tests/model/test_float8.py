@@ -73,7 +73,7 @@ def test_device_without_float8_is_rejected(way: str, monkeypatch: pytest.MonkeyP
     [
         (["fsdp.param_dtype=float32"], r"train\.float8=rowwise: needs layers that compute in bfloat16"),
         ([BFLOAT16, "data.seq_len=33"], r"must be a multiple of 16"),
-        ([BFLOAT16, "train.activation_checkpoint=budget:0.5"], r"a budget does not support float8"),
+        ([BFLOAT16, "train.activation_checkpoint=budget:0.5"], r"selection by budget does not support float8"),
     ],
 )
 def test_layers_that_are_converted(overrides: list[str], message: str) -> None:

@@ -179,7 +179,7 @@ MISTAKES = {
     "no such width": (["optim.base_model={dims: 16}"], ["has no such width: dims", "dim: 16"]),
     "no width at all": (["optim.base_model={dim: 0}"], ["optim.base_model.dim=0: must be at least 1"]),
     "no legal model": (["optim.base_model={dim: 16, num_heads: 3}"], ["is not a legal model", "num_heads"]),
-    "heads of another size": (["optim.base_model={dim: 16}"], ["its heads have a size of 2, those of this model 8"]),
+    "heads of another size": (["optim.base_model={dim: 16}"], ["its heads have size 2, but this model's have 8"]),
     "another depth": (
         ["optim.base_model={dim: 16, num_heads: 2, num_kv_heads: 2, num_layers: 1}"],
         ["has different parameters than this model", "only fields that are widths"],

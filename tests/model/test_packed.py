@@ -166,7 +166,7 @@ def test_mistakes(overrides: list[str], says: str, base: Path, capsys: pytest.Ca
 
 def test_row_that_blocks_do_not_divide_is_refused(tmp_path: Path) -> None:
     narrow = folder_of(tmp_path / "narrow", config=replace(WIDE, ffn_dim=96))
-    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs blocks of 64 .* divide the 96 of .*w2"):
+    with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs each row in blocks of 64 .* length 96 of .*w2"):
         Trainer(config_of(narrow, tmp_path / "run", "lora.base_dtype=nf4"))
 
 
@@ -327,14 +327,14 @@ def test_exports_are_the_function_that_was_trained(
     assert (exported("adapter") / "adapter_model.safetensors").exists()
     with pytest.raises(SystemExit, match="2"):
         export_command([str(folder), str(tmp_path / "none"), "--merged=foo"])
-    assert "--merged=foo: the only value is original: --merged, or --merged=original" in capsys.readouterr().err
+    assert "--merged=foo: the only value is original: use --merged, or --merged=original" in capsys.readouterr().err
 
     own = ["lora.rank=0", "lora.alpha=16", "train.steps=1", "optim.lr=1e-12", "optim.weight_decay=0"]
     again = trained(folder, tmp_path / "again", *own)
     with torch.no_grad():
         torch.testing.assert_close(load_weights(again)(tokens), merged)
     assert export_command([str(again), str(tmp_path / "none"), "--merged=original"]) == 2
-    assert "were not packed" in capsys.readouterr().err
+    assert "were not quantized" in capsys.readouterr().err
 
 
 @pytest.mark.campaign

@@ -220,7 +220,7 @@ def start_unfrozen(folder: Path) -> str:
 @pytest.mark.slow
 def test_gradients_that_are_not_averaged_are_detected_at_the_start(tmp_path: Path) -> None:
     (message, _) = run_ranks(2, start_unfrozen, tmp_path / "run")
-    assert "tok_embeddings.weight is not sharded, so that its gradient is not reduced" in message
+    assert "tok_embeddings.weight is not sharded, so its gradient is not reduced" in message
 
 
 FSDP = "fsdp.cpu_offload=true"

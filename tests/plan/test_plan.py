@@ -196,7 +196,7 @@ def test_blocks_that_only_look_equal_are_traced_separately(way: str, micro_batch
 
 def test_model_that_cannot_be_planned() -> None:
     config = config_of("llama_small", "model.name=tests.helpers.custom_recipes:undecided", shape=MeshShape(1, 2))
-    with pytest.raises(UserError, match=r"model\.name=.*undecided: cannot be planned: tracing it on meta tensors"):
+    with pytest.raises(UserError, match=r"model\.name=.*undecided: cannot be planned: tracing it on fake tensors"):
         make_plan(config, MeshShape(1, 2), find_machine("h100"))
 
 
@@ -338,7 +338,7 @@ def test_nothing_fits() -> None:
     shape = MeshShape(1, 8)
     autos = ["fsdp.reshard_after_forward=auto", "train.activation_checkpoint=auto", "fsdp.accumulate=unsharded"]
     config = config_of("llama3_8b", *autos, shape=shape, micro_batches=4)
-    with pytest.raises(UserError, match=r"nothing fits 30 GiB; the least, .* needs \d+\.\d+ GiB") as caught:
+    with pytest.raises(UserError, match=r"nothing fits 30 GiB; the smallest candidate, .* needs \d+\.\d+") as caught:
         fastest_choice(config, shape, find_machine("h100", memory_gib=30))
     assert "would fit: " in str(caught.value)
     assert "fsdp.accumulate=sharded" in str(caught.value)
@@ -550,7 +550,7 @@ def test_calibration_is_stored_and_used(
     assert done.stdout.count("saved to") == 1
     (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
     path.write_text("{}")
-    assert "is not a calibration" in run_plan(capsys, "recipe=llama_small", "device=cpu", exit_code=2)[1]
+    assert "is not a valid calibration file" in run_plan(capsys, "recipe=llama_small", "device=cpu", exit_code=2)[1]
 
 
 # ---------------------------------------------------------------------------------------------------------------

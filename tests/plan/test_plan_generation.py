@@ -95,7 +95,7 @@ def test_a_generation_that_does_not_fit_is_reported(capsys: pytest.CaptureFixtur
     assert plan_command([*own, f"generate={number}x1024+7168", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["memory"]
     assert found["needed_gib"] > 19, "and hardly more would fit"
-    with pytest.raises(UserError, match="generate=64: must be the number of completions"):
+    with pytest.raises(UserError, match=r"generate=64: must be NxP\+A: N completions"):
         GenerationWorkload.parse("64")
 
 

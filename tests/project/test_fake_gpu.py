@@ -221,7 +221,7 @@ def test_one_gpu_and_two_ranks(stand: Stand, launcher: str, gpus: str, ends: int
     }
     ran = stand.run(*commands[launcher], FAKE_GPUS=gpus)
     assert ran.returncode == ends, ran.stdout + ran.stderr
-    assert ran.stderr.count("this node has 1 GPU, one for each rank") == (ends != 0)
+    assert ran.stderr.count("this node has 1 GPU, and each rank needs its own") == (ends != 0)
 
 
 def test_cpu_build_of_torch_is_not_taken_for_a_cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_init_writes_a_working_project(installed: Installed, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("my model", "NAME=my model: must be usable as a Python module"),
+        ("my model", "NAME=my model: must be a valid Python module name"),
         ("llama", "NAME=llama: is the name of another module or model\n  for example: my_llama"),
         ("json", "NAME=json: is the name of another module or model"),
         ("there", "NAME=there: there exists already"),

@@ -62,6 +62,11 @@ def test_old_class_names_are_the_same_classes() -> None:
     assert trainer.experts.Choice is trainer.experts.TopKExperts
 
 
+def test_old_function_names_are_the_same_functions() -> None:
+    assert trainer.experts.mix is trainer.experts.apply_experts
+    assert trainer.experts.products is trainer.experts.expert_matmuls
+
+
 def test_old_attribute_names_work_with_a_warning() -> None:
     for owner, names in _RENAMED.items():
         for old, new in names.items():

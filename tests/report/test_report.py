@@ -27,7 +27,7 @@ from trainer.report.__main__ import command_line
 from trainer.report.charts import NUM_COLUMNS, draw_png, reduce_to_columns
 from trainer.report.history import NUM_POINTS, PANELS, downsample, read_run
 from trainer.report.live import Server, watch
-from trainer.report.page import write_comparison, write_page
+from trainer.report.page import render_comparison, render_page
 
 # ---------------------------------------------------------------------------------------------------------------
 # Generated runs
@@ -181,7 +181,7 @@ def test_a_run_that_is_killed_and_resumed(tmp_path: Path) -> None:
     arguments += ["eval.every=4", "eval.steps=1", "log.every=1", "log.sample_tokens=0", "run.threads=1"]
     arguments += ["checkpoint.every=3", "checkpoint.mode=sync"]
     assert start(folder, *arguments, fault=Fault(kill="all", at_step=5)).wait() == [-9]
-    page = write_page(read_run(folder))
+    page = render_page(read_run(folder))
     assert ">killed</span>" in page, "status.json still says running"
     killed_at = time.time()
     time.sleep(1.0)
@@ -298,7 +298,7 @@ def test_logged_values_have_charts_and_a_table(tmp_path: Path) -> None:
     ]
     run = read_run(write(tmp_path / "a", lines, "finished"))
     assert run.logged == ["accuracy", "margin"]
-    page = write_page(run)
+    page = render_page(run)
     assert "accuracy0.750.25margin0.125" in Page(page).text
     data = data_in(page)
     panel = next(panel for panel in data["panels"] if panel["title"] == "accuracy")
@@ -309,7 +309,7 @@ def test_logged_values_have_charts_and_a_table(tmp_path: Path) -> None:
     assert data["runs"][0]["train"]["accuracy"] == [None, 0.5, 0.75]
     assert data["runs"][0]["evals"]["accuracy"] == [0.25]
     plain = read_run(write(tmp_path / "b", ONE_ATTEMPT, "finished"))
-    compared = data_in(write_comparison([plain, run]))
+    compared = data_in(render_comparison([plain, run]))
     assert [panel["title"] for panel in compared["panels"]][1:3] == ["accuracy", "margin"]
     assert draw_png([plain, run], "two", "")[:4] == draw_png([run], "one", "")[:4] == b"\x89PNG"
 
@@ -319,7 +319,7 @@ def test_long_setting_is_collapsed_in_a_comparison(tmp_path: Path) -> None:
     short = "model:\n  name: llama\n"
     long = "model:\n  name: hf\n  config: {" + ", ".join(f"key_{n}: {n}" for n in range(200)) + "}\n"
     runs = [write(tmp_path / str(n), ONE_ATTEMPT, "finished", text) for n, text in enumerate([short, long, short])]
-    page = write_comparison([read_run(folder) for folder in runs])
+    page = render_comparison([read_run(folder) for folder in runs])
     (cell,) = [part for part in page.split("<td") if "<details>" in part]
     summary = cell.partition("<summary>")[2].partition("</summary>")[0]
     assert len(html.unescape(summary)) < 140
@@ -337,16 +337,16 @@ def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
     evaluation = {"kind": "eval", "step": 2, "loss": 2.0, "loss_web": 2.5, "loss_code": 1.5}
     run = read_run(write(tmp_path, [start_line(0.0), first, last, evaluation]))
     assert run.sources == ["web", "code"]
-    page = Page(write_page(run))
+    page = Page(render_page(run))
     assert "Sources" in page.text
     assert "web3.00002.50000.50" in page.text
     assert "code1.25001.50001.50" in page.text
-    panel = next(panel for panel in data_in(write_page(run))["panels"] if panel["title"] == "loss by source")
+    panel = next(panel for panel in data_in(render_page(run))["panels"] if panel["title"] == "loss by source")
     assert [(line["column"], line["table"]) for line in panel["lines"][:2]] == [
         ("loss_web", "train"),
         ("loss_web", "evals"),
     ]
-    one = data_in(write_page(read_run(write(tmp_path / "one", ONE_ATTEMPT))))
+    one = data_in(render_page(read_run(write(tmp_path / "one", ONE_ATTEMPT))))
     assert len(one["panels"]) == len(PANELS)
 
 
@@ -420,6 +420,16 @@ def test_running_and_killed_runs_are_distinguished(tmp_path: Path) -> None:
     report(tmp_path)
 
 
+def test_watched_page_of_a_run_that_is_killed_says_so(tmp_path: Path) -> None:
+    """No file of the run changes when it is killed."""
+    write(tmp_path, ONE_ATTEMPT, "running")
+    owner = tmp_path / ".owner.json"
+    owner.write_text("{}")
+    states: list[str] = []
+    watch([tmp_path], lambda: states.append(read_run(tmp_path).state), lambda _: os.utime(owner, (1, 1)))
+    assert states == ["running", "killed"]
+
+
 @pytest.mark.slow
 def test_attempts_on_different_numbers_of_ranks(tmp_path: Path) -> None:
     lines = list(ONE_ATTEMPT)
@@ -482,7 +492,7 @@ def test_page_is_rewritten_until_its_run_ends(tmp_path: Path) -> None:
         if pauses == 2:
             write(folder, ONE_ATTEMPT, "finished")
 
-    watch([folder], lambda: pages.append(write_page(read_run(folder))), pause)
+    watch([folder], lambda: pages.append(render_page(read_run(folder))), pause)
     assert [data_in(page)["runs"][0]["train"]["step"] for page in pages] == [[1, 2], [1, 2, 3, 4, 6]]
     assert pauses == 2, "it wrote nothing while nothing was new"
     assert data_in(pages[-1])["refresh_s"] == 0

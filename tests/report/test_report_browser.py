@@ -16,7 +16,7 @@ import pytest
 from tests.report.test_report import ONE_ATTEMPT, start_line, train_line, write
 from trainer.report.history import read_run
 from trainer.report.live import Server
-from trainer.report.page import write_comparison, write_page
+from trainer.report.page import render_comparison, render_page
 
 pytestmark = pytest.mark.campaign
 
@@ -98,7 +98,7 @@ def loaded_ms(tab: Tab) -> float:
 @pytest.mark.parametrize("width", [1280, 390])
 def test_one_run_of_ten_thousand_lines(scheme: str, width: int, tmp_path: Path, browser: Any) -> None:
     folder = long_run(tmp_path / "run", 1)
-    (folder / "report.html").write_text(write_page(read_run(folder), folder))
+    (folder / "report.html").write_text(render_page(read_run(folder), folder))
     tab = Tab(browser, folder / "report.html", width, scheme)
     assert loaded_ms(tab) < 1000
     assert tab.count(".charts svg") == 7, "the six, and the losses by source"
@@ -110,7 +110,7 @@ def test_one_run_of_ten_thousand_lines(scheme: str, width: int, tmp_path: Path, 
 
 def test_tooltip_smoothing_and_axes(tmp_path: Path, browser: Any) -> None:
     folder = long_run(tmp_path / "run", 1)
-    (folder / "report.html").write_text(write_page(read_run(folder), folder))
+    (folder / "report.html").write_text(render_page(read_run(folder), folder))
     tab = Tab(browser, folder / "report.html")
     chart, tip = tab.page.locator(".charts svg").first, tab.page.locator(".tip").first
     line = "() => document.querySelector('.charts svg path[style*=blue][style*=none]').getAttribute('d')"
@@ -139,7 +139,7 @@ def test_tooltip_smoothing_and_axes(tmp_path: Path, browser: Any) -> None:
 def test_five_runs_are_compared(tmp_path: Path, browser: Any) -> None:
     folders = [long_run(tmp_path / f"run{seed}", seed) for seed in range(1, 6)]
     page = tmp_path / "comparison.html"
-    page.write_text(write_comparison([read_run(folder) for folder in folders]))
+    page.write_text(render_comparison([read_run(folder) for folder in folders]))
     tab = Tab(browser, page)
     assert loaded_ms(tab) < 1000
     assert "optim.lr" in tab.page.locator("text=What differs >> xpath=..").inner_text()
@@ -162,7 +162,7 @@ def test_a_long_setting_leaves_room_for_the_columns_of_other_runs(width: int, tm
         write(tmp_path / str(number), ONE_ATTEMPT, "finished", f"model:\n{config}")
         for number, config in enumerate(configs)
     ]
-    (tmp_path / "page.html").write_text(write_comparison([read_run(folder) for folder in folders]))
+    (tmp_path / "page.html").write_text(render_comparison([read_run(folder) for folder in folders]))
     tab = Tab(browser, tmp_path / "page.html", width)
     fits = "() => { const box = document.querySelector('.wraps .scroll'); return box.scrollWidth <= box.clientWidth; }"
     assert tab.page.evaluate(fits), "the third run's column is on the page"
@@ -200,7 +200,7 @@ def test_a_refresh_keeps_scroll_and_choices(tmp_path: Path, browser: Any) -> Non
 @pytest.mark.parametrize("lines", [ONE_ATTEMPT[:1], ONE_ATTEMPT[:2], ONE_ATTEMPT], ids=["start", "one step", "six"])
 def test_runs_that_have_just_started(lines: list[dict[str, Any]], tmp_path: Path, browser: Any) -> None:
     folder = write(tmp_path, lines, "running")
-    (folder / "report.html").write_text(write_page(read_run(folder), folder))
+    (folder / "report.html").write_text(render_page(read_run(folder), folder))
     tab = Tab(browser, folder / "report.html")
     assert tab.count(".charts svg") == 6
     tab.page.locator(".charts svg").first.hover()

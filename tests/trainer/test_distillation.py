@@ -156,7 +156,7 @@ def test_wrong_teachers_are_reported(models: tuple[Path, Path], tmp_path: Path) 
     student, _ = models
     other = folder_of(tmp_path / "other", config=replace(SOURCE, vocab_size=300))
     for path, message in (
-        (str(other), f"objective.teacher={other}: has a vocabulary of 300 tokens, and the trained model one of 263"),
+        (str(other), f"objective.teacher={other}: has a vocabulary of 300 tokens, but the trained model's has 263"),
         ("", "objective.teacher="),
         ("nowhere", "objective.teacher=nowhere"),
     ):

@@ -176,8 +176,13 @@ def test_labelled_answers_and_mismatched_prompts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "labels", "message", "fix"),
     [
-        ("Hi", [True, False], "all conversations of the data have the same one", "add responses to another prompt"),
-        ("Bye", [True, 2], "knows labels up to 1, but the data has some up to 2", "label a good response 1 or true"),
+        ("Hi", [True, False], "all conversations in the data have the same prompt", "add responses to another prompt"),
+        (
+            "Bye",
+            [True, 2],
+            "supports labels up to 1, but the data has labels up to 2",
+            "label a good response 1 or true",
+        ),
         ("Bye", [True, 1], "all records of data.path have label 1", "add records with label 0 or false"),
         ("Bye", [0, False], "all records of data.path have label 0", "add records with label 1 or true"),
         (

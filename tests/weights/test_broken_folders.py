@@ -117,7 +117,7 @@ def test_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None
     (tmp_path / "private").write_text("{}")
     (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
-    with pytest.raises(UserError, match=rf"{name} is a link to .*private, outside of the folder"):
+    with pytest.raises(UserError, match=rf"{name} is a link to .*private, outside the folder"):
         read_model_files(folder)
     (folder / name).unlink()
     (folder / "own").write_text("{}")

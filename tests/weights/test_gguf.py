@@ -223,10 +223,10 @@ VOCABULARIES: dict[str, Callable[[], Vocabulary]] = {
     ("how", "message"),
     [
         ("cut", r"path=\S+m\.gguf: m\.gguf: is not a complete GGUF file"),
-        ("mamba", r"has the architecture 'mamba'; supported are llama, qwen2, qwen3"),
+        ("mamba", r"has the architecture 'mamba'; supported: llama, qwen2, qwen3"),
         ("odd", r"its tokenizer \(gpt2 with the rules of 'odd'\) is not supported"),
         ("yarn", r"its RoPE scaling 'yarn' is not supported"),
-        ("bert", r"its tokenizer \(bert\) is not supported; supported are llama \(SentencePiece\), and gpt2 with "),
+        ("bert", r"its tokenizer \(bert\) is not supported; supported: llama \(SentencePiece\), and gpt2 with "),
         ("unscored", r"its metadata has no tokenizer\.ggml\.scores"),
         ("short", r"its tokenizer has \d+ tokens, but 599 scores\n  to fix: download the file again"),
     ],

@@ -156,7 +156,7 @@ def test_a_plan_fetches_no_weights(fake: FakeHub, folder: Path) -> None:
 
 
 MESSAGES = {
-    "tiny/missing": r"model\.path=tiny/missing: \S+ has no model tiny/missing, or you may not see it\n  to fix",
+    "tiny/missing": r"model\.path=tiny/missing: \S+ has no model tiny/missing, or you have no access to it\n  to fix",
     "tiny/gated": r"model\.path=tiny/gated: is gated: .*\n  to fix: ask for access at \S+/tiny/gated, and log in",
     "tiny/llama@v9": r"model\.path=tiny/llama@v9: model tiny/llama has no revision v9\n  to fix: see",
     "tiny/pickled": r"model\.path=tiny/pickled: has no safetensors, only pytorch_model\.bin: pickle files are not read",

@@ -2,17 +2,17 @@
 
 A checkpoint is a folder such as `step_00000100` that is published atomically: it is complete or it does not exist.
 
-    saver        decides when to save, retries failed saves, quarantines doubtful checkpoints
+    saver        decides when to save, retries failed saves, quarantines suspect checkpoints
     writer       performs one save: collects the state, plans, copies, writes, publishes and prunes
     reader       finds checkpoints, compares them with the state, restores one; also reads weights by name
 
-Those three use these modules, lowest first:
+These three use the modules below, lowest first:
 
-    storage      file systems and object stores, each with its own atomic publishing; files with checksums
+    storage      file systems and object stores, each with its own way to publish atomically; files with checksums
     manifest     the names of checkpoints; the list of a checkpoint's files, used to verify them
     retention    which checkpoints to keep, and whether they will fit on the disk
     interval     the save interval that loses the least time
-    layout       where the bytes of each tensor are in the files; which rank writes and reads which of them
+    layout       where the bytes of each tensor are in the files; which rank writes and reads them
     state_parts  the interface for a part of the state; splits a state dict into tensors and JSON, without pickle
 
 The first four of these do not import torch, so commands that only list checkpoints or plan a run start fast.  The

@@ -1,7 +1,7 @@
 """The Young/Daly save interval, and the goodput that a run can expect from it.
 
 A save costs the time for which training pauses.  A failure costs the work since the newest checkpoint and the time
-until training resumes.  Failures are assumed to occur at random with a constant rate.  Sources: Young 1974, "A first
+until training resumes.  Failures are assumed to occur at random at a constant rate.  Sources: Young 1974, "A first
 order approximation to the optimum checkpoint interval"; Daly 2006, "A higher order estimate of the optimum checkpoint
 interval for restart dumps".
 """
@@ -16,12 +16,12 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 MAX_INTERVAL_S = 7200.0
-"""Upper limit of the Young/Daly interval in seconds.  It exists because checkpoints protect against more than node
+"""Upper limit on the Young/Daly interval in seconds.  It exists because checkpoints protect against more than node
 failures."""
 MIN_INTERVAL_S = 1.0
-"""Lower limit of the interval in seconds, for saves that are too short to measure."""
+"""Lower limit on the interval in seconds, for saves that are too short to measure."""
 _SAVE_MARGIN = 1.2
-"""Lower limit of the interval as a multiple of the duration of a save, so that saves do not overlap.  It takes
+"""Lower limit on the interval as a multiple of the duration of a save, so that saves do not overlap.  It takes
 precedence over `MAX_INTERVAL_S`."""
 _WRITE_BYTES_PER_S = 0.2e9
 """Rate at which each rank writes to storage in bytes per second, assumed until a save has been timed."""
@@ -108,7 +108,7 @@ def estimated_save_s(shard_bytes: float) -> float:
 
 
 def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
-    """Describe the expected goodput with a save every `every_s` seconds, and how to improve it, by topic."""
+    """Return text by topic: the expected goodput with a save every `every_s` seconds, and how to improve it."""
     lost = costs.lost_time_fractions(every_s)
     worst = max(lost, key=lambda cause: lost[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"

@@ -93,7 +93,7 @@ class Boxes:
 
     @classmethod
     def concatenate(cls, tables: Sequence[Boxes]) -> Boxes:
-        """Return one table with the rows of several."""
+        """Return one table with the rows of all `tables`."""
         width = max((table.sizes.shape[1] for table in tables), default=0)
 
         def padded(all_rows: Sequence[IntArray], padding: int) -> IntArray:

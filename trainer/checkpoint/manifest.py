@@ -1,12 +1,12 @@
 """The names of checkpoints, and the manifest, which lists a checkpoint's files with their sizes and checksums.
 
-The manifest is written last, and a folder without a manifest is not a checkpoint.
+The manifest is written last, so a checkpoint without a manifest is incomplete.
 
 The files of a checkpoint:
 
 manifest.json               step, versions, mesh, size and CRC-32 of every other file, and the manifest's own SHA-256
-state.json                  state other than tensors that is the same on all ranks: counters, position in the data
-layout.json                 which bytes of which file hold which chunk of which tensor
+state.json                  non-tensor state that is the same on all ranks: counters, position in the data
+layout.json                 the file and byte range of each chunk of each tensor
 __0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
 __0_0.blocks.json ...       the block checksums of that file
 ranks/00000.safetensors     per-rank state, such as the states of random number generators
@@ -67,7 +67,7 @@ class Manifest:
 
     @property
     def evaluation(self) -> Mapping[str, float]:
-        """Losses and `metric` of the evaluation at this step, by field; empty if the step was not evaluated."""
+        """Results of the evaluation at this step, keyed by metrics field; empty if the step was not evaluated."""
         losses: Mapping[str, float] = self.extra.get("evaluation", {})
         return losses
 
@@ -160,7 +160,8 @@ def check_format(storage: Storage, version: object) -> None:
             "  and train.init_from=weights.pt"
         )
     raise UserError(
-        f"{storage}: has checkpoint format {version}; this version of meshtrainer reads {FORMAT_VERSION}; {advice}"
+        f"{storage}: has checkpoint format {version}; this version of meshtrainer reads formats "
+        f"{' and '.join(map(str, _READABLE_VERSIONS))}; {advice}"
     )
 
 

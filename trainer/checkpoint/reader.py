@@ -2,7 +2,7 @@
 
 Before a restore, the ranks together verify the manifest, the sizes of all files but `.metadata` and, unless
 `checkpoint.verify=sizes`, the files' checksums; large tensors may be verified while they are read.  A damaged
-checkpoint is reported and the one before it is tried, unless a specific checkpoint was requested; then the run fails.
+checkpoint is reported and the one before it is tried; if a specific checkpoint was requested, the run fails instead.
 All ranks restore the same checkpoint.
 """
 
@@ -67,7 +67,7 @@ from trainer.checkpoint.storage import (
 from trainer.config import stored_value
 from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.passes import current_checkpoint_dir
-from trainer.config.stored import CONFIG, run_of_best
+from trainer.config.stored import CONFIG, run_from_best_path
 from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError, is_masked, nearest, setting_error
 from trainer.files import local_path
@@ -315,12 +315,13 @@ class IncompatibleCheckpoint(UserError):
         """
         part_lines = [line for lines in by_part.values() for line in lines]
         self.lines = [*settings, *part_lines]
-        has_new_optimizer = any(line.startswith("optim.name:") for line in settings)  # explains its state
-        to_advise_on = [
+        # A different optimizer explains the differences in its state, which then need no advice of their own.
+        has_new_optimizer = any(line.startswith("optim.name:") for line in settings)
+        lines_to_advise_on = [
             line for name, lines in by_part.items() if name != "optimizer" or not has_new_optimizer for line in lines
         ]
         parts = [name for name, lines in by_part.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
-        self._storage, self._advice = storage, advice_for(settings, to_advise_on, parts)
+        self._storage, self._advice = storage, advice_for(settings, lines_to_advise_on, parts)
         limit = _MAX_LINES if len(self.lines) <= _MAX_LINES else _MAX_LINES - 1  # one line for the number of others
         first_lines = [lines[0] for lines in by_part.values()]
         others = [line for line in part_lines if line not in first_lines]
@@ -385,7 +386,7 @@ def _part_of_layout(layout: Layout, part: str) -> dict[str, StoredTensor]:
 def check_compatible(
     storage: Storage, settings: list[str], state: TrainState, stored: StoredState, allowed: frozenset[str]
 ) -> tuple[set[str], list[str]]:
-    """Return the parts not to restore, because they differ as `allowed` permits, and remarks to print.
+    """Return the parts not to restore, which differ but are in `allowed`, and remarks to print.
 
     settings: forbidden differences in settings, one line each.
 
@@ -544,15 +545,15 @@ def find_checkpoints(path: str | os.PathLike[str]) -> Storage:
 def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
     """Return the checkpoint that `path` refers to.
 
-    `path` is a checkpoint, a run folder or folder of checkpoints (for its newest checkpoint; one saved while steps were
-    skipped only if there is no other), or `RUN/best` (for the one with the best evaluation).  Raises UserError if there
-    is no such checkpoint.
+    `path` is a checkpoint, a run folder, a folder of checkpoints, or `RUN/best`.  A folder refers to its newest
+    checkpoint, or to one saved while steps were skipped only if there is no other.  `RUN/best` refers to the run's
+    checkpoint with the best evaluation.
 
-    The checkpoint may be damaged, which is only detected when it is read.
+    Raises UserError if there is no such checkpoint.  Damage is detected only when the checkpoint is read.
     """
     if is_checkpoint(path):
         return open_storage(path)
-    if (run := run_of_best(os.fspath(path))) is not None:
+    if (run := run_from_best_path(os.fspath(path))) is not None:
         folder = find_checkpoints(run)
         best = best_step(folder)
         if best is None:
@@ -685,7 +686,7 @@ class ChunkReader:
     """Reads chunks, or boxes within chunks, from the data files of one checkpoint."""
 
     _NUM_THREADS = 2
-    """The threads take turns at the blocks of a file: one waits for the disk while the other computes a checksum.  With
+    """The threads take turns on the blocks of a file: one waits for the disk while the other computes a checksum.  With
     one tensor per thread, which defeats the kernel's read-ahead, reading took 1.3 to 3 times as long."""
     _BYTES_IN_FLIGHT = 64 << 20
     """Limit on the bytes of reads that have started but not finished."""

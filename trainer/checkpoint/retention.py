@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from trainer.checkpoint.manifest import Manifest, checkpoint_name, list_steps, read_manifest
-from trainer.checkpoint.storage import DOUBTFUL, Damaged, Storage
+from trainer.checkpoint.storage import SUSPECT, Damaged, Storage
 from trainer.config import CheckpointSection
 from trainer.errors import UserError
 from trainer.metrics.console import readable_bytes
@@ -67,9 +67,9 @@ def _read_if_usable(storage: Storage) -> Manifest | None:
 class RetentionPolicy:
     """Decides which checkpoints are obsolete.  For rank 0 only.  Manifests are cached.
 
-    The policy keeps the newest `checkpoint.keep_last` good checkpoints, those of steps that are multiples of
-    `checkpoint.keep_every` or that replace the save of such a step, and the `checkpoint.keep_best` ones with the best
-    `metric`; it keeps every checkpoint with `checkpoint.keep_last=0`.
+    With `checkpoint.keep_last=0`, the policy keeps every checkpoint.  Otherwise it keeps the newest
+    `checkpoint.keep_last` good checkpoints, the `checkpoint.keep_best` ones with the best `metric`, and each checkpoint
+    whose step, or a step whose save it replaces, is a multiple of `checkpoint.keep_every`.
     """
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
@@ -86,7 +86,7 @@ class RetentionPolicy:
         """Return whether a checkpoint with this evaluation would be among the best; a tie does not count as better.
 
         It is compared only with existing checkpoints, not with ones that failed to save or were deleted.  This method
-        does not update the cache, since a save may be in flight.  It propagates errors of the storage.
+        does not update the cache, since a save may be in flight.  It propagates storage errors.
         """
         value = evaluation.get(self._metric)
         if value is None:
@@ -105,7 +105,7 @@ class RetentionPolicy:
         With `before_next`, they include those that will be obsolete once the next good checkpoint is published; these
         are pruned in advance if the disk is too full for the new one.  At least one good checkpoint always remains.
 
-        Propagates errors of the storage.
+        Propagates storage errors.
         """
         num_last = self._keep_last - 1 if before_next else self._keep_last
         steps = list_steps(self._storage)
@@ -114,7 +114,7 @@ class RetentionPolicy:
             return []
         manifests = {step: self._manifest_of(step) for step in steps}
         evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
-        ranked = sorted((self._sign * m.evaluation[self._metric], m.step) for m in evaluated)  # a tie: the older
+        ranked = sorted((self._sign * m.evaluation[self._metric], m.step) for m in evaluated)  # ties: older first
         to_keep = {step for _, step in ranked[: self._keep_best]}
         for step, manifest in manifests.items():
             due_steps = (step, *(manifest.replaced_steps if manifest is not None else ()))
@@ -126,8 +126,8 @@ class RetentionPolicy:
         """Return the names of the good checkpoints of step `first_step` and later, after which every step failed.
 
         The list is empty if no good checkpoint is older, because there is then nothing else to resume from.  It omits a
-        step whose checkpoint was quarantined as doubtful before: the failure recurred after resuming from an older
-        checkpoint, so that one was not its cause.
+        step whose checkpoint was already quarantined as suspect: the failure recurred after resuming from an older
+        checkpoint, so the quarantined one was not its cause.
         """
         good = [step for step in list_steps(self._storage) if self._is_good(step)]
         if not good or good[0] >= first_step:
@@ -136,7 +136,7 @@ class RetentionPolicy:
         return [
             checkpoint_name(step)
             for step in good
-            if step >= first_step and f"{DOUBTFUL}-{checkpoint_name(step)}" not in quarantined
+            if step >= first_step and f"{SUSPECT}-{checkpoint_name(step)}" not in quarantined
         ]
 
     def _is_good(self, step: int) -> bool:
@@ -167,7 +167,7 @@ class CheckpointCounts:
 
 
 def checkpoint_counts(section: CheckpointSection, steps_left: int, num_existing: int) -> CheckpointCounts:
-    """Return the counts of a run that has `num_existing` checkpoints and will train `steps_left` more steps."""
+    """Return the counts for a run that has `num_existing` checkpoints and will train `steps_left` more steps."""
     every = section.every if isinstance(section.every, int) else 1
     num_saves = 1 if every == 0 else max(1, -(-steps_left // every))
     permanent = section.keep_best + (steps_left // section.keep_every if section.keep_every else 0)

@@ -1,7 +1,7 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles due saves, retries and the final save, and for each save the folder's lock, its relocation, the watchdog
-and the metrics.  `Checkpoints` (writer.py) performs the saves, one at a time.
+`Saver` handles due saves, retries and the final save.  For each save, it also handles the lock and relocation of the
+folder, the watchdog and the metrics.  `Checkpoints` (writer.py) performs the saves, one at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.interval import Costs, costs_of, describe_costs, estimated_save_s
 from trainer.checkpoint.manifest import checkpoint_name
 from trainer.checkpoint.retention import find_best
-from trainer.checkpoint.storage import DISK_FULL_ADVICE, DOUBTFUL, describe
+from trainer.checkpoint.storage import DISK_FULL_ADVICE, SUSPECT, describe
 from trainer.checkpoint.writer import Checkpoints, SaveResult
 from trainer.config import CheckpointSection, RunConfig
 from trainer.distributed.channel import StepSync
@@ -43,7 +43,7 @@ _DISK_FULL_PAUSES_S = (5.0, 10.0, 20.0, 25.0)
 class Saver:
     """Saves the training state when a save is due, when an evaluation is among the best, on request, and at the end.
 
-    Methods are collective unless documented otherwise; properties are not, except `best`.
+    Methods are collective unless documented otherwise; properties are not.
 
     With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether the
     save has ended on every rank, so `take_finished_save` does not wait for the storage unless the save is overdue.
@@ -121,7 +121,7 @@ class Saver:
         return None
 
     def try_save(self, state: TrainState, may_skip: bool = True) -> None:
-        """Save as `fit` does: failures are counted, and one is raised only after too many in a row.
+        """Save as `fit` does: failures are counted, and TrainingFailed is raised only after too many in a row.
 
         While steps are being skipped the state is not worth saving, so the save is postponed until the next good step.
         """
@@ -214,8 +214,8 @@ class Saver:
     def quarantine_since(self, first_step: int | None) -> None:
         """Quarantine the checkpoints of `first_step` and later steps, after which every step was skipped.
 
-        The next start then resumes from an older checkpoint, if there is one.  No step is quarantined twice.  For a run
-        that has failed.  Not collective: acts on rank 0 only.
+        Call this after the run has failed.  The next start then resumes from an older checkpoint, if there is one.  No
+        step is quarantined twice.  Not collective: acts on rank 0 only.
         """
         checkpoints = self._checkpoints
         is_busy = checkpoints.in_flight is not None and not checkpoints.is_written
@@ -224,15 +224,13 @@ class Saver:
         try:
             names = checkpoints.retention.names_to_quarantine(first_step)
             for name in names:
-                checkpoints.storage.quarantine(name, DOUBTFUL)
+                checkpoints.storage.quarantine(name, SUSPECT)
         except Exception as error:  # the storage has failed as well: leave the checkpoints in place
             self._warn(f"cannot quarantine the checkpoints saved after step {first_step}: {describe(error)}")
             return
         if names:
-            renamed = ", ".join(f"{name} was quarantined as {DOUBTFUL}-{name}" for name in names)
-            self._warn(
-                f"every step since then failed: {renamed}; the same command resumes from the checkpoint before it"
-            )
+            renamed = ", ".join(f"{name} was quarantined as {SUSPECT}-{name}" for name in names)
+            self._warn(f"{renamed}: every later step failed; the same command resumes from an earlier checkpoint")
 
     def wait_for_deletion(self) -> None:
         """Wait for the deletion of pruned checkpoints, up to a time limit.  Not collective."""
@@ -243,7 +241,7 @@ class Saver:
             warn(text)
 
     def _state_key(self, state: TrainState) -> tuple[object, ...]:
-        """Return a key that changes with the state: its step and, with `checkpoint.keep_best`, its evaluation."""
+        """Return a key that changes with the step, `eval_pending` and, with `checkpoint.keep_best`, the evaluation."""
         return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
 
     def _is_saved(self, state: TrainState) -> bool:
@@ -255,7 +253,7 @@ class Saver:
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
-        self._watchdog.save_begins(lambda: self._checkpoints.stage)
+        self._watchdog.begin_save(lambda: self._checkpoints.stage)
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
@@ -266,7 +264,7 @@ class Saver:
         """
         with self._watchdog.during("save"):
             result = self._checkpoints.take_result(has_ended)
-        self._watchdog.save_ends()
+        self._watchdog.end_save()
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
             every_s = self.schedule.policy.every_s
@@ -275,7 +273,7 @@ class Saver:
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
         if result.error:
-            self.schedule.failed()
+            self.schedule.record_failure()
             limit = self._config.max_failures
             count = f"failure {self.schedule.num_failures} of {limit} in a row"
             if self.schedule.num_failures >= limit and not is_last:
@@ -283,7 +281,7 @@ class Saver:
             if warns:
                 self._warn(f"checkpoint not saved, training continues: {result.error} ({count})")
             return result
-        self.schedule.succeeded(result.step)
+        self.schedule.record_success(result.step)
         self.longest_save_s = max(self.longest_save_s, result.total_s)
         self.schedule.policy.update(self._metrics.history())
         self._saved_key = self._started_key
@@ -310,7 +308,7 @@ class SaveSchedule:
         self.is_postponed = False
         """True if a due save was postponed until the next step, because the state was not worth saving."""
         self._unsaved_steps: list[int] = []
-        """Steps at which a save was due and since which no save has succeeded."""
+        """Steps at which a save was due, with no successful save since then."""
 
     def may_retry(self) -> bool:
         """Return whether the pause after a failed save is over."""
@@ -331,12 +329,12 @@ class SaveSchedule:
         self.policy.record_start()
         return [due for due in self._unsaved_steps if due < step]
 
-    def failed(self) -> None:
+    def record_failure(self) -> None:
         pause = min(self.FIRST_PAUSE_S * 2**self.num_failures, self.LONGEST_PAUSE_S)
         self.num_failures += 1
         self._retry_at = self._clock() + pause
 
-    def succeeded(self, step: int) -> None:
+    def record_success(self, step: int) -> None:
         self.num_failures = 0
         self._unsaved_steps = [due for due in self._unsaved_steps if due > step]
 

@@ -31,7 +31,7 @@ class StatePart:
     """
 
     may_be_absent = False
-    """True if a checkpoint that lacks this part, as older ones may, can be restored without it."""
+    """True if a checkpoint without this part, such as an older one, can be restored."""
     can_restart = False
     """True if `restart` can replace stored per-rank state, when the checkpoint has a different number of ranks."""
 
@@ -52,14 +52,14 @@ class StatePart:
         return None
 
     def prepare(self, stored: Mapping[str, StoredTensor]) -> None:
-        """Allocate those tensors that loading will fill and that do not exist yet.  stored: as in `differences`."""
+        """Allocate the tensors that loading will fill but that do not exist yet.  stored: as in `differences`."""
 
     def may_differ(self, key: str) -> bool:
         """Return whether an unsharded tensor may differ between ranks; each rank then stores and restores its own."""
         return False
 
     def changes_from(self, plain: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
-        """Check that what the part refers to outside the checkpoint is unchanged, such as the training data.
+        """Check that what the part refers to outside the checkpoint, such as the training data, is unchanged.
 
         plain: as in `differences`.
         allowed: keys and parts of the state that may differ (`checkpoint.allow_changes`).
@@ -165,7 +165,7 @@ def _add_tensor(tensor: torch.Tensor, path: Path, tensors: dict[Path, torch.Tens
     """Add a tensor under its path; return its key."""
     key = ".".join(path)
     if path in tensors:
-        raise TypeError(f"two tensors of the state have the name {key} (a dictionary with keys such as 1 and '1'?)")
+        raise TypeError(f"two tensors in the state have the name {key} (a dictionary with keys such as 1 and '1'?)")
     tensors[path] = tensor
     return key
 

@@ -1,14 +1,15 @@
 """Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
 Folders are published atomically in both, but in different ways.  In a file system, a folder is written under a
-temporary name, flushed to disk and renamed.  An object store has no atomic rename: there the manifest is written last
-and acts as the commit, and a folder without a manifest is not a checkpoint.  Names are relative paths with slashes.
+temporary name, flushed to disk and renamed; a folder that it replaces is renamed first.  An object store has no atomic
+rename: there the manifest is written last and acts as the commit, and a folder without a manifest is not a checkpoint.
+Names are relative paths with slashes.
 
 Data files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test
 without checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file loaded silently as wrong
-values.  Here a data file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and a reader verifies
-every block that it touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.  It protects
-against accidental corruption, not against tampering.
+values.  Here a data file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and by default a
+reader verifies every block that it touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.
+It protects against accidental corruption, not against tampering.
 """
 
 from __future__ import annotations
@@ -35,10 +36,11 @@ from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
-"""File name of the manifest.  A folder without a manifest is not a checkpoint."""
-DAMAGED, SUPERSEDED, DOUBTFUL = "damaged", "superseded", "doubtful"
-"""Reasons for quarantining a checkpoint.  The reason becomes the prefix of the checkpoint's new name."""
-_QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{DOUBTFUL}-")
+"""File name of the manifest.  A checkpoint without a manifest is incomplete."""
+DAMAGED, SUPERSEDED, SUSPECT = "damaged", "superseded", "doubtful"
+"""Reasons for quarantining a checkpoint.  The reason becomes the prefix of the checkpoint's new name, so its text must
+not change."""
+_QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{SUSPECT}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 """In a file system, prefixes of the temporary names of folders that are being written, deleted and replaced."""
 _UNFINISHED = ".unfinished"
@@ -94,7 +96,7 @@ class Storage(Protocol):
         ...
 
     def publish(self, unpublished: str, name: str) -> None:
-        """Publish the folder that was written under the name from `begin` as `name`."""
+        """Publish a folder as `name`.  unpublished: the name that `begin` returned for it."""
         ...
 
     def quarantine(self, name: str, why: str) -> None:
@@ -118,7 +120,7 @@ class Storage(Protocol):
         ...
 
     def clean(self, prefix: str) -> list[str]:
-        """Delete what interrupted writes and deletions of folders with this prefix have left.  Returns the names."""
+        """Delete the leftovers of interrupted writes and deletions of folders with this prefix; return their names."""
         ...
 
 
@@ -137,7 +139,7 @@ def open_storage(path: str | os.PathLike[str]) -> Storage:
 
 
 def list_configured_folder(storage: Storage) -> list[str]:
-    """Return the names in a folder that a setting gives, when it is accessed for the first time.
+    """Return the names in a folder that was given as a setting, when it is first accessed.
 
     Raises UserError if an object store is unreachable or refuses access, since the URL or its credentials are then most
     likely wrong.
@@ -509,7 +511,7 @@ class BlockWriter:
     """
 
     LARGE_BYTES = 4096
-    """Writes of at least this many bytes start their own block.  Blocks of collected small writes stay below it."""
+    """Writes of at least this many bytes start their own block.  Blocks of collected small writes are smaller."""
 
     def __init__(self, file: WritableFile, throttle: Callable[[float], None] | None = None) -> None:
         self._file, self._throttle = file, throttle
@@ -639,7 +641,7 @@ class BlockReader:
 
 
 def check_visible(folder: Storage, name: str, size: int, rank: int) -> None:
-    """On rank 0, raise OSError unless this rank sees the file that `rank` has written, with the right size."""
+    """Raise OSError unless rank 0, which calls this, sees the file that `rank` has written, with the right size."""
     try:
         visible = folder.size(name)
     except FileNotFoundError:

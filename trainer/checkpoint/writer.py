@@ -223,7 +223,7 @@ class Checkpoints:
         Collectives: one gather of small messages; another one if unsharded tensors differ between ranks; those of
         `SavePlans.make` if the tensors have changed; and at the first save, the creation of two process groups.
         """
-        assert self.in_flight is None, "one save at a time: take_result() of the previous one first"
+        assert self.in_flight is None, "one save at a time: call take_result() for the previous one first"
         started = time.perf_counter()
         if not self._has_channels:  # not opened earlier because each one costs some CPU time (see `Channel`)
             # One for the save's thread, one for the main thread, which gathers the results.
@@ -298,7 +298,7 @@ class Checkpoints:
             (total_bytes,) = self._channel.sum([self._plans.num_bytes])
             unpublished = ""
             if self.world.is_main:
-                with self._in_stage(f"making {folder}"):
+                with self._in_stage(f"creating {folder}"):
                     is_good = snapshot.num_skipped == 0 and state.num_skipped == 0
                     unpublished, failure = self._create_folder(name, int(total_bytes), may_prune=is_good)
             unpublished, failure = self._channel.broadcast((unpublished, failure))
@@ -318,7 +318,7 @@ class Checkpoints:
             lost = "ranks"
         total_s = time.perf_counter() - started
         warning = ""
-        # If steps were being skipped then or are now, the older checkpoints may be the only good ones.
+        # If steps were being skipped at the snapshot or are now, the older checkpoints may be the only good ones.
         if self.world.is_main and not failure and snapshot.num_skipped == 0 and state.num_skipped == 0:
             with self._in_stage(f"pruning {self.storage}"):
                 warning = self._prune()
@@ -528,7 +528,7 @@ class Checkpoints:
         self._layout_files, self._chunks_by_rank, self._sent_chunks = {}, {}, None
 
     def _open_channel(self) -> Channel:
-        # Ranks wait here for storage, which takes longer than any other message between ranks.
+        # Ranks wait on this channel for storage, which takes longer than the messages on other channels.
         return self.world.open_channel(timedelta(seconds=2 * self._timeout_s))
 
 
@@ -553,7 +553,7 @@ class PartDigest(NamedTuple):
 
 @dataclass
 class Snapshot:
-    """A snapshot of the state.  Its tensors are the live ones until they are staged."""
+    """A snapshot of the state.  `tensors` are the live ones; a background save writes staged copies of them."""
 
     step: int
     tensors: dict[str, torch.Tensor]
@@ -607,7 +607,7 @@ def collect(state: TrainState, num_ranks: int) -> Snapshot:
             for path, tensor in part_tensors.items():
                 key = ".".join(path)
                 if key in tensors:
-                    raise TypeError(f"two tensors of the state have the name {key}")
+                    raise TypeError(f"two tensors in the state have the name {key}")
                 tensors[key], paths[key] = tensor, path
         per_rank_plain: dict[str, Any] = {}
         per_rank_tensors: dict[str, torch.Tensor] = {}
@@ -668,7 +668,7 @@ def differs_message(name: str, what: str, rank: int) -> str:
 
 
 def store_per_rank(state: TrainState, snapshot: Snapshot, parts: list[str], channel: Channel) -> None:
-    """Add the unsharded tensors of `parts` that differ between ranks to each rank's own file.
+    """Store in each rank's own file the unsharded tensors of `parts` that differ between ranks.
 
     Raises UserError for a tensor that must not differ.  Collective: one gather.
     """
@@ -737,7 +737,7 @@ class SavePlans:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A copy in host memory, while training continues
+# Staging: a copy in host memory, so that training can continue
 
 
 class Staging:

@@ -7,7 +7,7 @@ is fast, and a mistake in a setting is reported quickly.
 from __future__ import annotations
 
 from trainer.config.changes import compare_configs, compare_stored, stored_value
-from trainer.config.experts import advice_on_shards, expert_choices, resolve_expert_method
+from trainer.config.experts import advice_on_shards, expert_parallel_choices, resolve_expert_method
 from trainer.config.keys import declared_keys
 from trainer.config.load import config_from_yaml, load_config
 from trainer.config.mesh import (
@@ -61,7 +61,7 @@ __all__ = [
     "declared_keys",
     "declared_model",
     "description",
-    "expert_choices",
+    "expert_parallel_choices",
     "find_deadline",
     "find_mesh_shape",
     "find_phases",

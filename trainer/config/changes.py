@@ -62,7 +62,7 @@ def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
     """Return a line "section.key: before -> after" for each difference between two stored configurations.
 
     A missing key counts as its default.  A key that only one configuration has is not reported if its default is null
-    or unknown, as are the defaults of models and objectives, which are not imported.
+    or unknown.  The defaults of models and objectives are unknown, because these are not imported.
     """
     before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
     defaults, lines = RunConfig(), []
@@ -94,9 +94,9 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
     """Compare `config` with the configuration stored in a checkpoint.
 
     Returns two lists of lines "key: BEFORE in the checkpoint, AFTER now".  The first has the refused differences, which
-    would silently change training and are not in `checkpoint.allow_changes`; the second has the permitted ones.  If the
-    model differs, only its name is reported.  Raises UserError if exactly one of the two configurations is a
-    learning-rate range test.
+    would silently change training and are not in `checkpoint.allow_changes`; the second has the permitted ones.  If
+    `model.name` differs and may not change, nothing else is reported.  Raises UserError if exactly one of the two
+    configurations is a learning-rate range test.
     """
     stored = read_stored(stored_yaml)
     _check_same_kind(config, stored)
@@ -133,7 +133,7 @@ def _are_equivalent(key: str, before: Any, now: Any) -> bool:
 
 
 def _without_credentials(value: Any) -> Any:
-    """Return a value without the credentials in its URLs: a renewed token or signature refers to the same data."""
+    """Return a value without the credentials in its URLs: with a new token or signature, a URL names the same data."""
     if isinstance(value, dict):
         return {name: _without_credentials(item) for name, item in value.items()}
     if isinstance(value, list):

@@ -22,7 +22,7 @@ from trainer.recipe import all_recipes
 # Arguments
 
 _MAX_PROCESSES = 1024
-"""Upper limit of `nproc`, above the number of ranks on any one machine."""
+"""Upper limit on `nproc`; no single machine runs this many ranks."""
 ALLOW_IMPORT = "--allow-import"
 _OPTIONS = ("--help", "--version", "--print-config", "--why", "--dry-run")
 
@@ -49,7 +49,8 @@ class Arguments:
 def parse(argv: Sequence[str]) -> Arguments:
     """Parse the command line.  If a key is given twice, the last value applies.
 
-    Raises UserError for an unknown option, a malformed argument, or `--why` without `--print-config`.
+    Raises UserError for an unknown option, a malformed argument, or `--why` without `--print-config`, `--help` or
+    `--version`.
     """
     argv, assignments = list(argv), dict[str, str]()
     options, overrides, sections = set(), [], []

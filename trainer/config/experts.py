@@ -37,11 +37,11 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     return config
 
 
-def expert_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
+def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each legal `mesh.expert` and, if `mesh.expert_method` is auto, each legal method.
 
-    The sizes that are tried, in ascending order, are 1 and, if the model declares experts, the divisors of the number
-    of ranks on a node, and 16, 32 and 64.  Size 1 has no method to choose.
+    Size 1 comes first, and has no method to choose.  If the model declares experts, the divisors of the number of ranks
+    on a node and the sizes 16, 32 and 64 follow, in ascending order.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:
@@ -69,7 +69,7 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
         raise setting_error("mesh.expert", expert, rule, 1)
     num_experts = getattr(config.model, "num_experts", None)
     if shape.shard % expert:
-        rule = f"must divide the shard axis, {shape.shard}: its consecutive ranks divide the experts"
+        rule = f"must divide the shard axis, {shape.shard}: the experts are divided among consecutive ranks on it"
         common = shape.shard if num_experts is None else math.gcd(shape.shard, num_experts)
         raise setting_error("mesh.expert", expert, rule, nearest_divisor(expert, common))
     if num_experts is not None and num_experts % expert:
@@ -77,7 +77,10 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
         raise setting_error("mesh.expert", expert, rule, nearest_divisor(expert, math.gcd(shape.shard, num_experts)))
     method = resolve_expert_method(config, ranks_per_node).mesh.expert_method
     if method == "gather" and ranks_per_node % expert:
-        rule = f"gathers all tokens of mesh.expert={expert} ranks, which span nodes of {ranks_per_node} ranks"
+        rule = (
+            f"gathers all tokens of mesh.expert={expert} ranks, but groups of that size do not fit evenly into "
+            f"nodes of {ranks_per_node} ranks"
+        )
         raise setting_error("mesh.expert_method", method, rule, "exchange")
     if method == "exchange" and config.train.compile is True:
         rule = f"compiled blocks cannot exchange tokens between mesh.expert={expert} ranks: sizes depend on the tokens"
@@ -88,7 +91,7 @@ def check_expert(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> No
 def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
     """Return a warning if sharding the experts needs padding or an extra copy; otherwise an empty string.
 
-    With more shards than experts, FSDP must divide a dimension other than the first, which takes an additional copy of
+    With more shards than experts, FSDP must divide a dimension other than the first, which needs an additional copy of
     weights and gradients.  If the number of shards is a multiple of the number of experts, each expert is split by rows
     instead (`trainer.model.row_shards`), usually without a copy; but this is not possible with an integer
     `fsdp.reshard_after_forward`.  With `mesh.expert`, each rank gathers only a few experts, which are cheap to copy.
@@ -104,9 +107,9 @@ def advice_on_shards(config: RunConfig, shape: MeshShape) -> str:
         return ""
     shard = math.gcd(shape.shard, num_experts)
     return (
-        f"mesh.shard={shape.shard} is more than the {num_experts} experts of a layer, so FSDP pads them or copies "
-        f"their weights and gradients once more; if it fits, mesh.shard={shard} "
-        f"mesh.replicate={shape.num_ranks // shard} does not"
+        f"mesh.shard={shape.shard} is more than the {num_experts} experts of a layer, so FSDP pads them or makes "
+        f"another copy of their weights and gradients; mesh.shard={shard} "
+        f"mesh.replicate={shape.num_ranks // shard} avoids this, if it fits in memory"
     )
 
 

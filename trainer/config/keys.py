@@ -79,7 +79,7 @@ def expand_subsection(key: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def default_tree(model: type, objective: type) -> DictConfig:
-    """Return the tree of all defaults.  Callers must copy it, which takes a fifth of the time of building it."""
+    """Return the tree of all defaults.  Callers must copy it; copying takes a fifth as long as building the tree."""
     tree = OmegaConf.structured(RunConfig(model=model, objective=objective))
     keys = (*(section.name for section in dataclasses.fields(RunConfig)), *SUBSECTIONS)
     for node in (tree, *(OmegaConf.select(tree, key) for key in keys)):
@@ -114,8 +114,8 @@ def parse_override(key: str, text: str, hint: Any) -> Any:
     """Return the value of a command-line override: the text itself if the key takes text, otherwise parsed as YAML.
 
     If a key takes either text or a mapping, the value is a mapping only if the text is one in YAML.  Raises UserError
-    for text that is not valid YAML, for a number that YAML would read in another base, and for empty text, except for
-    the keys of a model.
+    for text that is not valid YAML, for a number that YAML would read in another base, and for empty text unless it is
+    for a model's key.
     """
     options = union_members(hint)
     if not text and not key.startswith("model."):

@@ -1,4 +1,4 @@
-"""Loads a configuration by merging the defaults, the recipe files and the command line, and resolving other values.
+"""Loads a configuration by merging the defaults, the recipe files and the command line, and resolving derived values.
 
 The steps that resolve values, called passes, are in `passes.py`.
 """
@@ -45,7 +45,7 @@ def load_config(
     structure or the data.
 
     Raises UserError for an unknown recipe or key, a wrong type, a value outside its limits, or a file that cannot be
-    read.  `check_config` checks the rules between settings, and those that depend on the number of ranks.
+    read.  `check_config` checks the settings against each other and against the number of ranks.
     """
     return load_with_origins(recipe, overrides, allow_import, needs_weights)[0]
 

@@ -14,7 +14,7 @@ from typing import Literal
 
 from trainer import gguf_model, hub
 from trainer.config.pretrained import CONFIG_JSON
-from trainer.config.stored import run_of_best
+from trainer.config.stored import run_from_best_path
 
 _WEIGHT_FILE_SUFFIXES = (".pt", ".pth", ".safetensors")
 
@@ -34,8 +34,8 @@ class Location:
         huggingface: a Hugging Face model folder, which has config.json or safetensors, such as an export.  A folder
             with a PEFT adapter gets this kind too, but is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
-        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL other than a file's, even
-            that of a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint there.
+        run: anything else: a run folder, a folder of checkpoints, RUN/best, or any URL that does not name such a
+            file, even the URL of a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint there.
     """
 
     path: str
@@ -44,7 +44,7 @@ class Location:
     @property
     def folder(self) -> Path:
         """The folder where the config.yaml of a checkpoint or run would be; for RUN/best, the run folder."""
-        return Path(run_of_best(self.path) or self.path)
+        return Path(run_from_best_path(self.path) or self.path)
 
 
 def local_model_path(path: str | os.PathLike[str], setting: str = "path") -> str:

@@ -117,7 +117,7 @@ class Slices:
     seq_len: int
     """Number of tokens in the full sequence."""
     group: str = ""
-    """Name of the process group of these ranks; empty if no communication is needed."""
+    """Name of the context-parallel process group; empty if no communication is needed."""
     regathers_in_backward: bool = False
     """Whether the backward pass gathers each block's keys and values again, so that the forward pass need not keep
     them."""
@@ -129,7 +129,7 @@ class Slices:
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """The positions [start, stop) in the sequence of each piece of this rank's slice."""
+        """The positions [start, stop), in the full sequence, of each piece of this rank's slice."""
         if self.method == "heads":
             return [(self.number * self.num_tokens, (self.number + 1) * self.num_tokens)]
         length = self.num_tokens // 2
@@ -190,7 +190,7 @@ def check_context(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> N
     if context == 1:
         return
     if shape.shard % context:
-        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks of it hold slices of the same sequences"
+        rule = f"must divide the shard axis, {shape.shard}: consecutive ranks on it hold slices of the same sequences"
         raise setting_error("mesh.context", context, rule, nearest_divisor(context, shape.shard))
     if not config.recipe.context:
         rule = (

@@ -264,7 +264,7 @@ def _is_key(word: str) -> bool:
 # ---------------------------------------------------------------------------------------------------------------
 # Values of the wrong type
 #
-# The unit of a number follows from the suffix of its key: `_s` is in seconds, `_h` in hours, `_gib` in GiB.
+# The suffix of a key gives the unit of its number: `_s` means seconds, `_h` hours, and `_gib` GiB.
 
 
 def type_name(hint: Any) -> str:
@@ -400,7 +400,7 @@ def _parse_number(text: str, name: str) -> float | None:
     units, unit = _UNITS.get(name.rpartition("_")[2]), match[2]
     factor = (units or _COUNT_SUFFIXES).get(unit)
     if factor is None and (units or any(unit in others for others in _UNITS.values())):
-        return None  # a unit of time for a key that counts steps
+        return None  # for example a unit of time for a key that counts steps
     factor = 1.0 if factor is None else factor
     try:
         number = round(float(match[1]) * factor, 12)

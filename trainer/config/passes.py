@@ -102,7 +102,7 @@ class Resolution:
     needs_weights: bool = True
     """Whether initial weights that cannot be read are an error."""
     is_stored: bool = False
-    """Whether the configuration comes from a checkpoint, so that it must not depend on the files that exist now."""
+    """Whether the configuration comes from a checkpoint and so must not depend on the files that exist now."""
     shape: MeshShape | None = None
     """The shape of the mesh, for the passes of the stage `device`."""
     world: World | None = None
@@ -194,7 +194,7 @@ def run_paths(tree: Mapping[str, Any], resolution: Resolution) -> dict[str, Any]
     """Update the folders in a configuration that a run has stored, in case its run folder was moved or copied.
 
     A run whose folder was moved continues at the new path; a copy of a run folder continues as a separate run.  This
-    pass runs before the command line is applied, which may name another folder.  Files that no run has written are
+    pass runs before the command line, which may name another folder, is applied.  Files that no run has written are
     unchanged.  Folders in a parent need no update, since they are not inherited.
 
     Raises UserError if training would use a folder or checkpoints of another run that the command line does not name.
@@ -257,8 +257,8 @@ def current_checkpoint_dir(checkpoint_dir: str, stored_dir: str, run_dir: str) -
 def shared_checkpoints_rule(owner: str | Path, checkpoint_dir: str, run_dir: str) -> str:
     """Return the error text for a run in `run_dir` that would use the checkpoint folder of the run in `owner`."""
     return (
-        f"holds the checkpoints of the run in {owner}; the one in {run_dir} needs its own place\n"
-        "  on the command line: checkpoint.dir=WHERE (null: in run.dir), and to continue from the newest there "
+        f"holds the checkpoints of the run in {owner}; the run in {run_dir} needs its own place\n"
+        "  on the command line: checkpoint.dir=WHERE (null: in run.dir) and, to continue from the newest one there, "
         f"checkpoint.resume={checkpoint_dir}\n  to resume that run: run.dir={owner}"
     )
 
@@ -560,7 +560,7 @@ def range_test(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def holdout(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Hold out 1 % of the data for evaluation if `data.holdout` is unset and there is nothing else to evaluate on."""
+    """Hold out 1% of the data for evaluation if `data.holdout` is unset and there is nothing else to evaluate on."""
     data = config.data
     if data.holdout is not None:
         return config
@@ -586,7 +586,7 @@ def tokenizer_file(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def chat_packing(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Pack conversations so that they neither attend to each other nor are cut.  Runs after `data_source`."""
+    """Pack conversations without cutting them or letting them attend to each other.  Runs after `data_source`."""
     data = config.data
     if data.source == "chat" and data.arrangement != "apart":
         data = replace(data, documents="masked", fit="best")
@@ -839,7 +839,7 @@ PASSES = (
     Pass("run paths", run_paths, "files", "where the run is now"),
     Pass("steps or epochs", steps_or_epochs, "keys", "the command line sets the other", for_stored=True),
     Pass("objective section", objective_section, "keys", "the objective that is trained for", for_stored=True),
-    Pass("fetched models", fetched_models, "keys", "where the files are here", for_stored=True),
+    Pass("fetched models", fetched_models, "keys", "where the files are on this machine", for_stored=True),
     Pass("auto model", auto_model, "keys", "builds the model in the folder"),
     Pass("another model", another_model, "keys", "the command line names another", for_stored=True),
     Pass("model of weights", model_of_weights, "tree", "the initial weights belong to it"),
@@ -849,7 +849,7 @@ PASSES = (
     Pass("pinned data", "trainer.data.remote.datasets:pin_data", "config", "what the name means today"),
     Pass("range test", range_test, "config", "schedule.name=range is a short test", for_stored=True),
     Pass("holdout", holdout, "config", "for eval.every, as data.eval_path is not set", for_stored=True),
-    Pass("tokenizer file", tokenizer_file, "config", "in the folder that is named", for_stored=True),
+    Pass("tokenizer file", tokenizer_file, "config", "the file in the folder that is named", for_stored=True),
     Pass("chat packing", chat_packing, "config", "conversations do not attend to each other", for_stored=True),
     Pass("objective data", objective_data, "config", "train.objective needs it", for_stored=True),
     Pass("chat length", chat_length, "config", "the model's longest sequence", for_stored=True),
@@ -860,15 +860,15 @@ PASSES = (
     Pass("adapter base dtype", adapter_base_dtype, "config", "as the weights are stored", for_stored=True),
     Pass("readable weights", readable_weights, "config", "checks the initial weights"),
     Pass("tokenizer of weights", tokenizer_of_weights, "config", "comes with the initial weights"),
-    Pass("range test folder", range_test_folder, "config", "apart from the run it is for"),
+    Pass("range test folder", range_test_folder, "config", "separate from the run that it tests"),
     Pass("free name", free_name, "start", "the folder holds another finished run"),
     Pass("trim rows", "trainer.data.opening:trim_rows", "data", "the longest conversation"),
-    Pass("epochs", "trainer.data.opening:epochs_to_steps", "data", "train.epochs of the data"),
+    Pass("epochs", "trainer.data.opening:epochs_to_steps", "data", "train.epochs passes over the data"),
     Pass("context method", context_method, "device", "suits the heads and nodes"),
     Pass("expert method", expert_method, "device", "suits the experts and nodes"),
     Pass("auto", "trainer.plan.forecast:choose_auto", "device", "the planner's choice for this memory"),
-    Pass("context method", context_method, "device", "suits the context the planner chose"),
-    Pass("expert method", expert_method, "device", "suits the experts' ranks the planner chose"),
+    Pass("context method", context_method, "device", "suits the mesh.context that the planner chose"),
+    Pass("expert method", expert_method, "device", "suits the mesh.expert that the planner chose"),
 )
 """All passes, in order.  The passes that need the data or the device come last, and run once these are available."""
 

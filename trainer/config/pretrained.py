@@ -31,7 +31,7 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Maps each entry of config.json that is refused to the reason.  A recipe can accept some (`HuggingFace.dropped`);
+"""For each entry of config.json that is refused, the reason.  A recipe can accept some (`HuggingFace.dropped`);
 the generic recipe `hf` accepts `auto_map`."""
 
 
@@ -246,7 +246,7 @@ def check_headers(folder: str | Path, setting: str) -> None:
     Needs no torch, so that an incomplete download is reported within a second.
     """
     for path in sorted(Path(str(folder).removeprefix("file://")).expanduser().glob("*.safetensors")):
-        if path.name.startswith("adapter"):  # an adapter of peft, which is not loaded
+        if path.name.startswith("adapter"):  # a PEFT adapter, which is not loaded
             continue
         try:
             _check_header(path)
@@ -362,7 +362,7 @@ def check_links(folder: Path, setting: str, patterns: Sequence[str] = _SMALL_FIL
         for path in sorted(folder.glob(pattern)):
             outside = symlink_target_outside(folder, str(path.relative_to(folder)))
             if outside is not None and outside.name != path.name:
-                rule = f"{path.relative_to(folder)} is a link to {outside}, outside of the folder, and is not read"
+                rule = f"{path.relative_to(folder)} is a link to {outside}, outside the folder, and is not read"
                 raise setting_error(setting, folder, rule, fix="put the file itself there, or remove the link")
 
 

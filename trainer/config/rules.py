@@ -19,7 +19,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fractions import Fraction
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +35,18 @@ from trainer.config.mesh import (
 )
 from trainer.config.pretrained import check_single_gguf
 from trainer.config.schema import AUTO, MODEL, LogSection, LoraSection, RunConfig
-from trainer.config.stored import CONFIG, run_of_best
+from trainer.config.stored import CONFIG, run_from_best_path
 from trainer.errors import UserError, choice_error, nearest, setting_error
+from trainer.recipe import entry_points
 
 
 def check_config(config: RunConfig, world_size: int, local_world_size: int) -> MeshShape:
-    """Check the rules between settings, and those about the number of ranks; return the shape of the mesh.
+    """Check the settings against each other and against the number of ranks; return the shape of the mesh.
 
     Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
     shape = find_mesh_shape(config.mesh, world_size, local_world_size)
-    if config.mesh.context == AUTO:  # if there is no valid choice, the checks of context=1 report why
+    if config.mesh.context == AUTO:  # if there is no valid choice, the checks for context=1 report why
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     if config.mesh.expert == AUTO:
         config = with_expert(config, 1, config.mesh.expert_method)
@@ -119,7 +119,11 @@ def _check_settings(config: RunConfig) -> None:
         raise setting_error("schedule.lr_range", [first, last], "must rise", meant=reversed_range)
     _check_wrap(config)
     resume = config.checkpoint.resume
-    if resume not in ("auto", "none") and "://" not in resume and not Path(run_of_best(resume) or resume).is_dir():
+    if (
+        resume not in ("auto", "none")
+        and "://" not in resume
+        and not Path(run_from_best_path(resume) or resume).is_dir()
+    ):
         rule = "must be auto, none, or a folder: a checkpoint, a run, or RUN/best"
         raise setting_error("checkpoint.resume", resume, rule, example="auto")
     every = config.checkpoint.every
@@ -208,7 +212,7 @@ def _check_base_model(config: RunConfig) -> None:
         raise setting_error(key, dict(base), f"is not a legal model: {str(error).splitlines()[0]}") from error
     size, base_size = _head_size(config.model), _head_size(model)
     if size != base_size:
-        rule = f"its heads have a size of {base_size:g}, those of this model {size:g}, and attention scales with it"
+        rule = f"its heads have size {base_size:g}, but this model's have {size:g}, which changes the attention scale"
         same = {"num_heads": int(base["dim"] / size)} if "dim" in base and base["dim"] % size == 0 else {}
         raise setting_error(
             key, dict(base), rule, fix="give the base model heads of that size", example={**base, **same}
@@ -227,9 +231,9 @@ def _check_init_from(config: RunConfig) -> None:
     start = config.train.init_from
     if start is not None:
         check_single_gguf(start, "train.init_from")
-    if start is not None and "://" not in start and not Path(run_of_best(start) or start).exists():
+    if start is not None and "://" not in start and not Path(run_from_best_path(start) or start).exists():
         rule = "must be a checkpoint, a run folder, a folder of safetensors, a file (.pt, .safetensors, .gguf), "
-        rule += "or a model of the Hugging Face Hub (org/name)"
+        rule += "or a model on the Hugging Face Hub (org/name)"
         own_config = config.run_dir / CONFIG
         advice = f"recipe={own_config} train.init_from=null resumes the run, which no longer needs it"
         if config.lora.rank:
@@ -283,11 +287,11 @@ def _check_float8(config: RunConfig) -> None:
         rule = f"weights packed as lora.base_dtype={config.lora.base_dtype} cannot be multiplied in float8"
         raise setting_error(key, train.float8, rule, "none")
     if budget_of(train.activation_checkpoint) is not None:
-        rule = f"a budget does not support float8 (train.float8={train.float8})"
+        rule = f"selection by budget does not support float8 (train.float8={train.float8})"
         raise setting_error("train.activation_checkpoint", train.activation_checkpoint, rule, "selective")
     if isinstance(train.micro_batch_size, int) and train.micro_batch_size * config.data.seq_len % 16:
         tokens = f"train.micro_batch_size={train.micro_batch_size} x data.seq_len={config.data.seq_len} tokens"
-        raise setting_error(key, train.float8, f"{tokens} of a forward pass must be a multiple of 16", "none")
+        raise setting_error(key, train.float8, f"{tokens} per forward pass must be a multiple of 16", "none")
 
 
 def _check_lora(config: RunConfig) -> None:
@@ -449,7 +453,7 @@ def check_chats(config: RunConfig) -> None:
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return
     if data.format == "text" and data.labels == "none":
-        rule = "plain texts need a label each, which only train.objective=classify uses"
+        rule = "each plain text needs a label, which only train.objective=classify uses"
         raise setting_error("data.format", data.format, rule, fix="for plain text, use data.source=tokens")
     if not data.path:
         rule = "data.source=chat needs a file of conversations"
@@ -474,8 +478,8 @@ def check_chats(config: RunConfig) -> None:
 # A phase starts with a step, even if its start is given in tokens, and lasts until the next phase starts.
 
 MIXTURE_BLOCK = 1024
-"""Number of samples in a block.  Every complete block has the same number of samples of a source, at least one unless
-the source's weight is 0."""
+"""Number of samples in a block.  Within a phase, every complete block has the same number of samples from a given
+source: at least one, unless the source's weight is 0."""
 
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9_][\w.-]*", re.ASCII)
 _PERCENT_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*%")
@@ -506,18 +510,18 @@ def find_phases(config: RunConfig) -> list[Phase]:
     if weights is not None:
         _check_weights("data.weights", weights, names)
     phases = [Phase(0, weights)]
-    for number, stated in enumerate(config.data.phases):
+    for number, entry in enumerate(config.data.phases):
         key = f"data.phases[{number}]"
-        if {"from", "weights"} != {*stated}:
+        if {"from", "weights"} != {*entry}:
             example = {"from": "80%", "weights": dict.fromkeys(names, 1)}
-            raise setting_error(key, stated, "must contain only `from` and `weights`", example=example)
-        _check_weights(f"{key}.weights", stated["weights"], names)
-        phase = Phase(_first_sample(f"{key}.from", stated["from"], config), stated["weights"])
+            raise setting_error(key, entry, "must contain only `from` and `weights`", example=example)
+        _check_weights(f"{key}.weights", entry["weights"], names)
+        phase = Phase(_first_sample(f"{key}.from", entry["from"], config), entry["weights"])
         is_after_previous = phase.start > phases[-1].start or not (phase.start or number or weights is not None)
         if has_num_steps and not is_after_previous:
             previous_start = phases[-1].start // config.train.global_batch_size + 1
             rule = f"must start after the previous phase, which starts at step {previous_start}"
-            raise setting_error(f"{key}.from", stated["from"], rule, previous_start + 1)
+            raise setting_error(f"{key}.from", entry["from"], rule, previous_start + 1)
         phases = [*phases[: len(phases) if phase.start else 0], phase]
     return phases
 
@@ -544,7 +548,7 @@ def _check_weights(key: str, weights: Any, names: list[str]) -> None:
         raise setting_error(key, weights, "must map sources to weights", example=dict.fromkeys(names, 1))
     for name, weight in weights.items():
         if name not in names:
-            rule = f"data.path has no source {name}, it has {', '.join(names)}"
+            rule = f"data.path has no source {name}; it has {', '.join(names)}"
             suggestion = nearest(name, names)
             meant = (
                 {suggestion if other == name else other: value for other, value in weights.items()}
@@ -588,7 +592,7 @@ def check_sources(config: RunConfig) -> None:
     if not data.path:
         raise setting_error("data.path", data.path, "names no source", example={"web": "web/*.bin"})
     if isinstance(data.eval_path, Mapping) and (unknown := [name for name in data.eval_path if name not in data.path]):
-        rule = f"data.path has no source {unknown[0]}, it has {', '.join(data.path)}"
+        rule = f"data.path has no source {unknown[0]}; it has {', '.join(data.path)}"
         raise setting_error("data.eval_path", data.eval_path, rule)
     if isinstance(data.eval_path, str):
         rule = "data.path has several sources: give a path for each by name"
@@ -599,7 +603,7 @@ def check_sources(config: RunConfig) -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Optional libraries and compilers
 #
-# Checked before anything is built, so that a missing requirement is one clear message.  Does not import torch.
+# Checked before anything is built, so that a missing requirement is reported in one clear message, without torch.
 
 
 def check_requirements(config: RunConfig, device_type: str) -> None:

@@ -257,8 +257,8 @@ class MeshSection:
     expert_method: Literal["auto", "exchange", "gather"] = declare(
         "auto",
         "how tokens reach their experts: exchange (tokens are sent to their experts' ranks), gather (each rank "
-        "gathers all tokens of its group), or auto (gather if blocks are compiled or the group is within one node and "
-        "not larger than a token's number of experts, else exchange)",
+        "gathers all tokens of its group), or auto (gather if blocks are compiled, or if the group is within one node "
+        "and no larger than the number of experts per token; else exchange)",
     )
 
 
@@ -329,7 +329,7 @@ class DataSection:
         None,
         "with source=tokens (implied): a file, folder, glob or manifest of token shards, or of text (.txt, "
         ".md, code, .jsonl, .json, .csv, .parquet, .gz, .zst), tokenized on first use; or a URL (https, s3, ...); with "
-        "source=chat: a file, folder or glob; either may be hf://datasets/org/name, a data set of the Hugging Face "
+        "source=chat: a file, folder or glob; either may be hf://datasets/org/name, a data set on the Hugging Face "
         "Hub; {name: path, ...} mixes several sources",
     )
     eval_path: str | dict[str, str] | None = declare(
@@ -352,8 +352,8 @@ class DataSection:
     )
     holdout: float | None = declare(
         None,
-        "without eval_path: fraction held out for evaluation: text documents and conversations by a hash of their "
-        "content, the last samples of token shards; null: 0.01 if eval.every is set, else 0",
+        "without eval_path: fraction held out for evaluation (text documents and conversations chosen by a hash of "
+        "their content, or the last samples of token shards); null: 0.01 if eval.every is set, else 0",
         at_least=0,
         below=1,
     )
@@ -368,7 +368,7 @@ class DataSection:
     )
     bos: bool | None = declare(
         None,
-        "for text: start each document with the tokenizer's beginning-of-text token; null: if the tokenizer does so",
+        "for text: whether to start each document with the beginning-of-text token; null: as the tokenizer does",
     )
     format: Literal["auto", "messages", "sharegpt", "alpaca", "prompt_completion", "preference", "text"] = declare(
         "auto",
@@ -458,7 +458,8 @@ class MuonSection:
         None, "peak learning rate of the matrices; null: optim.lr, as for the parameters that AdamW updates", at_least=0
     )
     coefficients: Literal["jordan", "polar"] = declare(
-        "jordan", "polynomials of the Newton-Schulz iterations; polar: a different, optimal one in each (Polar Express)"
+        "jordan",
+        "polynomials of the Newton-Schulz iterations; polar: a different, optimal polynomial in each (Polar Express)",
     )
     scale: Literal["match_rms_adamw", "spectral", "jordan"] = declare(
         "match_rms_adamw",
@@ -556,7 +557,7 @@ class TrainSection:
     small_model_steps: int = declare(
         0,
         "with train.epochs: minimum number of steps for a model narrower than 512, since a small model needs more; "
-        "ignored if the command line sets train.epochs and not this",
+        "ignored if the command line sets train.epochs but not this",
         at_least=0,
     )
     global_batch_size: int = declare(8, "sequences per step, over all ranks", at_least=1, at_most=MAX_SIZE)

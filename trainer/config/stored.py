@@ -45,7 +45,7 @@ def is_written_by_run(path: Path) -> bool:
     return path.name == CONFIG and (is_run(path.parent) or is_checkpoint(path.parent))
 
 
-def run_of_best(path: str) -> str | None:
+def run_from_best_path(path: str) -> str | None:
     """Return RUN if `path` has the form RUN/best, which means the run's best checkpoint; otherwise None.
 
     RUN is a folder or URL.  A path that exists is taken literally: the result is then None.

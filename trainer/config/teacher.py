@@ -1,4 +1,4 @@
-"""Builds the configuration of the teacher in distillation, a frozen model on the student's mesh without adapters."""
+"""Builds the configuration of the teacher in distillation: a frozen model without adapters, on the student's mesh."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     fsdp = replace(config.fsdp, reshard_after_forward="default")
     teacher = replace(config, model=model, train=train, fsdp=fsdp, lora=LoraSection(), objective=Tokens())
     if teacher.vocab_size != config.vocab_size:
-        rule = f"has a vocabulary of {teacher.vocab_size} tokens, and the trained model one of {config.vocab_size}"
+        rule = f"has a vocabulary of {teacher.vocab_size} tokens, but the trained model's has {config.vocab_size}"
         raise setting_error(TEACHER_KEY, path, rule, fix="use a teacher with the same tokenizer")
     if config.context > 1 and not teacher.recipe.context:
         rule = f"is a model of recipe {teacher.recipe.name!r}, which needs whole sequences"
         raise setting_error(TEACHER_KEY, path, rule, fix="set mesh.context=1")
     if config.expert > 1:
-        rule = "ranks divide the experts of one model only, and a teacher is a second model"
+        rule = "only one model's experts can be divided among ranks, and a teacher is a second model"
         raise setting_error("mesh.expert", config.expert, rule, 1)
     return teacher

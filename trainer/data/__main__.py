@@ -57,7 +57,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 from trainer.tables import table_lines
 
 _COMMANDS = ("show", "check", "plan")
@@ -78,7 +78,7 @@ class _Arguments:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command given on the command line and return the exit code."""
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print_stdout(__doc__ or "")
@@ -204,7 +204,7 @@ def _sample_lines(
     else:  # documents are separated by end tokens; padding belongs to the last one
         is_end = tokens == tokenizer.end_id
         documents = np.cumsum(np.concatenate([[False], is_end[:-1] & ~is_end[1:]]))
-    # Every conversation has a target, so everything after the last conversation with one is padding.
+    # Every conversation has a target, so everything after the last document with a target is padding.
     is_padding = documents > documents[is_target].max(initial=-1) if is_chat else np.zeros(len(tokens), bool)
     changes = np.flatnonzero((np.diff(documents) != 0) | (np.diff(is_target) != 0)) + 1
     width = len(str(len(tokens)))

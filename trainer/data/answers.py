@@ -70,7 +70,7 @@ class AnswerFile:
             rule = f"has answers, but {provenance_path.name}, which says what produced them, cannot be read"
             raise setting_error(self._key, self._path, rule, fix=_FIX) from error
         if recorded.get("weights") != provenance["weights"]:
-            rule = f"has answers of other weights: those of {recorded.get('model')} when it was begun"
+            rule = f"has answers from other weights: those of {recorded.get('model')} when it was begun"
             raise setting_error(self._key, self._path, rule, fix=_FIX)
         changed = [
             f"{name} {recorded.get(name)}, now {now}" for name, now in provenance.items() if recorded.get(name) != now

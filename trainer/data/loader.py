@@ -4,8 +4,8 @@ The order of the samples does not depend on the number of ranks or workers.  Tra
 sequence of samples (see `mixture`).  With a global batch size of G, step s reads the G positions that start at s * G,
 where s is counted from 0.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.
 Resuming therefore needs only one integer, the number of samples consumed by finished steps, which is valid on any mesh.
-A fingerprint of the data and the phases of a mixture are stored with it, since a position means a different sample in
-other data or in another order.
+It is stored with a fingerprint of the data and, for a mixture, the phases, since a position means a different
+sample in other data or in another order.
 
 Ranks are plain integers in this module, which issues no collectives.
 """
@@ -75,8 +75,8 @@ class TrainLoader:
     ) -> TrainLoader:
         """Return the loader that a configuration describes, for one rank and its device.
 
-        Raises UserError if the data cannot be read, or do not match `train.objective` or the tokenizer of the initial
-        weights, or as `make_order` does.
+        Raises UserError if the data cannot be read, if they do not match `train.objective` or the tokenizer of the
+        initial weights, or if `make_order` raises it.
         """
         _check_samples(source, config)
         _check_labels_differ(source, config)
@@ -147,7 +147,7 @@ class TrainLoader:
 
     @property
     def epochs(self) -> dict[str, float]:
-        """Passes over each source in finished steps: `epoch_<source>`, or `epoch` for a single source."""
+        """Passes over each source in finished steps, keyed `epoch_<source>`, or `epoch` for a single source."""
         return {f"epoch_{name}" if name else "epoch": n for name, n in epochs(self._order, self._samples).items()}
 
     def usage_by_phase(self, steps: int) -> list[SourceUsage]:
@@ -155,7 +155,7 @@ class TrainLoader:
         return usage_by_phase(self._order, self._global_batch_size, steps, self.source.seq_len)
 
     def next_samples(self, all_ranks: bool = False) -> NDArray[np.int64]:
-        """Return the sample indices of the next step: of this rank, or of all ranks in rank order."""
+        """Return the sample indices of the next step, for this rank or for all ranks in rank order."""
         if all_ranks:
             positions = self._samples + np.arange(self._global_batch_size)
             return self._order.at(positions)
@@ -257,7 +257,7 @@ _MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
 def _micro_batch_indices(
     order: SampleOrder, start: int, global_batch_size: int, offset: int, num_samples: int, micro_batch_size: int
 ) -> Iterator[NDArray[np.int64]]:
-    """Yield the sample indices of one micro-batch after another, from position `start` on.
+    """Yield the sample indices of each micro-batch in turn, from position `start` on.
 
     Micro-batches are cut from samples `offset` to `offset + num_samples` of each global batch.  The indices of many
     steps are computed at once, which is cheaper.
@@ -294,19 +294,19 @@ def _check_samples(source: Source, config: RunConfig) -> None:
         raise setting_error(key, objective, rule, fix="use data.source=chat and files with a `label` in each record")
     if source.num_labels > outputs > 0:
         rule = (
-            f"train.objective={objective} has fewer classes than the labels of the data, 0 to {source.num_labels - 1}"
+            f"train.objective={objective} has fewer classes than the labels in the data, 0 to {source.num_labels - 1}"
         )
         raise setting_error("objective.num_labels", outputs, rule, source.num_labels)
     if source.num_labels > config.objective.num_classes > 0:
         max_supported, max_label = config.objective.num_classes - 1, source.num_labels - 1
-        rule = f"knows labels up to {max_supported}, but the data has some up to {max_label}"
+        rule = f"supports labels up to {max_supported}, but the data has labels up to {max_label}"
         raise setting_error(key, objective, rule, fix="label a good response 1 or true, and a bad one 0 or false")
     if source.rows_per_sample == config.rows_per_sample:
         return
     if config.rows_per_sample > 1:
         is_chat = config.data.source == "chat"
         rule = f"needs preference pairs, but {'data.path' if is_chat else 'data.source'} has none"
-        fix = "use records with prompt, chosen and rejected; for one response with a label each, recipe=kto"
+        fix = "use records with prompt, chosen and rejected; for single responses with labels, use recipe=kto"
         raise setting_error(key, objective, rule, fix=fix if is_chat else f"set data.source=chat, and {fix}")
     raise setting_error(key, objective, "does not support preference pairs", "dpo")
 
@@ -396,7 +396,7 @@ Arrays: TypeAlias = "dict[str, NDArray[Any]]"
 
 
 class _BatchReader:
-    """Reads the micro-batch of given sample indices.
+    """Reads the micro-batch for given sample indices.
 
     Errors in the data are returned, not raised: an exception raised in a worker would reach the rank with a traceback
     in its message.
@@ -460,7 +460,8 @@ Item = TypeVar("Item")
 _POLL_S = 0.001
 
 _IDLE_CALLER_S = 1e-4
-"""Seconds within which a caller that asks for the next item has done no other work: too short to wake a thread."""
+"""A caller that asks for the next item within this many seconds has done no other work in between, so waking the thread
+is not worth its cost."""
 
 _JOIN_TIMEOUT_S = 2.0
 """Seconds to wait for the thread when closing.  A thread that still waits for a connection is abandoned."""
@@ -473,8 +474,8 @@ class WaitAbandoned(Exception):
 class Prefetcher(Generic[Item]):
     """Iterator that prefetches up to `capacity` items in a background thread.
 
-    Exceptions that `items` raises, including StopIteration, are raised after the items before them.  The thread ends
-    when `close` is called or this object is deleted.
+    Exceptions that `items` raises, including StopIteration, are raised once all earlier items have been taken.  The
+    thread ends when `close` is called or this object is deleted.
 
     should_abandon: polled while waiting for an item; WaitAbandoned is raised as soon as it returns True.
     is_nonblocking: whether `items` never blocks for long, so that the caller may make items itself.
@@ -676,8 +677,8 @@ def _identity(message: Message) -> Message:
 def _prepare_worker(worker_id: int) -> None:
     """Make a worker ignore stop signals to the process group, but exit when its rank exits.
 
-    After a stop signal, the rank still has to finish the step and save.  If the rank is killed, torch's own check does
-    not notice with the start method forkserver, the default since Python 3.14: it watches the worker's parent, which is
+    After a stop signal, the rank still has to finish the step and save.  With the start method forkserver, the default
+    since Python 3.14, torch's own check does not notice if the rank is killed: it watches the worker's parent, which is
     then the fork server.
     """
     for number in STOP_SIGNALS:

@@ -1,18 +1,20 @@
 """The order in which a run reads samples, from one source or from a mixture whose weights may change by phase.
 
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
-names and sizes of the sources, the seed and the phases so far.  It does not depend on the number of ranks or workers
-or, except for where phases begin, on the batch size, and later phases never change the samples at earlier positions.
+names and sizes of the sources, the seed and the phases so far.  It does not depend on the number of ranks or workers,
+and depends on the batch size only through the positions at which phases begin.  Later phases never change the samples
+at earlier positions.
 The order must never change between versions: runs resume from a position, so a different order would silently repeat
 some samples and skip others.
 
 A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
-that the source's weight prescribes.  Each phase has one pattern, a shuffled list of 1024 sources; each of its blocks is
-that pattern, rotated by a pseudorandom offset.  The pattern and the counts of earlier blocks and phases give the source
-at a position and the number k of samples read from that source before it.  The sample there is the k-th, from 0, of the
-source's own sequence, which is reshuffled in each epoch.  So all samples of a source are read before any of them is
-repeated, whatever the phases.
+that the source's weight prescribes.  (A phase with the same counts as the previous one continues it.)  Each phase has
+one pattern, a shuffled list of 1024 sources; each of its blocks is that pattern, rotated by a pseudorandom offset.  The
+rotated pattern determines the source at a position.  Let k be the number of samples read from that source earlier,
+which follows from the pattern and from the counts of earlier blocks and phases.  Then the sample at the position is the
+k-th, from 0, of the source's own sequence, which is reshuffled in each epoch.  So all samples of a source are read
+before any of them is repeated, whatever the phases.
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ def make_order(source: Source, config: RunConfig) -> SampleOrder:
     """Return the order in which a run reads its training data.
 
     Raises UserError if the run would read a source more than `data.max_epochs` times (None: no limit), if the phases
-    are invalid, or if a source is too small for its weight (see `Mixture`).
+    are invalid, or if the weights default to the sizes of the sources and one is too small (see `Mixture`).
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):
@@ -185,7 +187,7 @@ class _PhasePattern:
 
 
 class Mixture(SampleOrder):
-    """The order of a mixture.  Sample indices are those of `MixedSource`: its sources are concatenated in name order.
+    """The order of a mixture.  Sample indices are those of `MixedSource`, which concatenates its sources in name order.
 
     Raises UserError if the weights default to the sizes and a source is too small for one sample per block.
     """
@@ -249,17 +251,17 @@ class Mixture(SampleOrder):
         now = _describe_phase(phases[changed:], samples_per_step)
         hint = _phase_hint(stored_phases[changed:], self.phases[changed:], samples_per_step)
         message = (
-            f"data.phases: phase {changed + 1} {before} in the checkpoint, {now} now; the run is past step "
+            f"data.phases: phase {changed + 1} {before} in the checkpoint, but {now} now; the run is past step "
             f"{samples // samples_per_step}, and samples already used cannot change{hint}"
         )
         if not _KEYS_ALLOWING_OTHER_WEIGHTS.isdisjoint(allowed):
-            return [], [f"{message}, but it was allowed"]
+            return [], [f"{message} (allowed by checkpoint.allow_changes)"]
         return [f"{message} (allow it: checkpoint.allow_changes=[data.phases])"], []
 
 
 def _describe_phase(phases: Sequence[Any], samples_per_step: int) -> str:
     if not phases:
-        return "had not begun"
+        return "has not begun"
     start, counts = phases[0]
     parts = ", ".join(f"{name} {count}" for name, count in counts.items())
     return f"begins with step {start // samples_per_step + 1} ({parts} of {MIXTURE_BLOCK})"
@@ -314,7 +316,7 @@ def sample_at(positions: NDArray[np.int64], num_samples: int, seed: int) -> NDAr
 
 
 def _permute(values: NDArray[np.uint64], keys: NDArray[np.uint64], num_bits: int) -> NDArray[np.uint64]:
-    """Permute the numbers of `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
+    """Permute numbers of `num_bits` bits: each round XORs a keyed hash of one half into the other half."""
     low_bits = np.uint64(num_bits // 2)
     low_mask = np.uint64((1 << (num_bits // 2)) - 1)
     high_mask = np.uint64((1 << (num_bits - num_bits // 2)) - 1)
@@ -472,7 +474,7 @@ def usage_by_phase(order: SampleOrder, samples_per_step: int, steps: int, seq_le
 
 
 def describe_usage(usages: Sequence[SourceUsage]) -> list[str]:
-    """Return the lines for the start of a run: one per phase, then one about sources that are repeated, if any."""
+    """Return lines to print at the start of a run: one per phase, then one about repeated sources, if there are any."""
     lines = []
     for first in dict.fromkeys(usage.first_step for usage in usages):
         phase = [usage for usage in usages if usage.first_step == first]

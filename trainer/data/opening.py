@@ -103,7 +103,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 
 
 def _open_path(location: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
-    """Return the source over the data at a path, or None if `split` is `eval` and nothing is held out.
+    """Return the source for the data at a path, or None if `split` is `eval` and nothing is held out.
 
     For text, `data.holdout` is a fraction of the documents, chosen by a hash of their text.  For shards, and for text
     if either split would otherwise be empty, it is a fraction of the samples, taken from the end.
@@ -125,7 +125,7 @@ def _open_path(location: str, data: DataSection, vocab_size: int | None, split: 
         raise _unusable_shards_error(key, location, error) from error
     source.warnings = _skipped_warnings(shards)
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
-        rule = f"{location} is already tokenized, with a different setting, by data.tokenizer={data.tokenizer}"
+        rule = f"{location} is already tokenized, with a different data.bos, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
     _check_size(source, data, vocab_size, split, key, location)
     if is_split or key == "data.eval_path":
@@ -139,7 +139,7 @@ def _open_path(location: str, data: DataSection, vocab_size: int | None, split: 
 
 
 def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
-    """Return the source over `shards` that `data.documents` and `data.fit` select.
+    """Return the source for `shards`, of the type that `data.documents` and `data.fit` select.
 
     content: the shards' `sample_content`, or "" if it is not known yet.
 
@@ -172,7 +172,7 @@ def _skipped_warnings(shards: Sequence[Shard]) -> str:
     total = counts.documents + counts.bad
     lines = [f"warning: {describe_bad_documents(counts)}"] if counts.bad else []
     if counts.empty > _MAX_EMPTY_FRACTION * total:
-        lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty, and were skipped")
+        lines.append(f"warning: {counts.empty:,} of {total:,} documents are empty and were skipped")
     return "\n".join(lines)
 
 
@@ -204,7 +204,7 @@ def _open_mixture(
         if source is not None:
             sources[name] = source
     if any(source.rows_per_sample > 1 or source.num_labels for source in sources.values()):
-        rule = "preference pairs and labelled records must be a single source"
+        rule = "preference pairs and labeled records must be a single source"
         raise setting_error("data.path", data.path, rule, fix="put the files into one folder, and name that")
     tokenizers = {name: (source.tokenizer, source.vocab_size) for name, source in sources.items()}
     first = next(iter(tokenizers), "")
@@ -316,7 +316,7 @@ def _find_shard_files(location: str, key: str) -> tuple[Path | None, list[str]]:
 def _find_text_files(location: str, key: str) -> list[InputFile]:
     """Return the text files that a path names, and the token files in other trainers' formats.
 
-    Raises UserError if no shards are found.
+    Raises UserError if there are none.
     """
     path = location.removeprefix("file://")
     bin_files = _find_bin_files(path)
@@ -470,7 +470,7 @@ def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> Buil
 
 
 def _cache_name(job: BuildJob) -> str:
-    """Return the name of a job's folder: a hash of everything its shards depend on, without reading the text."""
+    """Return the name of a job's folder: a hash of all that its shards depend on, computed without reading the text."""
     files = [
         (file.checksum or os.path.realpath(file.path), file.kind, file.compression, file.size, file.mtime_ns)
         for file in job.inputs
@@ -532,7 +532,7 @@ def _check_size(
     if source.num_targets < 1:
         raise setting_error(key, location, "has no targets: a sample needs two tokens of one document")
     if split == "train" and data.fills_rows and source.num_targets < data.seq_len:
-        rule = f"one sample needs {data.seq_len + 1} tokens, {key}={location} holds {source.num_targets + 1}"
+        rule = f"one sample needs {data.seq_len + 1} tokens, but {key}={location} holds {source.num_targets + 1}"
         raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
     if vocab_size is not None and source.vocab_size > vocab_size:
         rule = f"the ids of {key}={location} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
@@ -633,7 +633,7 @@ def check_tokenizer(source: Source, config: RunConfig) -> None:
     rule = (
         f"the shards were made with tokenizer {source.tokenizer}, but the weights were trained with {weights_tokenizer}"
     )
-    fix = "prepare the text again, with --tokenizer and that file; to use these on purpose: "
+    fix = "prepare the text again, with --tokenizer and that file; to use these shards anyway: "
     raise setting_error("data.path", config.data.path, rule, fix=f"{fix}checkpoint.allow_changes=[data.tokenizer]")
 
 

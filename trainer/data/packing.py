@@ -147,12 +147,12 @@ MAX_DOCUMENTS_IN_MEMORY = 2**20
 
 _BLOCK = 2**16
 """Number of documents that are read at once.  Blocks of at least this many documents are packed separately, so no row
-contains documents of two blocks."""
+contains documents from two blocks."""
 
 
 @dataclass(frozen=True)
 class PieceTotals:
-    """Sums over all pieces: of their numbers of targets, and of the squares of these numbers."""
+    """Sums, over all pieces, of the number of targets in a piece and of its square."""
 
     targets: int = 0
     squares: int = 0
@@ -201,7 +201,7 @@ _Block = tuple[NDArray[Any], NDArray[np.int64]]
 
 
 def _row_blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
-    """Yield the rows of one block of documents after another."""
+    """Yield the rows of each block of documents in turn."""
     pending: list[NDArray[np.int64]] = []
     for documents in _document_blocks(shards):
         pending.append(documents)

@@ -122,13 +122,13 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
         try:
             json.dumps(record)
         except TypeError as error:  # dates and bytes in parquet files
-            rule = f"{location}: cannot be repeated in the answer, which is JSON ({error})"
+            rule = f"{location}: cannot be copied to the output, which is JSON ({error})"
             raise setting_error(key, path, rule, fix="leave the column out, or store it as text") from error
         if isinstance(record.get("prompt"), str) and "messages" not in record:
             yield location, dict(record)
             continue
         if "messages" not in record:
-            rule = f"{location}: needs `prompt`, a text, or `messages`"
+            rule = f"{location}: needs `prompt` (text) or `messages`"
             raise setting_error(key, path, rule, fix='write lines such as {"prompt": "Hi"}')
         try:
             Format("messages").read(record)

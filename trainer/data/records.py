@@ -33,8 +33,8 @@ class BadRecord(ValueError):
 def is_record_file(path: str | Path) -> bool:
     """Return whether a .json, .csv or .tsv file holds records.
 
-    An uncompressed .json file is judged by its first _HEAD_BYTES.  All others are assumed to hold records.  False for
-    files with other suffixes.  Raises OSError if a .json file cannot be read.
+    An uncompressed .json file is judged by its first _HEAD_BYTES.  Compressed files, .csv and .tsv files are assumed to
+    hold records.  False for files with other suffixes.  Raises OSError if a .json file cannot be read.
     """
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
@@ -99,7 +99,7 @@ def _read_csv(file: TextIO, delimiter: str) -> Iterator[tuple[int, Mapping[str, 
             if names is None or not row:
                 continue
             if len(row) != len(names):
-                raise BadRecord(f"row {number} has {len(row)} fields, the header has {len(names)}")
+                raise BadRecord(f"row {number} has {len(row)} fields, but the header has {len(names)}")
             yield number, dict(zip(names, row, strict=True))
     except csv.Error as error:
         raise BadRecord(f"line {rows.line_num} is not CSV ({error})") from error

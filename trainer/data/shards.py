@@ -46,8 +46,8 @@ SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """Suffixes of a shard's files, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Maximum total bytes of token data that are verified completely when they are opened, within half a second.  In larger
-data, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
+"""Maximum total bytes of token data that are verified completely when opened, which takes up to half a second.  In
+larger data, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
 
 _PAGE_BYTES = 4096
 """Bytes covered by each page checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that
@@ -106,7 +106,7 @@ class Shard:
     is_remote = False
     """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
-    """Whether the next start rebuilds the shard if a file of it is missing, as for cached shards.  If so, a corrupt
+    """Whether the next start rebuilds the shard if one of its files is missing, as for cached shards.  If so, a corrupt
     file is renamed."""
 
     def __init__(self, path: str | Path) -> None:
@@ -257,7 +257,7 @@ class Shard:
 
     @functools.cached_property
     def _page_checksums(self) -> FileVersion | None:
-        """The file of page checksums, or None if these tokens have no checksums."""
+        """The file with page checksums, or None if there is no valid one."""
         size = self.info.num_tokens * self.dtype.itemsize
         path = f"{self.name.removesuffix('.bin')}.crc"
         if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
@@ -358,7 +358,7 @@ class ShardWriter:
     def write_tokens(self, ids: NDArray[np.integer[Any]], ends: NDArray[np.int64]) -> None:
         """Append tokens that already include the special tokens.
 
-        ends: the offset in `ids` of the end of each document that ends there.
+        ends: the offsets in `ids` at which documents end (exclusive).
         """
         self._write_bytes(".idx", (self.num_tokens + ends).astype("<u8").data)
         self._append(ids)
@@ -446,7 +446,7 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
         if type(value := getattr(info, name)).__name__ != kind:
             raise ShardError(f"{path} is damaged: {name} is {value!r}")
     if info.format != ShardInfo.format:
-        raise ShardError(f"{path} has format {info.format}, this version reads format {ShardInfo.format}")
+        raise ShardError(f"{path} has format {info.format}, but this version reads format {ShardInfo.format}")
     if info.checksum and not re.fullmatch("[0-9a-f]{16}", info.checksum):
         raise ShardError(f"{path} is damaged: checksum is {info.checksum!r}")
     if info.dtype != find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
@@ -492,7 +492,7 @@ def verify_at_start(shards: Sequence[Shard]) -> None:
 
 
 def describe_os_error(error: OSError) -> str:
-    """Return the text of an OSError, with the limit on open files if it was reached, or with advice on a full disk."""
+    """Return the text of an OSError, with the limit on open files if it was reached, or advice if the disk is full."""
     details = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         details = " for the cache; free some space, set data.cache_dir to another disk, or set data.cache_gib"
@@ -525,8 +525,8 @@ MANIFEST = "manifest.json"
 """The file name of a manifest in a folder."""
 
 ShardRow: TypeAlias = "tuple[str, int, int, int]"
-"""A shard in a manifest: its path, absolute or relative to the manifest's folder, and its numbers of tokens, of
-documents, and of bytes of raw text."""
+"""A shard in a manifest: its path, absolute or relative to the manifest's folder, and its numbers of tokens,
+documents and bytes of raw text."""
 
 _MANIFEST_FORMAT = 1
 
@@ -569,7 +569,9 @@ class ShardManifest:
         try:
             manifest = cls(**verify_checksum(json.loads(content)))
             if manifest.format != _MANIFEST_FORMAT:
-                raise ShardError(f"{path} has format {manifest.format}, this version reads format {_MANIFEST_FORMAT}")
+                raise ShardError(
+                    f"{path} has format {manifest.format}, but this version reads format {_MANIFEST_FORMAT}"
+                )
             _check_types(manifest)
             for row in (*manifest.train, *manifest.held_out):
                 name, *counts = row
@@ -577,7 +579,7 @@ class ShardManifest:
                     raise ValueError(f"a shard is {row!r}")
         except (ValueError, TypeError) as error:
             raise ShardError(
-                f"{path} is not a manifest of token shards, nor does it hold documents: an array of objects, or .jsonl"
+                f"{path} is neither a manifest of token shards nor a file of documents (an array of objects, or .jsonl)"
             ) from error
         return manifest
 

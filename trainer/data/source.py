@@ -1,7 +1,7 @@
 """Sources give random access to samples by index; fingerprints identify the samples of a source.
 
-A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  Sources learn the
-sample order, ranks and batches only to prefetch (`Source.follow`).  This module does not import torch.
+A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  Sources are told
+the sample order, ranks and batches only for prefetching (`Source.follow`).  This module does not import torch.
 
 A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
 position means nothing for other data, since even a different number of samples gives a different order.  File names,
@@ -53,7 +53,7 @@ class Source(ABC):
     bytes_per_token: mean bytes of raw text per target over all samples; None without text.
     attended: the mean, over all positions, of the length of a token's document within its row; 0 for padding.  Causal
         attention costs as much per token as in rows of this length without boundaries.  None if tokens attend to their
-        whole row, for which the value would be seq_len.
+        whole row, which is equivalent to seq_len.
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
@@ -462,7 +462,7 @@ class Fingerprint:
         change = f"{name}: {size_before} in the checkpoint, {now}"
         line = f"{change}; the saved position no longer refers to the same samples"
         if not _KEYS_ALLOWING_OTHER_DATA.isdisjoint(allowed):
-            return [], [f"{line}, as it was allowed"]
+            return [], [f"{line} (allowed by checkpoint.allow_changes)"]
         return [f"{line} (allow it: checkpoint.allow_changes=[data])"], []
 
     def _size(self) -> str:

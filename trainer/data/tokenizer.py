@@ -61,7 +61,10 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def decode(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> str:
-        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD, and at least end-of-document tokens are dropped."""
+        """Return the text of `ids`; invalid UTF-8 becomes U+FFFD.
+
+        End-of-document tokens are dropped; other special tokens may be too.
+        """
 
 
 class ByteTokenizer(Tokenizer):
@@ -88,7 +91,7 @@ class FileTokenizer(Tokenizer):
 
     Text never becomes a special token, even if it spells one out.  A document starts and ends with the tokens that the
     post-processor adds.  If the end-of-document token is not among those at the end, it follows them.  It is the token
-    that the configuration files next to the tokenizer name (see `_configured_id`), otherwise the last token that the
+    named in the configuration files next to the tokenizer (see `_configured_id`), otherwise the last token that the
     post-processor adds, otherwise the first of END_OF_DOCUMENT that exists.
 
     bos: whether documents start with the beginning-of-text token; None if the post-processor decides.
@@ -171,7 +174,7 @@ def missing_bos_error(tokenizer: object, why: str) -> UserError:
 
 
 def tokenizer_of(data: DataSection) -> Tokenizer:
-    """Return the tokenizer that the data settings name.  Raises UserError if it cannot be found."""
+    """Return the tokenizer that the data settings select.  Raises UserError if it cannot be found."""
     return find_tokenizer(data.tokenizer, bos=data.bos)
 
 

@@ -127,7 +127,7 @@ class TimedStore:
     """A key-value store with timeouts, because a dead host, unlike a dead process, does not close its connections.
 
     All methods raise RuntimeError if the store is gone, and its subclass StoreTimeout if the store does not respond
-    within `limit_s` seconds, which for `wait` begin after its own timeout.
+    within `limit_s` seconds.  `wait` adds its own timeout to this limit.
     """
 
     def __init__(self, store: Store, limit_s: float) -> None:

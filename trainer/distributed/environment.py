@@ -118,7 +118,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
 
 
 def check_rendezvous(environment: Environment, env: Mapping[str, str] = os.environ) -> None:
-    """Raise UserError unless rank 0's address and port are set, as they may not be if ranks were started by hand."""
+    """Raise UserError unless rank 0's address and port are set; ranks that were started by hand may lack them."""
     if environment.launcher != "torchrun" or environment.world_size == 1:
         return
     fix = "start with torchrun, which sets it, or set it to the host of rank 0 and a free port there"
@@ -174,8 +174,8 @@ def limit_spinning(env: MutableMapping[str, str] = os.environ) -> None:
 
     By default they spin for a long time, which slows training severely on busy cores.  Measured with llama_small on two
     busy cores: by default about 600 tokens/s; with this setting 5,100 to 7,900, but next to a different load (two busy
-    loops), so the numbers give no ratio.  On idle cores: 22,000 with this setting, 24,000 with endless spinning, 12,400
-    without spinning.
+    loops), so the numbers are not comparable.  On idle cores: 22,000 with this setting, 24,000 with endless spinning,
+    12,400 without spinning.
     """
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & set(env):
         env["GOMP_SPINCOUNT"] = "10000"
@@ -214,7 +214,7 @@ def file_limit() -> int:
 def raise_file_limit() -> str:
     """Raise the limit on open files for this process and its children, as far as permitted.
 
-    Sockets to other ranks, batches of loader workers, shards and checkpoints need open files.  Returns advice if the
+    Sockets to other ranks, batches from loader workers, shards and checkpoints need open files.  Returns advice if the
     limit remains low, otherwise an empty string.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -20,13 +20,13 @@ from typing import Any
 
 from trainer.distributed.dead_ranks import is_lost_connection
 from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
-from trainer.stopping import PromptStop, StopRequested, prompt_stop_signal, underlying_request
+from trainer.stopping import ImmediateStop, StopRequested, immediate_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
 """Sent by, respectively, a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints all stacks)."""
 
 _KEPT_IF_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stay ignored if the parent has ignored them, as `nohup` does, and a shell for its background jobs."""
+"""Signals that stay ignored if the parent ignored them, as `nohup` does, or a shell for its background jobs."""
 
 NOTICE = "notice"
 """Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that
@@ -63,7 +63,7 @@ class StopRequest:
         self.on_second_interrupt: Callable[[], None] | None = None
         """Called before a second Ctrl-C (SIGINT) ends the process."""
         self._polled_at = 0.0
-        self.prompt: PromptStop | None = None
+        self.immediate_stop: ImmediateStop | None = None
         """Ends the process within seconds of a signal while nothing needs saving; None if never enabled."""
 
     def install(self) -> None:
@@ -72,19 +72,19 @@ class StopRequest:
             for number in caught_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
 
-    def enable_prompt_stop(self) -> None:
-        """Let a signal end the process within seconds, with EXIT_STOPPED, until `disable_prompt_stop` is called."""
+    def enable_immediate_stop(self) -> None:
+        """Let a signal end the process within seconds, with EXIT_STOPPED, until `disable_immediate_stop` is called."""
         if self._previous:
-            self.prompt = PromptStop(self._previous, lambda name: EXIT_STOPPED)
-            self.prompt.start()
+            self.immediate_stop = ImmediateStop(self._previous, lambda name: EXIT_STOPPED)
+            self.immediate_stop.start()
 
-    def disable_prompt_stop(self) -> None:
+    def disable_immediate_stop(self) -> None:
         """From now on, let signals only set the request, because there are steps to save or the run is ending."""
-        if self.prompt is not None:
-            self.prompt.cancel()
+        if self.immediate_stop is not None:
+            self.immediate_stop.cancel()
 
     def uninstall(self) -> None:
-        self.disable_prompt_stop()
+        self.disable_immediate_stop()
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous.clear()
@@ -107,7 +107,7 @@ class StopRequest:
         return self._reason
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self.prompt is not None and self.prompt.on_signal(signal.Signals(number).name):
+        if self.immediate_stop is not None and self.immediate_stop.on_signal(signal.Signals(number).name):
             return
         if number == signal.SIGTERM and self.exits_on_sigterm:
             os._exit(EXIT_FAILED)
@@ -134,7 +134,7 @@ def acknowledge_stop(text: str = "") -> None:
 
     text: the message, by default the one that fits what the run is doing.
     """
-    _write(2, f"{text or (STOPPING_EARLY if prompt_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
+    _write(2, f"{text or (STOPPING_EARLY if immediate_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
 
 
 def show_cursor() -> None:
@@ -206,10 +206,10 @@ _installed: list[StopRequest] = []
 
 
 def catch_signals_early() -> StopRequest:
-    """Catch signals for a Trainer that will be created later.  Until it has done a step, a signal ends the process."""
+    """Catch signals for a Trainer that is created later.  Until its first step ends, a signal ends the process."""
     request = StopRequest()
     request.install()
-    request.enable_prompt_stop()
+    request.enable_immediate_stop()
     _installed[:] = [request]
     return request
 
@@ -228,7 +228,7 @@ def causing_stop_request(error: BaseException) -> StopRequested | None:
     request = underlying_request(error)
     if isinstance(request, StopRequested):
         return request
-    name = prompt_stop_signal()
+    name = immediate_stop_signal()
     return StopRequested(name) if name and (isinstance(error, PeerFailed) or is_lost_connection(error)) else None
 
 
@@ -238,7 +238,7 @@ def stop_is_requested_early() -> bool:
 
 
 def take_stop_request() -> StopRequest:
-    """Return the StopRequest that catches this process's signals, for one Trainer to take over, or else a new one."""
+    """Return the StopRequest that already catches this process's signals, for a Trainer to take over, or a new one."""
     return _installed.pop() if _installed else StopRequest()
 
 

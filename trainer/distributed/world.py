@@ -217,8 +217,8 @@ class World(Channel):
             _set_timeout(self.timeout, mesh.get_group(axis))
             self._groups.append(mesh.get_group(axis))
 
-    def open_context(self, num_ranks: int) -> str:
-        """Open this rank's context-parallel group, `num_ranks` consecutive ranks; return its name for `exchange`.
+    def create_context_group(self, num_ranks: int) -> str:
+        """Create this rank's context-parallel group of `num_ranks` consecutive ranks; return its name for `exchange`.
 
         Without a separate group, the messages of attention would queue behind FSDP's all-gathers.  All ranks must call
         this.
@@ -295,10 +295,10 @@ class World(Channel):
             return
         deadline = time.monotonic() + _LEAVE_S
         with contextlib.suppress(RuntimeError):
-            num_left = self._store.add("meshtrainer/parted", 1)
+            num_left = self._store.add("meshtrainer/left_store", 1)
             while self.rank == 0 and num_left < self.size and time.monotonic() < deadline:
                 time.sleep(0.02)
-                num_left = self._store.add("meshtrainer/parted", 0)
+                num_left = self._store.add("meshtrainer/left_store", 0)
 
     def close(self) -> None:
         """Wait for all ranks, then destroy the process group if it was opened here."""
@@ -353,7 +353,7 @@ _DEATH_S = 1.0
 """Longest time between the closing of a dying rank's connections and its death."""
 
 _ONCE_S = 30.0
-"""Longest time that ranks wait for another one in `once`."""
+"""Longest time that ranks wait for another rank in `once`."""
 
 _DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
 """torch's default timeouts: gloo and NCCL."""
@@ -477,14 +477,14 @@ def choose_gpu(
 
 def claim_gpu(store: Store, rank: int, uuid: str, num_ranks: int) -> str:
     """Claim a GPU for one of the node's `num_ranks` ranks; return an error message if another rank has it, else ""."""
-    owner = store.compare_set(f"meeting/gpu/{uuid}", "", str(rank)).decode()
+    owner = store.compare_set(f"start/gpu/{uuid}", "", str(rank)).decode()
     return (
         "" if owner == str(rank) else str(_too_few_gpus(num_ranks, 1, f"; ranks {owner} and {rank} see the same one"))
     )
 
 
 def _too_few_gpus(ranks: int, num_gpus: int, details: str = "") -> UserError:
-    rule = f"this node has {num_gpus} GPU{'s' * (num_gpus != 1)}, one for each rank{details}"
+    rule = f"this node has {num_gpus} GPU{'s' * (num_gpus != 1)}, and each rank needs its own{details}"
     return setting_error("nproc", ranks, rule, fix=f"nproc={num_gpus}, or run.device=cpu")
 
 
@@ -524,33 +524,33 @@ def join_store(timeout: timedelta) -> tuple[Store, int, int]:
 
 
 _GO, _STOP = "go", "stop"
-_PROBLEM = "meeting/problem"
+_PROBLEM, _DECISION = "start/problem", "start/decision"
 
 
 def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
     """Wait until all ranks have joined.  If one of them is asked to stop before then, all exit with code 75.
 
     Opening a process group does not react to signals, and ranks would wait until the timeout for one that has exited.
-    Therefore they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank
-    that is asked to stop writes "stop".
+    So they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank that is
+    asked to stop writes "stop".
 
     problem: the message of a user error on this rank, or "".  All ranks raise UserError with the first one.
     """
     if problem:
         store.compare_set(_PROBLEM, "", problem)
-    is_last = store.add("meeting/here", 1) == size
+    is_last = store.add("start/joined", 1) == size
     deadline, pause_s = time.monotonic() + timeout_s, 0.002
-    while not store.check(["meeting/word"]):
+    while not store.check([_DECISION]):
         if stop_is_requested_early():
-            store.compare_set("meeting/word", "", _STOP)
+            store.compare_set(_DECISION, "", _STOP)
         elif is_last:
-            store.compare_set("meeting/word", "", _GO)
+            store.compare_set(_DECISION, "", _GO)
         elif time.monotonic() > deadline:
             raise TrainingFailed(f"rank {rank}: not all of {size} ranks joined within run.timeout_s={timeout_s:g}")
         else:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 0.05)
-    if store.get("meeting/word").decode() == _STOP:
+    if store.get(_DECISION).decode() == _STOP:
         _wait_until_all_have_read(store, rank, size)
         _exit_before_start(should_announce=rank == 0)
     if store.check([_PROBLEM]):
@@ -561,9 +561,9 @@ def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem
 
 def _wait_until_all_have_read(store: Store, rank: int, size: int) -> None:
     """On rank 0, which may host the store, wait until the other ranks have read the decision."""
-    store.add("meeting/left", 1)
+    store.add("start/have_read", 1)
     deadline = time.monotonic() + _READ_DECISION_S
-    while rank == 0 and store.add("meeting/left", 0) < size and time.monotonic() < deadline:
+    while rank == 0 and store.add("start/have_read", 0) < size and time.monotonic() < deadline:
         time.sleep(0.02)
 
 

@@ -1,8 +1,8 @@
 """Mixture-of-experts layers: expert parallelism, grouped matmuls, and load balancing.
 
-A model runs its experts through `mix`, and its recipe names the modules that hold them (`Recipe.experts`).  Such a
-model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks: `mix`
-then sends tokens to the ranks of their experts, and the results back.
+A model runs its experts through `apply_experts`, and its recipe names the modules that hold them (`Recipe.experts`).
+Such a model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks:
+`apply_experts` then sends tokens to the ranks of their experts, and the results back.
 
 To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns their `Load` (from
 `load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its child module, a
@@ -33,7 +33,7 @@ from trainer.experts.balance import (
     global_balance,
     load_of,
 )
-from trainer.experts.dispatch import Estimate, ExpertGroup, choices_of, mix
+from trainer.experts.dispatch import Estimate, ExpertGroup, apply_experts, choices_of
 from trainer.experts.grouped import GROUPED_MM, TORCH_GROUPED_MM, fake_tensors, grouped_bias, grouped_mm, grouped_outer
 from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
@@ -57,6 +57,7 @@ __all__ = [
     "TopKExperts",
     "adapters_of",
     "add_adapter",
+    "apply_experts",
     "choices_of",
     "expert_matmuls",
     "fake_tensors",
@@ -74,4 +75,4 @@ __all__ = [
     "simulate_expert_group",
 ]
 
-products = expert_matmuls  # deprecated alias; remove in the next release
+mix, products = apply_experts, expert_matmuls  # deprecated aliases; remove in the next release

@@ -72,7 +72,7 @@ class ExpertAdapter(nn.Module):
 def expert_matmuls(experts: nn.Module, name: str, x_MK: torch.Tensor, ends_E: torch.Tensor) -> list[torch.Tensor]:
     """Multiply rows by each matrix that `experts.matrices` lists under `name`; return one (M, N) tensor per matrix.
 
-    Rows are sorted by expert; `ends_E[e]` is the exclusive end of those of expert e (see `grouped_mm`).
+    Rows are sorted by expert; `ends_E[e]` is the exclusive end of expert e's rows (see `grouped_mm`).
     Rows are converted to the dtype of the matrices; quantized matrices are unpacked to the dtype of the rows instead.
     """
     outputs = [_expert_matmul(experts, matrix, x_MK, ends_E) for matrix in matrices_of(experts)[name]]

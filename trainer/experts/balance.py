@@ -1,4 +1,4 @@
-"""Measures the load of experts, and balances it through auxiliary router losses and biases on the choice of experts.
+"""Measures the load of experts, and balances it with auxiliary router losses and with biases in expert selection.
 
 Tokens per expert are counted as integers over the global batch (for `sequence_loss`, over each sequence), so the counts
 do not depend on how the mesh and the micro-batches divide the tokens.
@@ -247,8 +247,9 @@ class ExpertBalance:
     """Runs after each optimizer step: updates the biases of a model's `TopKExperts` modules, keeps the step's choices
     for the next one, and logs the load of the experts.
 
-    A bias moves up by `Balance.rate` if its expert was chosen less often than the mean, and down by it if more often;
-    only tokens with targets count, over the global batch.  A skipped step changes neither biases nor stored choices.
+    A bias rises by `Balance.rate` if its expert was chosen less often than the mean, and falls by the same amount if
+    more often; only tokens with targets count, over the global batch.  A skipped step changes neither biases nor stored
+    choices.
 
     Fields of the `train` record, each a mean over the steps since the previous record: `busiest_expert`, the number of
     tokens of the busiest expert, relative to the mean of its layer, and `dead_experts`, the number of experts in all

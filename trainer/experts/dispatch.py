@@ -1,8 +1,8 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
-With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts in an all-to-all, whose sizes the
-host must read.  With `gather`, every rank receives all of the group's tokens and processes those routed to its experts;
-all shapes are known in advance.
+With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts in an all-to-all; reading its split
+sizes requires a host sync.  With `gather`, every rank receives all of the group's tokens and processes those routed to
+its experts; all shapes are known in advance.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs, N ranks in
 the group, L experts per rank, T tokens in the group, P pairs in the group, R rows computed on this rank.
@@ -28,7 +28,7 @@ GROUP_ATTRIBUTE = "expert_group"
 
 @dataclass
 class Estimate:
-    """Assumptions about the router's choices, for plans, in which no real tokens are routed."""
+    """Assumptions about the router's choices, used by the planner, which routes no real tokens."""
 
     imbalance: float = 1.0
     """Number of rows on the busiest rank, relative to the mean over ranks."""
@@ -47,12 +47,14 @@ class ExpertGroup:
     name: str = ""
     """Name of the process group, for `trainer.distributed.exchange`."""
     estimate: Estimate | None = None
-    """For plans: used instead of the router's choices.  None in training."""
-    watch: Callable[..., None] | None = None
-    """For checks: called with the arguments of `mix` except `experts`, followed by the result.  None outside checks."""
+    """Set only by the planner: replaces the split sizes of `exchange`; `gather` sets its `fill_fraction`."""
+    observer: Callable[..., None] | None = None
+    """Called with the arguments of `apply_experts` except `experts`, then the result.  None outside the self-check."""
 
 
-def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor) -> torch.Tensor:
+def apply_experts(
+    experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
+) -> torch.Tensor:
     """Return the weighted sum of each token's expert outputs, (S, D).
 
     experts: a module whose parameters are all stacked by expert along dimension 0.  It is called as
@@ -74,8 +76,8 @@ def mix(experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights
         return _sum_by_token(out_MD, order_M, weights_SA)
     method = _run_by_exchange if group.method == "exchange" else _run_by_gather
     out_SD = method(group, experts, x_SD, chosen_SA, weights_SA)
-    if group.watch is not None:
-        group.watch(x_SD, chosen_SA, weights_SA, out_SD)
+    if group.observer is not None:
+        group.observer(x_SD, chosen_SA, weights_SA, out_SD)
     return out_SD
 
 
@@ -175,7 +177,7 @@ def _split_evenly(total: int, count: int) -> list[int]:
 def _run_by_gather(
     group: ExpertGroup, experts: nn.Module, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor
 ) -> torch.Tensor:
-    """Gather the tokens of the group, compute those of this rank's experts, and sum the results over all ranks.
+    """Gather the group's tokens, process those routed to this rank's experts, and sum the results over the group.
 
     The buffers are large enough for the worst case, in which all tokens choose only experts of this rank.
     """

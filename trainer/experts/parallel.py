@@ -1,6 +1,6 @@
 """Divides a model's experts among the ranks of an expert group (expert parallelism), before FSDP shards the model.
 
-Plans simulate this division on one rank (`simulate_expert_group`); checks observe the experts (`observe_experts`).
+The planner simulates this on one rank (`simulate_expert_group`); a self-check observes the experts (`observe_experts`).
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -
 
 
 @contextmanager
-def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]) -> Iterator[None]:
-    """Inside the block, call `watch(name, x, chosen, weights, out)` each time `mix` has run one of `modules`.
+def observe_experts(modules: Mapping[str, nn.Module], observer: Callable[..., None]) -> Iterator[None]:
+    """Inside the block, call `observer(name, x, chosen, weights, out)` after each `apply_experts` on one of `modules`.
 
     Their experts must be divided among ranks (`shard_experts`).
     """
     groups = {name: getattr(module, GROUP_ATTRIBUTE) for name, module in modules.items()}
     for name, module in modules.items():
-        setattr(module, GROUP_ATTRIBUTE, replace(groups[name], watch=partial(watch, name)))
+        setattr(module, GROUP_ATTRIBUTE, replace(groups[name], observer=partial(observer, name)))
     try:
         yield
     finally:
@@ -88,10 +88,10 @@ def observe_experts(modules: Mapping[str, nn.Module], watch: Callable[..., None]
 
 
 def simulate_expert_group(modules: Sequence[nn.Module], size: int, method: str, imbalance: float) -> Estimate:
-    """For a plan, keep only the experts of one of `size` ranks in `modules`, which are on the meta device.
+    """For the planner, keep only the experts of one of `size` ranks in `modules`, which are on the meta device.
 
-    Their collectives use a group called `expert`, and must run on fake tensors.  Returns the estimate that is used
-    instead of the router's choices; running the model sets its `fill_fraction`.
+    Their collectives use a group called `expert`, and must run on fake tensors.  Returns the estimate that replaces the
+    router's choices; with `gather`, running the model sets its `fill_fraction`.
     """
     estimate = Estimate(imbalance)
     group = ExpertGroup(size, 0, method, EXPERT, estimate)

@@ -23,13 +23,14 @@ _NAME = "my_model"
 def write_project(name: str, parent: Path) -> Path:
     """Create a project in the folder `parent/name`, which must be new or empty, and return the folder.
 
-    Raises UserError if the name, with `_` in place of `-`, cannot be a module's name or is that of a registered model,
-    a standard module, `trainer`, `torch` or `recipes`; if the folder is not empty; or if the disk is full.
+    Raises UserError if the name, with `_` in place of `-`, is not a valid module name, or is that of a registered
+    model, a standard-library module, `trainer`, `torch` or `recipes`; if the folder is not empty; or if the disk is
+    full.
     """
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):
         raise UserError(
-            f"NAME={name}: must be usable as a Python module: letters, digits and _\n  for example: my_model"
+            f"NAME={name}: must be a valid Python module name: letters, digits and _\n  for example: my_model"
         )
     reserved = (
         {recipe.name for recipe in all_recipes()} | set(sys.stdlib_module_names) | {"trainer", "torch", "recipes"}

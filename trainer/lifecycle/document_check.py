@@ -41,7 +41,7 @@ from trainer.model.gradients import evaluation_mode
 from trainer.sequence import compute_cu_seqlens, full_sequences
 
 _LENGTHS = (70, 150, 100)
-"""Lengths in tokens of the three documents in a row; shorter in proportion if the run's rows do not hold them.
+"""Lengths in tokens of the three documents in a row, scaled down in proportion if the run's rows are too short.
 Recurrent layers process chunks of 64 to 256 tokens: the second document starts and ends within chunks and spans the
 boundaries of chunks of 64 and 128 tokens, and the third one crosses token 256."""
 
@@ -70,7 +70,7 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
     if getattr(model, "has_recurrent_layers", False) and compiles_blocks(config.train.compile, world.device.type):
-        rule = "compiled blocks cannot separate documents in recurrent layers of transformers: sizes depend on them"
+        rule = "compiled blocks cannot separate documents in recurrent layers of transformers"
         raise setting_error("train.compile", config.train.compile, rule, False)
     leak: str | None = "its forward pass takes no documents"
     if "documents" in inspect.signature(model.forward).parameters:
@@ -277,7 +277,7 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
 
     def compare_inputs(name: str, inputs: Any) -> None:
         if not differing and any(map(differs, _hidden_states(inputs, tokens_BT))):
-            differing.append(name.rpartition(".")[0])  # the enclosing module itself, between its children
+            differing.append(name.rpartition(".")[0])  # the fault lies in the enclosing module's own code
 
     def compare_outputs(name: str, outputs: Any) -> Any:
         if not parameters_of[name]:

@@ -1,4 +1,4 @@
-"""The self-check for expert parallelism verifies the experts' gradients, and that the right ranks compute each expert.
+"""Checks, for expert parallelism, that the experts' gradients are right and that the right ranks compute each expert.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
 computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
@@ -64,7 +64,7 @@ class _Observer:
     """
 
     seen: dict[str, _Observation] = field(default_factory=dict)
-    """The observation of each experts module, by name."""
+    """The observation of each expert module, by name."""
 
     def watch(
         self, name: str, x_SD: torch.Tensor, chosen_SA: torch.Tensor, weights_SA: torch.Tensor, out_SD: torch.Tensor
@@ -98,7 +98,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     handle = next(iter(modules.values())).register_forward_hook(probe.run)
     batch = loader.first_tokens(min(_NUM_TOKENS, config.data.seq_len))
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
-    if config.objective.outputs:  # a new head has no outputs for tokens
+    if config.objective.outputs:  # the new head's outputs are not tokens
         targets = targets % config.objective.outputs
     # Without the entry that says which rows form a preference pair: the loss here is over tokens.
     batch = {name: entry.to(world.device) for name, entry in {**batch, "targets": targets}.items() if name != "pair"}
@@ -114,7 +114,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
         find_loss(model)(batch).backward()
     handle.remove()
     reshard(model)
-    found = [names for names in world.gather(probe.linear) if names]  # by each rank with rows
+    found = [names for names in world.gather(probe.linear) if names]  # one per rank whose experts received rows
     linear = next((names for names in itertools.chain(*found) if all(names in others for others in found)), ())
     lines = [
         *_wrong_gradients(world, modules, observer.seen, linear, mesh, config),

@@ -74,7 +74,7 @@ class RunFolder:
         self._locks = [FolderLock(self.path, "run.dir")]
         self._is_owned = False
         self.loss: FolderLoss | None = None
-        """The first loss of a folder of this run; None if there was none, and on other ranks than rank 0."""
+        """The first loss of one of this run's folders; None if there was none, and on all ranks except rank 0."""
         self.has_moved = False
         """True once the run writes elsewhere because a folder was lost; see `Relocation`."""
         self.checkpoint_dir = config.checkpoint.dir
@@ -186,7 +186,7 @@ class RunFolder:
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 
     def move_aside(self, names: Sequence[str]) -> Path | None:
-        """Move the named files, those that exist, into a new folder `previous_NNN`.  Returns that folder, or None.
+        """Move those of the named files that exist to a new folder `previous_NNN`.  Returns that folder, or None.
 
         Deletes nothing.  If the metrics are moved, also copies the files that the new attempt will overwrite.
         """
@@ -288,12 +288,12 @@ def record_end(run_dir: Path, initial_status: Mapping[str, Any], last_step: int,
 
 
 class FolderLock:
-    """A lock on a run's folder, held by at most one process of all nodes, and broken if that process is dead.
+    """A lock on a run's folder: at most one process on any node holds it.  The lock of a dead process is broken.
 
     A file `.owner.json` identifies the owner.  An owner on this machine (the same host name, boot and PID namespace) is
     alive if its process exists.  An owner on another node in the same Slurm job is alive unless the job was requeued
     since.  Any other owner is alive if its heartbeat, the modification time of the file, is recent compared with that
-    of a file written now, so that no clocks are compared.
+    of a file written now, which avoids comparing the clocks of two nodes.
     """
 
     NAME = ".owner.json"
@@ -488,7 +488,7 @@ class FolderLock:
         """Exit, because this process was suspended for so long that another run has taken over the folder."""
         print_stderr(
             f"error: {self.setting}={self.folder}: another run has taken it over ({_describe_owner(owner)}), because "
-            f"this one gave no sign of life for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other "
+            f"this one wrote no heartbeat for {self.STALE_S:.0f} s\n  this run ends here, without saving; the other "
             "one continues from the newest checkpoint"
         )
         os._exit(EXIT_FAILED)

@@ -1,6 +1,6 @@
-"""Starts the ranks of `nproc=N` on this machine through torch's elastic launcher, and reports how they ended.
+"""Starts `nproc` ranks on this machine through torch's elastic launcher, and reports how they ended if they cannot.
 
-Also directs a dry run, which stops before the first step, to a temporary folder (`dry_run_config`).
+Also redirects the output of a dry run, which stops before the first step, to a temporary folder (`dry_run_config`).
 """
 
 from __future__ import annotations
@@ -46,9 +46,8 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     os.environ[SPAWNED_BY_US] = str(nproc)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
-    os.environ.setdefault(
-        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"
-    )  # the default kills after 30 s; a save may take longer
+    # By default the launcher kills the ranks after 30 s, but a save may take longer.  torch 2.11 ignores this variable.
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
     launch = _launch_config(nproc)
     initial_status = read_status(config.run_dir)
 
@@ -56,7 +55,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
     request = stop_request.take_stop_request()
-    request.disable_prompt_stop()  # wait for the ranks to save, as long as it takes
+    request.disable_immediate_stop()  # wait for the ranks to save, however long it takes
     try:
         for number in stop_request.caught_signals():  # until the launcher installs its own handlers
             signal.signal(number, interrupt)

@@ -92,8 +92,8 @@ class Lifecycle:
         if run.world.is_main:
             self.stop.on_first_signal, self.stop.on_second_interrupt = acknowledge_stop, self._quit
         self._stale_notice = take_stale_notice(run.config.run_dir)
-        if self.stop.prompt is not None:
-            self.stop.prompt.before_exit = self._record_prompt_stop
+        if self.stop.immediate_stop is not None:
+            self.stop.immediate_stop.before_exit = self._record_immediate_stop
         run.step_sync.register(self._is_asked_to_stop, self._start_stopping)
         # If a folder is lost, which rank 0 reports, the current step is the last.
         run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
@@ -242,15 +242,15 @@ class Lifecycle:
         exit_code = EXIT_USER_ERROR if isinstance(error, UserError) else EXIT_FAILED
         self._end("failed", exit_code, first_failure or f"{type(error).__name__}: {error}")
 
-    def _record_prompt_stop(self) -> None:
+    def _record_immediate_stop(self) -> None:
         """Record the stop, from another thread, because the main thread is blocked."""
         if self.phase == "running":
             self._folder.write_status("stopped", EXIT_STOPPED, self._state.step, "asked to stop")
         self._folder.release()
 
-    def disable_prompt_stop(self) -> None:
+    def disable_immediate_stop(self) -> None:
         """From now on, let a stop request finish the step and save, because there is state to save."""
-        self.stop.disable_prompt_stop()
+        self.stop.disable_immediate_stop()
 
     def _end(self, state: str, exit_code: int, reason: str) -> None:
         self._enter("end")

@@ -61,7 +61,7 @@ class Resume:
         is_running: whether training has begun, so that this load is a rollback.
 
         Returns None for a fresh start.  Raises UserError if there is no checkpoint at `path`, if it is incompatible, or
-        if the folder's records do not fit its checkpoints (`EarlierAttempts`); TrainingFailed if no checkpoint is good.
+        if the folder's records do not match its checkpoints (`EarlierAttempts`); TrainingFailed if none is good.
         If the message cannot show all differences, it names a file that does.
         """
         self._world.agreed(self.earlier_attempts.check_checkpoint_dir)
@@ -301,7 +301,7 @@ class EarlierAttempts:
     def _no_checkpoint_message(self, progress: RecordedProgress) -> str:
         lines = [
             f"checkpoint.resume=auto: there is no checkpoint in {self.checkpoint_dir}, but this run had one",
-            f"{progress.source_file} in {self._folder.path} mentions one of step {progress.newest_saved}",
+            f"{progress.source_file} in {self._folder.path} mentions a checkpoint of step {progress.newest_saved}",
             *self._describe_other_checkpoints(),
             "if the checkpoints are elsewhere, or on a disk that is not mounted: mount it, or set checkpoint.dir=WHERE",
             "to resume from a specific one: checkpoint.resume=PATH",
@@ -318,7 +318,7 @@ class EarlierAttempts:
         for folder in (run / "checkpoints", run, *sorted(run.glob("previous_*"))):
             steps = [] if is_same_location(str(folder), self.checkpoint_dir) else list_steps(open_storage(folder))
             if steps:
-                yield f"{folder} holds one of step {steps[-1]}"
+                yield f"{folder} holds a checkpoint of step {steps[-1]}"
 
 
 def _is_of_another_run(stored_dir: object, here: Path) -> bool:

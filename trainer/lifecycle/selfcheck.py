@@ -7,7 +7,7 @@ Not checked: custom loaders, which have no sample indices to compare; buffers, w
 compares the ones that it stores); and models other than `Trainer.model`, such as a teacher or an average.
 
 The check changes no values, draws no random numbers, and works for any recipe.  Further checks run the model itself:
-`check_context` here (context parallelism must not change its loss), `check_experts` and `check_documents`.
+`check_context` here (context parallelism must not change the loss), `check_experts` and `check_documents`.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _inspect(
     if not isinstance(parameter, DTensor):
         if is_trainable and not is_reduced:
             expected = _expected_placement(mesh, is_expert)
-            return f"{name} is not sharded, so that its gradient is not reduced; expected: {expected}", None
+            return f"{name} is not sharded, so its gradient is not reduced; expected: {expected}", None
         return "", _Piece(name, f"{facts}, whole", parameter, ((0, 1), (0, 1)), (1, 1), world_size)
     is_row_sharded = not is_expert and parameter.device_mesh != mesh and mesh_of(parameter) == mesh
     if is_row_sharded:

@@ -46,17 +46,18 @@ class TrainState:
         random_state: RandomState,
         base: BaseWeights | None = None,
     ) -> None:
-        """base: the frozen weights under adapters, or None.  Checkpoints refer to them without storing them."""
+        """base: the frozen weights under adapters, or None.  Checkpoints do not store the weights that it names."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
         self.zero_after_end = True
-        """True if a learning rate that decays to zero reaches 0 one step after the last step.  False for runs that
-        older versions started, in which it reaches 0 at the last step."""
+        """True if a learning rate that decays to zero reaches 0 one step after the last step.  False for runs started
+        by older versions, whose learning rate reaches 0 at the last step."""
         self.eval_pending = False
         """True if the evaluation at this step was interrupted; `fit` repeats the evaluation after the next start."""
         self.evaluation: dict[str, float] = {}
-        """The finite losses and `eval.metric` of the evaluation at this step, by field; empty until it has run."""
+        """This step's evaluation results that are finite (the losses and `eval.metric`), keyed by field name; empty
+        until the evaluation has run."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -124,7 +125,7 @@ class TrainState:
         self.evaluation = {}
 
     def record_evaluation(self, record: Mapping[str, Any], metric: str) -> None:
-        """Record the finite losses of the evaluation at this step, and the value of `metric` (`eval.metric`)."""
+        """Record this step's evaluation results that are finite: the losses, and `metric` (that is, `eval.metric`)."""
         losses = {n: value for n, value in record.items() if n in ("loss", metric) or n.startswith("loss_")}
         self.evaluation = {k: v for k, v in losses.items() if isinstance(v, float) and math.isfinite(v)}
 

@@ -113,24 +113,24 @@ def start_facts(trainer: Trainer) -> Mapping[str, str]:
 
 
 def _adapter_facts(model: nn.Module) -> str:
-    """Describe which layers have adapters, how the adapter parameters are divided, and experts without adapters."""
+    """Describe which layers have adapters, their fractions of the adapter parameters, and experts without adapters."""
     sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():
         if part := parse_adapter(name):
-            of_kind, layer = sizes[parameter.ndim == 3], part[0].rpartition(".")[2]
-            of_kind[layer] = of_kind.get(layer, 0) + parameter.numel()
+            layer_sizes, layer = sizes[parameter.ndim == 3], part[0].rpartition(".")[2]
+            layer_sizes[layer] = layer_sizes.get(layer, 0) + parameter.numel()
             left_out.pop(part[0].replace(f".{ADAPTERS}.", "."), None)
-    total = sum(size for of_kind in sizes.values() for size in of_kind.values())
+    total = sum(size for layer_sizes in sizes.values() for size in layer_sizes.values())
     facts = [
-        f"{', '.join(of_kind)}{' of the experts' * is_expert}: {readable_count(sum(of_kind.values()))} parameters, "
-        f"{sum(of_kind.values()) / total:.1%} of them"
-        for is_expert, of_kind in sizes.items()
-        if of_kind
+        f"{', '.join(layer_sizes)}{' of the experts' * is_expert}: {readable_count(sum(layer_sizes.values()))} "
+        f"parameters, {sum(layer_sizes.values()) / total:.1%} of them"
+        for is_expert, layer_sizes in sizes.items()
+        if layer_sizes
     ]
     if left_out:
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
-        facts.append(f"none on {names} of {'the' if not sizes[True] else 'some'} experts, which lora.targets can name")
+        facts.append(f"none on {names} of {'the' if not sizes[True] else 'some'} experts; lora.targets can name them")
     return "\n".join(facts)
 
 
@@ -220,8 +220,8 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
     if config.eval.every and not is_evaluated:
         reason = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
         notes.append(
-            f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({reason}): there will "
-            "be none; give data.eval_path, or set eval.every=0"
+            f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({reason}), so no "
+            "evaluation will run; give data.eval_path, or set eval.every=0"
         )
     if buffers := buffers_without_name(trainer.model, config.recipe, config.model):
         notes.append(
@@ -262,7 +262,7 @@ def closing_summary(
     best: metric and step of the best checkpoint.
     seconds: the run's duration.
 
-    Without a train record, and so on all ranks but rank 0, there are no lines.
+    The result is empty without a train record, as on all ranks except rank 0.
     """
     last_train, last_eval = metrics.latest.get("train"), metrics.latest.get("eval")
     if last_train is None:
@@ -289,7 +289,7 @@ def closing_summary(
 def next_commands(config: RunConfig) -> list[str]:
     """Return commands that use a finished run, ready to paste into the same shell.
 
-    Commands that load the weights must import the model: for a custom model they have `--allow-import`.  They are
+    Commands that load the weights must import the model; for a custom model they include `--allow-import`.  They are
     omitted if the model is defined in a script that would train again when imported.
     """
     folder = shlex.quote(config.run.dir)
@@ -358,7 +358,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
 
 
 def _find_chat_prompt(config: RunConfig) -> list[int]:
-    """Return a conversation's tokens up to the assistant's turn, of a held-out conversation if there is one."""
+    """Return a conversation's tokens up to the assistant's turn, preferably from a held-out conversation."""
     from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2
 
     splits: tuple[Split, ...] = ("eval", "train")
@@ -367,5 +367,5 @@ def _find_chat_prompt(config: RunConfig) -> list[int]:
         for chat_source in source.sources.values() if isinstance(source, MixedSource) else [source]:
             if isinstance(chat_source, (ChatSource, PairSource)) and (prompt := chat_source.first_prompt()):
                 return prompt
-    data = config.data  # with data.train_on=all, every token is a target
+    data = config.data  # all conversations start with a target, as with data.train_on=all
     return chat_prompt_tokens("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)

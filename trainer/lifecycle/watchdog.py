@@ -12,9 +12,9 @@ save or profile gets the same limit.  A run's start and a custom loop's code bet
 ranks that already wait inside a step do.
 
 Not covered: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
-it does not respond.  If it is rank 0, there is no common table: each other rank prints its own status and that rank 0
-does not answer, and exits.  If the process group was initialized by the caller, there is no store for messages: each
-rank reports only on itself and does not exit.
+it does not respond.  If it is rank 0, there is no common table: each other rank prints its own status, reports that
+rank 0 does not answer, and exits.  If the process group was initialized by the caller, there is no store for messages:
+each rank reports only on itself and does not exit.
 
 The watchdog uses no collectives and works for any model.
 """
@@ -49,7 +49,7 @@ from trainer.metrics.callbacks import Callback
 _CHECK_S = 0.5
 """Seconds between checks of the limits."""
 _CHECKS_PER_POLL = 4
-"""The store is polled for another rank's request to report once in this many checks of the limits."""
+"""One in this many checks of the limits also polls the store for another rank's request that all ranks report."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """`_ANSWER_S`: seconds that rank 0 waits for the other ranks' reports, and later for them to read its verdict.
 `_VERDICT_S`: seconds that the other ranks wait for the verdict."""
@@ -123,7 +123,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def during(self, phase: str) -> Iterator[None]:
-        """During the block, be in a phase that lies outside the steps and has its own limit."""
+        """For the duration of the block, enter a phase outside the steps that has its own limit."""
         outer_phase, outer_limit, self._limit = self.phase, self._limit, None
         self.enter(phase)
         if phase == "save":
@@ -138,7 +138,7 @@ class Watchdog(Callback):
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Watch the clock, from now on until `stop`.  After the block, even if it raises, no limit is active."""
+        """Watch the clock from now until `stop` is called.  After the block, even if it raises, no limit is active."""
         self._main_thread = threading.get_ident()
         if self._thread is None or self._stop_event.is_set():
             self._stop_event = threading.Event()
@@ -149,11 +149,11 @@ class Watchdog(Callback):
         finally:
             self._limit = None
 
-    def save_begins(self, stage: Callable[[], str]) -> None:
+    def begin_save(self, stage: Callable[[], str]) -> None:
         """Record that a background save has started.  `stage()` returns what it is doing now."""
         self._saving_since, self._save_stage = time.monotonic(), stage
 
-    def save_ends(self) -> None:
+    def end_save(self) -> None:
         """Record that the background save has ended."""
         self._saving_since = None
 
@@ -230,7 +230,7 @@ class Watchdog(Callback):
         """Report this rank's status; on rank 0, print the table of all ranks.  Then exit, as all ranks do.
 
         If the ranks that the others wait for are in a phase with a longer limit, restarts an expired limit and returns.
-        Also returns if the process group was opened elsewhere.
+        Also returns if the caller initialized the process group.
         """
         store, rank = self._world.timed_store, self._world.rank
         if store is None:
@@ -254,7 +254,7 @@ class Watchdog(Callback):
                     self._world.announce_failure(PeerFailed(describe_stragglers(reason, statuses)))
                 store.set(self._key("verdict"), verdict)
                 if verdict != "continue":
-                    # The store ends with this process, and ranks that had not read the verdict would report its loss.
+                    # The store dies with this process; ranks that had not read the verdict would report a lost store.
                     other_ranks = [status.rank for status in statuses if status.is_responding and status.rank != rank]
                     pending = [self._key(f"heard/{other}") for other in other_ranks]
                     deadline = time.monotonic() + _ANSWER_S
@@ -304,7 +304,7 @@ class Watchdog(Callback):
         self._exit(is_stuck)
 
     def _exit(self, is_stuck: bool) -> NoReturn:
-        """Exit although the main thread may hang.  Waits for the save in flight first, unless that is stuck."""
+        """Exit even if the main thread hangs.  First waits for the save in flight, unless it is stuck."""
         thread = threading.Thread(target=dump_flight_record, args=(self._folder, self._world.rank), daemon=True)
         thread.start()
         thread.join(_GRACE_S)
@@ -386,7 +386,7 @@ def _is_in_a_collective(frame: FrameType | None) -> bool:
 
 
 _DEVICE_WAIT_FILES = tuple(os.sep + os.path.join("torch", "cuda", name) for name in ("streams.py", "__init__.py"))
-"""Files with functions that wait for the GPU, in which the host is when a collective hangs there."""
+"""Files whose functions wait for the GPU.  When a collective hangs on the GPU, the host is in one of them."""
 
 _OPERATOR_FILES = ("_ops.py", "_compile.py", "_library/custom_ops.py", "_library/autograd.py", "_dynamo/eval_frame.py")
 _WRAPPER_FILES = ("nn/modules/module.py", "autograd/function.py", *_OPERATOR_FILES)
@@ -394,7 +394,7 @@ _HIDDEN_FILES = (
     f"{os.sep}contextlib.py",
     *(os.sep + os.path.join("torch", *name.split("/")) for name in _WRAPPER_FILES),
 )
-"""Files whose frames are uninformative and left out of printed stacks."""
+"""Files whose frames are uninformative, and so are left out of printed stacks."""
 
 
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
@@ -470,7 +470,7 @@ class RankStatus:
     phase_s: float
     """Seconds since the rank entered the phase."""
     step: int
-    """The current step, or between steps the last one."""
+    """The current step, or the last one if the rank is between steps."""
     num_phases_entered: int
     """Number of phases entered since the step started."""
     is_waiting: bool
@@ -534,7 +534,7 @@ def describe_stragglers(cause: str, statuses: Sequence[RankStatus]) -> str:
 
 
 def status_table(cause: str, statuses: Sequence[RankStatus]) -> str:
-    """Return a table of the ranks, in which those that the others wait for are marked, followed by stacks of some."""
+    """Return a table of the ranks that marks those that the others wait for, followed by the stacks of some ranks."""
     stragglers = find_stragglers(statuses)
     rows = [*stragglers, *(status for status in statuses if status not in stragglers)]
     lines = [describe_stragglers(cause, statuses), "     rank    step  phase            for"]
@@ -572,7 +572,7 @@ class CollectiveProgress:
     started: int
     enqueued: int
     waiting_for: str
-    """Describes the oldest unfinished collective, or an empty string."""
+    """Description of the oldest unfinished collective; empty if there is none."""
 
 
 def has_flight_recorder() -> bool:
@@ -594,7 +594,7 @@ def _recorder() -> Any:
 
 
 def progress_of(record: bytes) -> CollectiveProgress | None:
-    """Return the progress of collectives according to a flight record; None if the record does not tell."""
+    """Return the progress of collectives according to a flight record; None if the record does not contain it."""
     with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
         content = json.loads(record)
         groups: Mapping[str, Mapping[str, Any]] = content["pg_status"]
@@ -619,7 +619,8 @@ def dump_flight_record(folder: Path, rank: int) -> None:
 
     Call this in a separate thread, because the file system may hang.
 
-    The file's name and format match NCCL's own dumps, for `python -m torch.distributed.flight_recorder.fr_trace`.
+    The file's name and format match NCCL's own dumps, so that
+    `python -m torch.distributed.flight_recorder.fr_trace` can read it.
     """
     if has_flight_recorder():
         with contextlib.suppress(OSError):

@@ -150,7 +150,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
 class Samples(Callback):
     """Completes `log.prompts`, or replies to them if the run trains on chats.
 
-    The seed is fixed, so that samples of different steps are comparable.
+    The seed is fixed, so that samples from different steps are comparable.
     """
 
     def __init__(

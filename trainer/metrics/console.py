@@ -53,7 +53,7 @@ class ConsoleWriter(RecordWriter):
         """Status bar label until the first step has completed, such as `compiling`; empty for none."""
 
     def start(self, summary: Mapping[str, str]) -> None:
-        """Print the summary at the start of the run.  summary: the text of each topic, by topic."""
+        """Print the summary at the start of the run.  summary: maps topics to texts."""
         self._screen.show_summary({printable(topic): printable(text) for topic, text in summary.items()})
 
     def write(self, record: Record) -> None:
@@ -149,7 +149,7 @@ class ConsoleWriter(RecordWriter):
         self._draw()
 
     def enter_phase(self, phase: str) -> None:
-        """Show the current phase outside a step in the status bar."""
+        """Show in the status bar that the run has entered a phase, if the phase is outside a step."""
         label = _PHASE_LABELS.get(phase, self.first_step_label)
         if label != self._phase_label:
             self._phase_label = label
@@ -217,7 +217,7 @@ def readable_bytes(count: float) -> str:
 
 
 _INDENT = 14
-"""Column of the summary in which the texts start; the topics are to the left of it."""
+"""Column of the summary at which the texts start; the topics are to the left of it."""
 
 
 class Screen(Protocol):
@@ -265,7 +265,7 @@ class PlainScreen:
 
 
 def make_screen(stream: TextIO) -> Screen:
-    """Return a `Terminal` if the stream is a terminal, or if the environment says so; otherwise a `PlainScreen`."""
+    """Return a `Terminal` if the stream is one or FORCE_COLOR or TTY_COMPATIBLE=1 is set; otherwise a `PlainScreen`."""
     if not (stream.isatty() or os.environ.get("FORCE_COLOR") or os.environ.get("TTY_COMPATIBLE") == "1"):
         return PlainScreen(stream)
     from rich.console import Console  # other runs do not need rich

@@ -25,7 +25,7 @@ class Device:
     fp8_flops: float | None
     """Peak for fp8 matmuls; None if the device has none."""
     memory_gib: float
-    """Memory size as reported by the driver, which is below the marketed size."""
+    """Memory in GiB as reported by the driver; a smaller number than the marketed one, which is in GB."""
     memory_bandwidth: float
     link_bandwidth: float
     """Bandwidth to the other devices in the node, in one direction."""

@@ -66,8 +66,9 @@ class RowReader:
     """Reads `metrics.jsonl` while the run appends to it, and returns a row for each step, in order.
 
     A row is complete once a later step has been recorded, or once nothing has been added to it for `SETTLE_S` and no
-    evaluation of its step is expected.  A record of the same step that arrives later makes another row.  If the run was
-    interrupted during a step's evaluation, that step's row is left to the next attempt, which repeats the evaluation.
+    evaluation of its step is expected.  A record of the same step that arrives later starts another row.  If the run
+    was interrupted during a step's evaluation, that step's row is left to the next attempt, which repeats the
+    evaluation.
     """
 
     SETTLE_S = 1.0
@@ -127,7 +128,7 @@ class RowReader:
 
         returns_again: whether to return the rows of those steps a second time.
         """
-        self._row = None  # if its step is not repeated, the new file has it too
+        self._row = None  # if its step is not repeated, its records are in the new file too
         self._reopen()
         if returns_again:
             self._last_returned, self._repeated_until = min(step, self._last_returned), 0
@@ -295,7 +296,7 @@ class Follower(RecordWriter):
                     return
                 if self._has_given_up:
                     return
-                self._warn_once(f"{self._name} failed; continuing, and trying it again until the run ends: {text}")
+                self._warn_once(f"{self._name} failed; continuing, with retries until the run ends: {text}")
             if self._run_ended.is_set():
                 return
             self._run_ended.wait(self._PAUSES_S[min(num_failures, len(self._PAUSES_S) - 1)])

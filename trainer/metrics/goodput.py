@@ -39,7 +39,7 @@ class Goodput:
     """Time from an unfinished attempt's last record to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
-    """Number of steps repeated after crashes: each time, those after the checkpoint, up to the last recorded step."""
+    """Number of steps repeated after crashes: per crash, those after the checkpoint up to the last recorded step."""
     num_failures: int = 0
     """Number of attempts that failed or were killed after at least one step and were followed by another attempt."""
     has_failed: bool = False
@@ -106,7 +106,7 @@ _STORED_NAMES = {
     "boot_id": "boot",
     "boot_time": "booted",
 }
-"""Names in start records that differ from the fields' names, kept because records of earlier versions have them."""
+"""Names in start records that differ from the fields' names, kept because earlier versions wrote them."""
 
 
 class SaveTimes(NamedTuple):

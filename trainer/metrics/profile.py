@@ -62,7 +62,7 @@ class Profile(Callback):
         if step >= self._last:
             return f"{setting}: no profile, because the run is already past these steps"
         if self._first > self._config.train.steps:
-            return f"{setting}: no profile, because the run ends before, at step {self._config.train.steps}"
+            return f"{setting}: no profile, because the run ends earlier, at step {self._config.train.steps}"
         return f"{setting}: trace only; memory snapshots need CUDA" if self._device.type != "cuda" else ""
 
     def end_loop(self, has_failed: bool) -> None:
@@ -188,7 +188,7 @@ class _Recording:
             return None
         fractions: dict[str, Any] = dict.fromkeys(KINDS)
         if self._on_cuda and not timeline.kernels:
-            warn("log.profile_steps: the profiler saw no kernels (CUPTI), so their shares are unknown")
+            warn("log.profile_steps: the profiler saw no kernels (CUPTI), so it is unknown where the time went")
         else:
             fractions = timeline.fractions()
         files = {"trace": trace.name, "memory": memory.name if self._on_cuda else None}
@@ -203,7 +203,7 @@ class _Recording:
         )
 
     def _write_trace(self, path: Path) -> Timeline:
-        """Write the compressed trace, including the row of phases, and return its parsed timeline."""
+        """Write the compressed trace, including the track of phases, and return its parsed timeline."""
         with atomic_replace(path) as partial:
             raw = partial.with_suffix(".json")
             try:
@@ -213,19 +213,19 @@ class _Recording:
                 raw.unlink(missing_ok=True)
             begin, events = find_events(text)
             timeline = Timeline.from_events(events)
-            row = self._row_of_phases(timeline)
-            timeline.phases = Timeline.from_events(row).phases
+            phase_events = self._phase_events(timeline)
+            timeline.phases = Timeline.from_events(phase_events).phases
             with gzip.open(partial, "wt", compresslevel=3) as file:
                 file.write(text[:begin])
-                file.writelines(json.dumps(event) + ",\n" for event in row)
+                file.writelines(json.dumps(event) + ",\n" for event in phase_events)
                 file.write(text[begin:])
         return timeline
 
-    def _row_of_phases(self, timeline: Timeline) -> list[dict[str, Any]]:
+    def _phase_events(self, timeline: Timeline) -> list[dict[str, Any]]:
         """Return the trace events of the phases, with times converted to the trace's clock.
 
-        The offset between the clocks is derived from the step ranges.  Each range starts slightly before this process's
-        clock is read, and the first one noticeably before, so the largest difference is the most accurate.
+        The offset between the clocks is derived from the step ranges.  This process's clock is read slightly after a
+        range starts, and noticeably after the first one starts, so the largest difference is the most accurate.
         """
         steps = timeline.steps
         offsets = [step.start_us - self._step_starts[int(step.name)] for step in steps]

@@ -44,7 +44,7 @@ class Prometheus(RecordWriter):
         self._last_step_at = 0.0
         self._server: _Server | None = None
         try:
-            self._server = _Server(port, self.page)
+            self._server = _Server(port, self.render)
         except (OSError, OverflowError) as error:
             warn(f"log.prometheus={port}: cannot listen on this port ({error}); continuing without it")
 
@@ -69,7 +69,7 @@ class Prometheus(RecordWriter):
             self._server.shutdown()
             self._server.server_close()
 
-    def page(self) -> str:
+    def render(self) -> str:
         """Return the metrics in Prometheus's text format."""
         with self._lock:
             return "".join(self._lines())
@@ -126,9 +126,9 @@ class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
     allow_reuse_address = True
 
-    def __init__(self, port: int, page: Callable[[], str]) -> None:
+    def __init__(self, port: int, render: Callable[[], str]) -> None:
         super().__init__(("", port), _Handler)
-        self.page = page
+        self.render = render
         threading.Thread(target=self.serve_forever, name="prometheus", args=(0.2,), daemon=True).start()
 
 
@@ -140,7 +140,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         if self.path.partition("?")[0] not in ("/", "/metrics"):
             self.send_error(404)
             return
-        content = self.server.page().encode()
+        content = self.server.render().encode()
         self.send_response(200)
         self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
         self.send_header("Content-Length", str(len(content)))

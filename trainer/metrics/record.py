@@ -90,10 +90,10 @@ class RecordWriter:
         """Discard what was written after `step`: those steps will be repeated."""
 
     def move_to(self, folder: Path) -> None:
-        """Continue in another folder, because that of the run was renamed or deleted."""
+        """Continue in another folder, because the run folder was renamed or deleted."""
 
     def finish(self) -> None:
-        """Start what takes a while at the end, without waiting for it.  Called on all writers before any `close`."""
+        """Start the slow part of closing without waiting for it.  Called on all writers before any `close`."""
 
     def close(self) -> None:
         """Called once, at the end of the run."""

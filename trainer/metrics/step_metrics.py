@@ -1,8 +1,8 @@
 """Times each training step, counts good and skipped steps, and writes one record per logged step.
 
 On a GPU, a step's loss and gradient norm are usually read, and its record is written, only after the next step has been
-queued, so that the device is not idle while the host waits.  They are read at once in step 1, in a step that may be the
-last, and before an evaluation or a save.  A step is counted and timed when its numbers reach the host.
+queued, so that the device is not idle while the host waits.  They are read immediately in step 1, in a step that may be
+the last, and before an evaluation or a save.  A step is counted and timed when its numbers reach the host.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class StepMetrics:
         self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
         self.stop_criterion = run.stop_criterion
         self.reads_late = run.world.device.type != "cpu"
-        """Whether a step's numbers are usually read only after the next step has been queued, the same on all ranks."""
+        """Whether a step's numbers are usually read only after the next step has been queued; the same on all ranks."""
         self.productive_s = 0.0
         """Total duration of all steps that were not skipped, in seconds."""
         self.step_s = 0.0
@@ -155,7 +155,7 @@ class StepMetrics:
     def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
         """Finish the step that the state has just counted, and return its record.
 
-        If a record is due, it is also written, but with `reads_late` perhaps only once the next step has been queued.
+        If a record is due, it is also written; with `reads_late`, usually only once the next step has been queued.
         `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
 
         Collective if a record is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
@@ -277,7 +277,7 @@ class StepMetrics:
         """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
         total: this rank's sum of losses.
-        count: this rank's part of the number that the sum over all ranks is divided by.
+        count: this rank's part of the divisor: the loss is the total divided by the count, each summed over all ranks.
         started: when the evaluation started, by `time.perf_counter`.
 
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.

@@ -108,7 +108,7 @@ _DIVERGENCE_FACTOR = 4.0
 
 
 class RangeTest(StopCriterion):
-    """Ends a learning-rate range test as soon as the loss diverges, if `StopCriterion` does not end it before.
+    """Ends a learning-rate range test as soon as the loss diverges, unless `StopCriterion` ends it earlier.
 
     The learning rate rises in every step, and the test suggests the rate at which the loss fell fastest.  Source:
     Smith 2017, "Cyclical Learning Rates for Training Neural Networks", arXiv:1506.01186, section 3.3.
@@ -165,7 +165,7 @@ def suggested_lr(points: Sequence[tuple[float, float]]) -> float | None:
     """Return the learning rate at which the loss fell fastest, or None if it did not fall.
 
     The slope is taken with respect to the logarithm of the learning rate, up to the minimum of the smoothed loss.
-    `points`: pairs (learning rate, loss), by increasing learning rate.
+    `points`: pairs (learning rate, loss), in order of increasing learning rate.
     """
     finite = [(lr, loss) for lr, loss in points if math.isfinite(loss) and lr > 0]
     if len(finite) < 3:

@@ -125,7 +125,8 @@ def extend_to_device(steps: Iterable[Span], kernels: Sequence[Span]) -> list[Spa
 
 _ATTENTION = re.compile(r"scaled_dot_product|flash|fmha|sdpa|attention|attn", re.IGNORECASE)
 _FUSED_BY_INDUCTOR = re.compile(r"triton_(poi|red|per|for)_")
-"""Matches Inductor's pointwise and reduction kernels.  The operators named next are not always part of the kernel."""
+"""Matches Inductor's pointwise and reduction kernels.  The operators that follow in a kernel's name are not always
+part of the kernel."""
 _MATMUL_KERNEL = re.compile(r"gemm|gemv|nvjet|cutlass|cublas|xmma|wgmma|splitk|matmul|(?<![a-z])(add|b|sc)?mm(?![a-z])")
 _MATMUL_OPERATOR = re.compile(
     r"::_?(mm|addmm|bmm|baddbmm|addbmm|mv|addmv|dot|vdot|addr|int_mm|scaled_mm|grouped_mm|scaled_grouped_mm"
@@ -135,7 +136,7 @@ _MATMUL_OPERATOR = re.compile(
 
 @cache
 def classify_kernel(name: str) -> str:
-    """Classify a CUDA kernel, copy or fill by its name.  Knows the names of NCCL, cuBLAS, CUTLASS, cuDNN and Triton."""
+    """Classify a CUDA kernel, copy or fill by name.  Recognizes names from NCCL, cuBLAS, CUTLASS, cuDNN and Triton."""
     if re.search("nccl|nvshmem", name, re.IGNORECASE):
         return COMMUNICATION
     if _FUSED_BY_INDUCTOR.match(name):
@@ -174,7 +175,7 @@ def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
     """
     match = re.search(r'"traceEvents":\s*\[', text)
     if match is None:
-        raise ValueError("a trace without traceEvents")
+        raise ValueError("the trace has no traceEvents")
     begin = match.end()
 
     def read(position: int) -> Iterator[dict[str, Any]]:
@@ -182,7 +183,7 @@ def find_events(text: str) -> tuple[int, Iterator[dict[str, Any]]]:
         while not text.startswith("]", position := separator.match(text, position).end()):  # type: ignore[union-attr]
             event, position = decoder.raw_decode(text, position)
             yield event
-        json.loads(text[:begin] + text[position:])  # everything around the events
+        json.loads(text[:begin] + text[position:])  # checks the text around the events
 
     return begin, read(begin)
 
@@ -242,7 +243,7 @@ class Timeline:
         """Return the fraction of the step time spent in each of `KINDS`.  The fractions sum to 1.
 
         If the trace has device kernels, time is attributed to them first, and to data phases and Gloo while the device
-        is idle.  Otherwise it is attributed to the training thread's self time in each operator; time outside any
+        is idle.  Otherwise it is attributed to operators by their self time on the training thread; time outside any
         operator while Gloo is active counts as waiting for communication.
         """
         data = [phase for phase in self.phases if phase.kind == DATA]

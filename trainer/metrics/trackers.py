@@ -17,7 +17,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -26,6 +25,7 @@ from trainer.config import RunConfig
 from trainer.config.rules import TRACKER_ENTRY_POINTS
 from trainer.config.schema import LogSection
 from trainer.errors import masked_argument
+from trainer.recipe import entry_points
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class TrackedRun:
 class Tracker(Protocol):
     """The interface to an experiment tracker, such as Weights & Biases.
 
-    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a tracker class, or another
-    callable that returns a tracker; it is called without arguments.  All methods except `abandon` are called one at a
+    Other packages can add trackers: an entry point in the group `meshtrainer.sinks` names a tracker class or another
+    callable that, called without arguments, returns a tracker.  All methods except `abandon` are called one at a
     time, in the tracker's own thread on rank 0.  They may block, and exceptions that they raise do not stop the run.
     After an exception, `open` is retried until the run ends; an ImportError disables the tracker.
 
@@ -189,7 +189,7 @@ def _service_pids() -> set[int]:
 
 
 def _last_stored_step(folder: Path, run_id: str) -> int:
-    """Return the last step in the client's files of earlier offline attempts, or 0.
+    """Return the last step in the files that the client wrote in earlier offline attempts, or 0.
 
     If an attempt is killed, its service loses the rows not yet written: 10 of 36 in a test.  So only the files show
     which steps `wandb sync` will find.
@@ -318,7 +318,7 @@ class MLflow:
         # `step` comes last, since a resumed run reads its progress from it.  Repeating a request changes nothing,
         # because the times are the same.
         metrics = [
-            Metric(re.sub(r"[^\w\-. /:]", "_", name), value, round(time * 1000), step)  # as MLflow allows names
+            Metric(re.sub(r"[^\w\-. /:]", "_", name), value, round(time * 1000), step)  # characters that MLflow allows
             for name, value in values.items()
         ]
         metrics.append(Metric("step", step, round(time * 1000), step))

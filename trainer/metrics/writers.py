@@ -1,9 +1,9 @@
 """Writes a run's records to `metrics.jsonl`, `samples.txt`, the console, `console.log`, Prometheus and trackers.
 
-`Metrics` creates a `RecordWriter` for each of these that the run uses, and sends every record to all writers.  Those
-for `metrics.jsonl` and `samples.txt` are below; the others are in `console.py`, `prometheus.py` and `follower.py`.  The
-writer for a tracker such as Weights & Biases (`trackers.py`) is a `Follower`, which reads the records back from
-`metrics.jsonl`.
+`Metrics` creates a `RecordWriter` for each of these that the run uses, and sends every record to all writers.  The
+writers for `metrics.jsonl` and `samples.txt` are below; the others are in `console.py`, `prometheus.py` and
+`follower.py`.  The writer for a tracker such as Weights & Biases (`trackers.py`) is a `Follower`, which reads the
+records back from `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class JsonLines(RecordWriter):
         self._file = self._drop_lines_and_open(resumed_step)
 
     def _drop_lines_and_open(self, step: int) -> io.FileIO:
-        """Drop lines that are not records or that will be written again after `step`; open the file for appending."""
+        """Drop invalid lines, and those that a run continuing after `step` will write again; open the file."""
         ledger = TimeLedger(step)
         if self._path.exists():
             kept: list[str] = []
@@ -71,7 +71,7 @@ class JsonLines(RecordWriter):
         return open(self._path, "a+b", buffering=0)
 
     def go_back(self, step: int) -> None:
-        """During a run, drop the lines after `step`.  If that fails, raises OSError and leaves the file unchanged."""
+        """Drop the lines for steps after `step`.  If that fails, raises OSError and leaves the file unchanged."""
         kept, dropped = b"", b""
         for line in self._unwritten.splitlines(keepends=True):
             if _is_kept(json.loads(line), step):
@@ -127,7 +127,8 @@ class JsonLines(RecordWriter):
             self._continue_in_folder(with_content=current is None)
         except FileNotFoundError:  # the folder itself was deleted: its owner reports that and calls `move_to`
             return
-        warn(f"{self._path} was {'deleted: it was written again' if current is None else 'replaced: it is continued'}")
+        outcome = "deleted and is now restored" if current is None else "replaced; the run continues in the new file"
+        warn(f"{self._path} was {outcome}")
 
     def move_to(self, folder: Path) -> None:
         """Switch to another folder, and copy the content unless the file already exists there."""
@@ -158,7 +159,7 @@ class JsonLines(RecordWriter):
 
 
 _RESTORE_AFTER_S = 1.0
-"""Seconds after which a metrics file that is found missing is written again, at the earliest."""
+"""Minimum time in seconds between finding the metrics file missing and writing it again."""
 
 SUPERSEDED = "metrics_superseded.jsonl"
 """File for the lines that were dropped from the metrics because the run resumed, or went back, to an earlier step."""

@@ -41,8 +41,8 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
     replicas = replicas_of(model)
     if replicas is not None:
         replicas.set_requires_gradient_sync(enabled)
-    # Do not call `set_is_last_backward(False)` for earlier micro-batches: FSDP would not clear the order that it
-    # recorded in the forward pass, and the next backward pass would gather a unit of the previous one for nothing.
+    # Do not call `set_is_last_backward(False)` for earlier micro-batches: FSDP would keep the order that it recorded in
+    # their forward passes, so the next backward pass would needlessly prefetch a unit from that stale order.
     for module in _fsdp_modules(model):
         module.set_requires_gradient_sync(enabled or fsdp.accumulate == "sharded", recurse=False)
         module.set_requires_all_reduce(enabled, recurse=False)
@@ -97,7 +97,7 @@ def gathered(model: nn.Module) -> Iterator[None]:
     resharding = []
     """The mesh to which each group reshards after a forward pass, or None if it stays gathered."""
     for module in modules:
-        # True for the root: FSDP decides about it in its first forward pass.
+        # True for the root by default: FSDP keeps it gathered, but decides so only in its first forward pass.
         stays_gathered = module._get_fsdp_state()._auto_reshard_after_forward
         for group in fsdp_param_groups(module):
             groups.append(group)
@@ -278,15 +278,15 @@ class Replicas:
     """Keeps the replicas of a model identical by averaging gradients over the ranks of `group`.
 
     Every backward pass ends with averaged gradients, unless `enabled` is false: gradients then accumulate on this rank
-    until the next enabled pass.  All ranks send buckets in the same order: the reverse of the forward pass, in which
-    gradients usually become ready.
+    until the next enabled pass.  All ranks send buckets in the same order, the reverse of the forward pass, because
+    gradients usually become ready in that order.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
         """parameters: the trainable parameters, in the order of the forward pass."""
         backward = [*reversed(parameters)]
         dtypes = [*dict.fromkeys(p.dtype for p in backward)]
-        backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; a stable sort
+        backward.sort(key=lambda p: dtypes.index(p.dtype))  # a bucket has one dtype; the sort is stable
         indices = bucket_gradients([(p.numel(), p.element_size()) for p in backward])
         self.enabled = True
         self._buckets = [_Bucket([backward[index] for index in bucket], group) for bucket in indices]
@@ -297,7 +297,10 @@ class Replicas:
                 parameter.register_post_accumulate_grad_hook(_hook(ref(self), bucket_index))
 
     def averages(self, parameter: torch.Tensor) -> bool:
-        """Return whether gradients of `parameter` are averaged: it was trainable when `replicate` was called."""
+        """Return whether gradients of `parameter` are averaged.
+
+        They are if it was trainable when `replicate` was called.
+        """
         return any(parameter is averaged for bucket in self._buckets for averaged in bucket.parameters)
 
     def set_requires_gradient_sync(self, enabled: bool) -> None:
@@ -363,7 +366,7 @@ def replicas_of(model: nn.Module) -> Replicas | None:
 
 
 def replicate(model: nn.Module, units: Sequence[ShardUnit], mesh: DeviceMesh) -> None:
-    """Average the gradients of `model` over the ranks of `mesh`, if `apply_sharding` has left the model unsharded.
+    """From now on, average the gradients of `model` over `mesh`, if `apply_sharding` has left the model unsharded.
 
     Call this once the parameters have values.  No collectives.
     """

@@ -234,8 +234,9 @@ def find_layers(
 ) -> list[str]:
     """Return the names of the layers that `lora.targets` matches.  Raises UserError for a target without a match.
 
-    Besides stacked experts, only plain linear layers can have adapters: an output projection that also computes the
-    loss cannot.  Matrices of stacked experts get adapters only if named, as `<experts>.<matrix>` or by their module.
+    Besides stacked experts, only plain linear layers can have adapters; an output projection that also computes the
+    loss, for example, cannot.  Matrices of stacked experts get adapters only if named, as `<experts>.<matrix>` or by
+    their module.
     """
     candidates = [name for name, module in model.named_modules() if _is_plain_linear(module)]
     if targets == ALL_LINEAR:
@@ -272,7 +273,10 @@ def expert_matrices(model: nn.Module) -> dict[str, str]:
 
 
 def huggingface_module(parameter: str) -> str:
-    """Return the name of the experts' module in transformers, given a parameter's, in which `*` may be the expert."""
+    """Return the name of the experts' module in transformers, given a parameter's name.
+
+    The parameter's name may have `*` in place of the expert's number.
+    """
     return parameter.partition(".*.")[0] if ".*." in parameter else parameter.rpartition(".")[0]
 
 

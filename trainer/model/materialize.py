@@ -307,7 +307,7 @@ class DeferredFill:
 class DeferredFills:
     """Defers the random initialization of some full tensors, given by name.
 
-    The tensors' random fills are only recorded; their memory is not touched until another operation uses it.
+    Random fills are only recorded; a tensor's memory is not touched until another operation uses it.
     """
 
     def __init__(self, full_tensors: Mapping[str, torch.Tensor]) -> None:

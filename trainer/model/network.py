@@ -162,9 +162,10 @@ class HuggingFaceNames:
                 )
 
     def to_huggingface(self, name: str) -> str | None:
-        """Return Hugging Face's name for the recipe's tensor `name`, as `Transposed` or `Stacked` if it is; else None.
+        """Return Hugging Face's name for the recipe's tensor `name`, or None if there is none.
 
-        The name of a stacked tensor still has `*` in place of the row number.
+        The result is a `Transposed` or a `Stacked` if the recipe's mapping has one.  The name of a stacked tensor still
+        has `*` in place of the row number.
         """
         for ours, theirs in self._pairs:
             translated = _translate(name, ours, theirs)
@@ -196,7 +197,7 @@ class HuggingFaceNames:
 
 
 def _translate(name: str, pattern: str, other: str) -> tuple[str, str | None] | None:
-    """Return `name` in the form of `other`, and the first unused match, if any; None if `name` is not like `pattern`.
+    """Return `name` in the form of `other`, and the first unused match, if any; None if `pattern` does not match.
 
     The text matched by each * in `pattern` replaces the corresponding * in `other`; any further * in `other` stay.
     """

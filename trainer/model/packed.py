@@ -91,7 +91,7 @@ class Packing:
     def _pack_into(self, packed: torch.Tensor, rows: torch.Tensor) -> None:
         blocks = rows.view(rows.shape[0], -1, BLOCK_SIZE)
         max_abs = blocks.abs().amax(dim=-1)
-        # The scaled weights and the ties between two codes are rounded exactly as in bitsandbytes.
+        # Scaled weights, including ties between two codes, are rounded exactly as in bitsandbytes.
         if self.code_type == "nf4":
             scaled = (blocks * (1.0 / max_abs.clamp(min=1e-38))[..., None]).clamp_(-1, 1)
             values = _values("nf4", rows.device)
@@ -230,7 +230,7 @@ def pack_experts(experts: nn.Module, matrix: str, name: str, code_type: str) -> 
 def _check_width(weight: torch.Tensor, name: str, code_type: str) -> None:
     width = weight.shape[-1]
     if width % BLOCK_SIZE:
-        rule = f"packs blocks of {BLOCK_SIZE} weights of a row, which do not divide the {width} of {name}"
+        rule = f"packs each row in blocks of {BLOCK_SIZE} weights, which do not divide the row length {width} of {name}"
         raise setting_error("lora.base_dtype", code_type, rule, "bfloat16")
 
 
@@ -250,7 +250,7 @@ def find_packings(model: nn.Module) -> dict[str, Packing]:
 
 
 def num_weights(model: nn.Module) -> dict[int, int]:
-    """Return the number of weights in each parameter, by the parameter's id; a packed one is not counted in bytes."""
+    """Return the number of weights in each parameter, by the parameter's id; packed weights are counted, not bytes."""
     counts = {id(parameter): parameter.numel() for parameter in model.parameters()}
     for _, parameter, packing in _packed_parameters(model):
         counts[id(parameter)] = math.prod((*parameter.shape[:-1], packing.width))

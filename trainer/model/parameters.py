@@ -43,7 +43,7 @@ def num_writes(tensor: torch.Tensor) -> int:
 
 
 def count_parameters(model: nn.Module) -> int:
-    """Return the number of parameters in the full model, counting tied ones once, and quantized ones unpacked."""
+    """Return the number of parameters in the full model, counting tied ones once and quantized ones as unpacked."""
     return sum(num_weights(model).values())
 
 

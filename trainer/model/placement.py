@@ -35,7 +35,7 @@ class Division:
     ranks_per_matrix: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return where the shard of rank `rank` on the shard axis lies.  Dimensions are divided as by `torch.chunk`."""
+        """Return the part that rank `rank` of the shard axis holds.  Dimensions are divided as by `torch.chunk`."""
         group, expert_rank = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
         if self.ranks_per_matrix > 1:

@@ -6,8 +6,8 @@ that every rank, the planner and compiled blocks make the same choice.  This mod
 or the configuration.
 
 Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack formulation behind
-torch._functorch.config.activation_memory_budget, which only compiled code supports; here the knapsack problem is solved
-greedily.
+torch._functorch.config.activation_memory_budget, which is available only under torch.compile; here the knapsack problem
+is solved greedily.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _KIND_OF = {
     CHUNK_STATES: "linear-attention states",
     **dict.fromkeys(ATTENTION_OPERATORS, "attention"),
 }
-"""The kinds of the operators that are expensive to recompute, except float8 matmuls, which a budget does not support.
+"""The kinds of the operators that are expensive to recompute, except float8 matmuls, which are never selected by
+budget.
 
-All attention kernels have the same kind, since which of them runs depends on the device."""
+All attention kernels have the same kind, since the device determines which one runs."""
 
 OperatorId = tuple[str, int]
 """The kind of an expensive operator, and its index among the operators of that kind in a block's forward pass."""
@@ -123,11 +124,11 @@ def choose_saved_operators(
 ) -> list[frozenset[OperatorId]]:
     """Choose the operators whose outputs each block saves.
 
-    budget: the fraction to save of the bytes that the block saves without checkpointing.  These are all tensors that
+    budget: the bytes to save, as a fraction of those that the block saves without checkpointing: all tensors that
         autograd saves in the block, except its inputs, parameters and buffers, for tokens of shape (B, T) and
         parameters in `dtype`, with CPU kernels.
 
-    Operators with the most FLOPs per byte of output come first; if several have equally many, the earlier ones.
+    Operators with the most FLOPs per byte of output come first; ties go to the earlier operator.
     `model` may be on any device and is not changed.  Errors that the model raises on fake tensors propagate.
     """
     traces = {id(block): _BlockTrace() for block in blocks}

@@ -67,7 +67,7 @@ def row_shards_of(
 
 
 def apply_row_shards(module: FSDPModule, shards: RowShards) -> None:
-    """Replace the shards that FSDP has made of stacks.  `fully_shard` must just have been applied to `module`."""
+    """Replace the shards that FSDP has made from stacks.  `fully_shard` must just have been applied to `module`."""
     for group in fsdp_param_groups(module) if shards else ():
         for sharded in group.fsdp_params:
             shard = shards.get((id(sharded._module_info.module), sharded._module_info.param_name))

@@ -26,7 +26,7 @@ from trainer.model.gradients import evaluation_mode, forward_is_collective
 from trainer.sequence import Cache, full_sequences, last_logits_only
 
 NO_TOKEN = -1
-"""Sentinel in place of a token whose log-probability is not finite: the completion ends there; training continues."""
+"""Sentinel for a token whose log-probability is not finite.  The completion ends there, without an exception."""
 
 PREFILL_TOKENS = 512
 """Maximum number of prompt tokens in one call of `CachedDecoder`, over all sequences (but at least one token of each);
@@ -45,8 +45,8 @@ class Sampling:
     top_p: sample from the smallest set of the most likely tokens whose total probability is at least `top_p`, which
         must be above 0 and at most 1.
 
-    Tokens as likely as the least likely one that `top_k` or `top_p` keeps are kept too.  Raises UserError for a value
-    out of range.
+    Tokens that tie with the last one kept by `top_k` or `top_p` are kept as well.  Raises UserError for a value out of
+    range.
     """
 
     temperature: float = 0.8
@@ -63,10 +63,10 @@ class Sampling:
                 raise setting_error(key, getattr(self, key), rule, example=getattr(Sampling, key))
 
     def choose(self, logprobs_BV: torch.Tensor, noise_BV: torch.Tensor | None = None) -> torch.Tensor:
-        """Return one token per sequence, (B,), given the log-probabilities, and Gumbel noise unless decoding is greedy.
+        """Return one token per sequence, (B,), given log-probabilities and, unless decoding is greedy, Gumbel noise.
 
-        The token with the largest sum of log-probability and Gumbel noise is a sample of the distribution (Gumbel
-        1954; Maddison et al. 2014, arXiv:1411.0030).
+        The token with the largest sum of log-probability and Gumbel noise is a sample from the distribution
+        (Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030).
         """
         if self.temperature == 0.0 or noise_BV is None:
             return logprobs_BV.argmax(1)
@@ -264,7 +264,7 @@ def build_decoder(model: nn.Module, device: torch.device, num_tokens: int, conte
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
-    """Return whether the model can use a `Cache`, which it takes as its documents.
+    """Return whether the model can use a `Cache`, passed as its `documents` argument.
 
     Transformers models have their own caches.  A compiled model uses none: it would be recompiled for every length.
     """
@@ -402,12 +402,12 @@ def generate_tokens(
 ) -> Iterator[Token]:
     """Yield one token of each unfinished sequence, step by step, until all have ended.  See `generate_batch`.
 
-    Finished sequences are dropped from the batch once they are half of it, unless ranks must call the model together.
+    Finished sequences are dropped once they make up half of the batch, unless ranks must call the model together.
     """
     indices = range(len(prompts)) if indices is None else indices
     longest = longest_sequence(prompts, max_tokens, rank_sync)
     length, num_rows = max(map(len, prompts), default=1), len(prompts)
-    if rank_sync is not None:  # then calls must have the same shape on all ranks
+    if rank_sync is not None:  # calls must have the same shape on all ranks
         length, num_rows = rank_sync.max(length), rank_sync.max(num_rows)
     padded_prompts = [*prompts, *([0] for _ in range(num_rows - len(prompts)))]
     active = {row for row in range(len(prompts)) if max_tokens[row] > 0}

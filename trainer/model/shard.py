@@ -50,14 +50,14 @@ def apply_sharding(
     expert_mesh: DeviceMesh | None = None,
     split_mesh: Callable[[DeviceMesh, int], DeviceMesh] = split_last_axis,
 ) -> list[ShardUnit]:
-    """Apply the settings for blocks to `model`, then shard it: innermost units first, the root last.  Works in place.
+    """Apply the block settings to `model`, then shard it: innermost units first, the root last.  Works in place.
 
-    The settings for blocks are float8, activation checkpointing, activation offloading and compilation.  The mesh is
+    The block settings are float8, activation checkpointing, activation offloading and compilation.  The mesh is
     (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or, where that would need a lot
     of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than ranks is sharded by the rows
     of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` is true, the model keeps
     plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the
-    parameters of experts are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in two.  Returns the
+    experts' parameters are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in two.  Returns the
     units, in the order of `find_units`.
 
     Raises UserError for settings that the model, the device or the version of torch does not support.  Collective only
@@ -92,7 +92,7 @@ def apply_sharding(
         _cast_at_boundaries(model, units, config)
     else:
         if expert_mesh is not None:
-            # Turns the parameters of experts into DTensors on the expert axis; `fully_shard` then shards them further.
+            # Turns the experts' parameters into DTensors on the expert axis; `fully_shard` then shards them further.
             check_experts(model, recipe, units, config, mesh.size(mesh.ndim - 1))
             shard_experts([*find_experts(model, recipe).values()], expert_mesh[EXPERT], config.mesh.expert_method)
             record_split_mesh(expert_mesh, mesh)
@@ -144,7 +144,7 @@ def check_experts(
 
 
 def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh | None) -> dict[str, DeviceMesh]:
-    """Map the name of each parameter of experts to `expert_mesh`, or return an empty dict if that is None."""
+    """Map the name of each expert parameter to `expert_mesh`, or return an empty dict if that is None."""
     if expert_mesh is None:
         return {}
     modules = find_experts(model, recipe).items()
@@ -265,7 +265,7 @@ def _check_blocks(blocks: Sequence[nn.Module], units: Sequence[ShardUnit], confi
 def reshard_of_units(
     setting: int | str | list[int | str], units: Sequence[ShardUnit], num_shards: int
 ) -> list[bool | int]:
-    """Return `reshard_after_forward` of each unit: False, True, or the number of ranks to reshard to."""
+    """Return `reshard_after_forward` for each unit: False, True, or the number of ranks to reshard to."""
     if isinstance(setting, list) and len(setting) != len(units):
         names = ", ".join(str(unit) for unit in units)
         best = (setting + ["always"] * len(units))[: len(units)]
@@ -275,7 +275,7 @@ def reshard_of_units(
 
 
 def resolve_resharding(setting: int | str | list[int | str], names: Sequence[str], num_shards: int) -> list[bool | int]:
-    """Return `reshard_after_forward` of each unit: False, True, or the number of ranks to reshard to.
+    """Return `reshard_after_forward` for each unit: False, True, or the number of ranks to reshard to.
 
     By default the last unit does not reshard, since its backward pass comes next and would gather it again.  But if its
     name ends in a number, it is a block (an element of a module list), and reshards like the others.
@@ -457,12 +457,12 @@ def _set_communication(model: nn.Module, units: Sequence[ShardUnit], fsdp: FsdpS
     if fsdp.separate_reduce:
         set_separate_group = getattr(model, "set_separate_reduce_scatter_group", None)
         if set_separate_group is None:
-            raise setting_error("fsdp.separate_reduce", True, f"needs torch 2.13, this is {torch.__version__}", False)
+            raise setting_error("fsdp.separate_reduce", True, f"needs torch 2.13; this is {torch.__version__}", False)
         set_separate_group()
 
 
 def _set_prefetch(units: Sequence[ShardUnit], fsdp: FsdpSection) -> None:
-    """Let each unit prefetch the next few, in the order of the forward pass and in that of the backward pass."""
+    """Let each unit prefetch the next few, in forward order and in backward order."""
     modules = [unit.fsdp_module for unit in units]
     for depth, order, name in (
         (fsdp.prefetch_forward, modules, "set_modules_to_forward_prefetch"),

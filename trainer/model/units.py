@@ -66,7 +66,7 @@ ROOT = "root"
 
 
 def parameters_by_unit(model: nn.Module, units: Sequence[ShardUnit]) -> dict[str, list[nn.Parameter]]:
-    """Return the trainable parameters of each unit, excluding those of nested units, and of the root.
+    """Return the trainable parameters of each unit (without those of nested units) and of the root.
 
     Entries are in the order of the units, then the root; units without such parameters are omitted.
     """
@@ -138,7 +138,7 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
 def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
     """Return the units that a user-defined function lists, or the modules for which it returns True.
 
-    A function that returns booleans is of the kind that FSDP1's `lambda_auto_wrap_policy` takes.
+    A function that returns booleans works as in FSDP1's `lambda_auto_wrap_policy`.
     """
     try:
         result = function(model)
@@ -198,7 +198,7 @@ def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
             together = tuple(name.rpartition(".")[0] for name in group)
             raise UserError(
                 f"{source}: {' and '.join(map(repr, group))} are one parameter but would be in different units "
-                f"({where}), so FSDP would separate them\n  to fix: list one unit of both modules, {together}"
+                f"({where}), so FSDP would separate them\n  to fix: list these modules as one unit, {together}"
             )
 
 

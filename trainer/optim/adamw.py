@@ -24,7 +24,7 @@ from trainer.optim.blockwise import MEAN, SQUARE, block_length
 _MAX_GRAPHS = 64
 """Limit on recompilations; see `_compiled_update`."""
 _NUM_COLUMNS = 12
-"""Number of scalars for each parameter's step, with padding; see `_step_scalars`."""
+"""Number of scalars for each parameter's step, including padding; see `_step_scalars`."""
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
 """Maximum number of elements to update at a time, by device type.  On a CPU, temporaries then fit in the cache; on a
@@ -88,14 +88,14 @@ class FusedAdamW(torch.optim.AdamW):
 
 
 class RoundingAdamW(torch.optim.Optimizer):
-    """AdamW for parameters of any floating-point dtype, with moments of `state_dtype`.
+    """AdamW for parameters of any floating-point dtype, with moments in `state_dtype`.
 
     The moments have torch's names; the step count is a float32 on the parameter's device (`capturable`), and there is
     no host sync.  As with torch's fused optimizers, the step is skipped if the attribute `found_inf`, a scalar tensor,
     is 1, and gradients are divided by the attribute `grad_scale`, also a scalar tensor.
 
-    names: parameter names by id.  seed: for rounding.  stochastic: round stochastically instead of to
-    nearest.  Raises UserError for stochastic rounding if a parameter is sharded in an unknown way.
+    names: parameter names by id.  seed: the seed for stochastic rounding.  stochastic: whether to round stochastically
+    instead of to nearest.  Raises UserError for stochastic rounding if a parameter is sharded in an unknown way.
     """
 
     algorithm = "AdamW"
@@ -147,7 +147,7 @@ class RoundingAdamW(torch.optim.Optimizer):
         origins = torch.cat([hash_keys(positions[:, 0], steps)[:, None], positions[:, 1:]], dim=1)
         for p, state, row, origin in zip(parameters, states, scalars.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
-                continue  # but it has a state, since checkpoints compare states across ranks
+                continue  # but it still has a state, since checkpoints compare states across ranks
             tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
             _update_by_pieces(tensors, row, origin, self._stochastic)
 
@@ -157,8 +157,8 @@ class RoundingAdamW(torch.optim.Optimizer):
             state["step"] = torch.zeros((), dtype=torch.float32, device=local(parameter).device)
             length = block_length(parameter.shape) if self._state_dtype == torch.int8 else None
             for name, code in CODES.items():
-                without_codes = torch.float32 if self._state_dtype == torch.int8 else self._state_dtype
-                state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype if length else without_codes)
+                uncoded_dtype = torch.float32 if self._state_dtype == torch.int8 else self._state_dtype
+                state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype if length else uncoded_dtype)
                 if length:
                     state[f"{name}{SCALE}"] = _zero_scales(parameter, length)
         return state
@@ -215,7 +215,7 @@ def _step_scalars(
     found_inf: torch.Tensor | None,
     grad_scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return the scalars for each parameter's step: float32 of shape (P, 12), computed on the device of the steps.
+    """Return the scalars for each parameter's step: float32 of shape (P, 12), computed on the device of `steps`.
 
     Padded to 12, so that each row starts at a multiple of 16 bytes, as compiled kernels require.
     """
@@ -244,8 +244,8 @@ def moment_names(state: Mapping[str, Any]) -> list[str]:
 def _update(tensors: list[torch.Tensor], scalars: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:
     """Update N elements of a parameter and its two moments in place.
 
-    tensors: parameter, gradient, and the averages of the gradient and of its square; if these are codes of one byte,
-    also the scales of their blocks.  scalars: (12,), see `_step_scalars`.  origin: (4,), see `random_bits`.
+    tensors: parameter, gradient, and the averages of the gradient and of its square; if these are one-byte codes, also
+    the scales of their blocks.  scalars: (12,), see `_step_scalars`.  origin: (4,), see `random_bits`.
     """
     parameter, _, mean, square, *scales = tensors
     step_size, inverse_root, decay, gain1, keep2, gain2, eps, is_update, scale, *_ = scalars.unbind()
@@ -281,7 +281,7 @@ def _update(tensors: list[torch.Tensor], scalars: torch.Tensor, origin: torch.Te
 def _update_by_pieces(
     tensors: list[torch.Tensor], scalars: torch.Tensor, origin: torch.Tensor, stochastic: bool
 ) -> None:
-    """Update full shards of shape (N,), on a GPU with a compiled kernel.  See `_update`."""
+    """Update whole shards of shape (N,); on a GPU, use a compiled kernel.  See `_update`."""
     device, count = origin.device.type, tensors[0].numel()
     update: Callable[..., None] = _update
     if device == "cuda":
@@ -308,7 +308,7 @@ def _advance(origin: torch.Tensor, start: int) -> torch.Tensor:
 def _compiled_update() -> Callable[..., None]:
     """Compile `_update` into one kernel that reads and writes each element once, instead of about fifty kernels.
 
-    One graph serves shards of all sizes, with one more for each further set of dtypes.  Tensors are flat: with more
+    For each combination of dtypes, one graph serves shards of all sizes.  Tensors are flat: with more
     dimensions, each element's position would require 64-bit divisions.
     """
     compiled: Callable[..., None] = torch.compile(_update, dynamic=True, fullgraph=True)
@@ -377,7 +377,7 @@ def random_bits(origin: torch.Tensor, count: int) -> torch.Tensor:
 def round_stochastically(values: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
     """Round float32 `values` to bfloat16, up or down, so that the expected result is the value.
 
-    `bits`: int32, of which the lower 16 are used.  Values that bfloat16 can represent do not change, nor do infinities
+    `bits`: int32, whose lower 16 bits are used.  Values that bfloat16 can represent do not change, nor do infinities
     and NaN; values beyond the largest finite number may round to infinity, as when rounding to nearest.  Denormals need
     no special case: there, too, consecutive numbers differ by one in the upper half of the word.
     """

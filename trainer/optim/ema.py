@@ -74,7 +74,7 @@ class WeightAverage:
     def swapped_in(self) -> Iterator[None]:
         """Replace the weights with their average inside the block, which must not modify them.
 
-        The weights are copied to restore them afterwards.  This does not raise peak memory, since no gradients
+        The weights are copied so that they can be restored.  This does not raise peak memory, since no gradients
         exist at that time.  No-op before the first step, and if evaluations do not use the average.
         """
         if not (self._has_started and self._is_evaluated):

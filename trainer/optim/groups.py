@@ -67,7 +67,7 @@ def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] 
 
 
 def _with_growth(assignment: Assignment, growth: Growth, config: OptimSection) -> Assignment:
-    """Scale the learning rate and weight decay of a parameter for its growth.
+    """Scale the learning rate and weight decay of a parameter according to its growth.
 
     Their product does not change (Wang and Aitchison 2024, arXiv:2405.13698).
     """
@@ -198,7 +198,7 @@ def _with_groups(assignments: Iterable[Assignment], model: nn.Module, config: Op
             for first, *others in tied_names(model):
                 if first in names and any(fnmatchcase(other, group["match"]) for other in others):
                     rule, best = f"{rule}: this weight is tied to {first}", first
-            fix = "" if best else f"the names are like {names[0]} and {names[-1]}"
+            fix = "" if best else f"the names look like {names[0]} and {names[-1]}"
             raise setting_error(f"{key}.match", group["match"], rule, meant=best, fix=fix)
         layers = [layer for i in matched if (layer := _layer_of(assignments[i].name)) is not None]
         for i in matched:

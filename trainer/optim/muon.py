@@ -112,7 +112,7 @@ class Matrix:
     expert: int
     """Index along the first dimension of a parameter of shape (E, K, N); 0 for one of shape (K, N)."""
     start: int
-    """First of the K rows."""
+    """Index of its first row among the K rows."""
     rows: int
     columns: int
 
@@ -128,7 +128,7 @@ class Matrix:
 def split_into_matrices(number: int, shape: Sequence[int], block_rows: Sequence[int] = ()) -> list[Matrix]:
     """Return the matrices of parameter `number`, which has two or three dimensions.
 
-    block_rows: the rows of each block of a fused two-dimensional weight, such as a query, key and value projection.
+    block_rows: number of rows in each block of a fused two-dimensional weight, such as a query-key-value projection.
     """
     *experts, rows, columns = shape
     count, matrices = experts[0] if experts else 1, []
@@ -145,7 +145,7 @@ class Piece:
     """The part of a matrix that one rank holds."""
 
     matrix: int
-    """Index of the matrix, in a bucket."""
+    """Index of the matrix in its bucket."""
     start: int
     """First row within the matrix."""
     rows: int
@@ -166,10 +166,10 @@ def assign_owners(
 ) -> list[int]:
     """Return the owner of each matrix, a rank of a mesh of `replicate` x `shard` ranks, balanced by FLOPs.
 
-    num_local: `num_local(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A rank with an
-    entire matrix, such as an expert, owns it unless that unbalances the work, since nothing then needs to be sent.  The
-    others are assigned, costliest first, to the rank with the least work.  The result depends only on the arguments, so
-    all ranks compute the same one.
+    num_local: `num_local(matrix, s)` is the number of elements of a matrix on rank `s` of each replica.  A matrix that
+    is whole on one rank, such as an expert, is assigned to that rank, so that nothing needs to be sent, unless that
+    would unbalance the work.  The others are assigned, costliest first, to the rank with the least work.  The result
+    depends only on the arguments, so all ranks compute the same one.
     """
     num_ranks = replicate * shard
     load = [0] * num_ranks
@@ -212,8 +212,8 @@ class Ownership:
 
     shapes, divisions: those of each parameter.
     matrices: the matrices of all parameters.
-    bucket_numel: maximum number of elements that a rank receives in both messages of a bucket, unless a single matrix
-        exceeds it.
+    bucket_numel: maximum number of elements that a rank receives in a bucket's two messages together, unless a single
+        matrix exceeds it.
     """
 
     def __init__(
@@ -397,7 +397,7 @@ class _Bucket:
         self.from_owners = [pieces(owned_by(rank), mesh.shard_rank) for rank in all_ranks]
 
     def with_spans(self, pieces: Sequence[Sequence[Piece]]) -> Iterator[tuple[Piece, slice]]:
-        """Yield each piece of a message, and the range of its elements in it."""
+        """Yield each piece of a message with the range that its elements occupy in the message."""
         start = 0
         for piece in itertools.chain.from_iterable(pieces):
             stop = start + piece.numel
@@ -432,9 +432,10 @@ class Muon(torch.optim.Optimizer):
     squares of the rows, sharded like them.  As with torch's fused optimizers, nothing changes if the attribute
     `found_inf`, a scalar tensor, is 1, and gradients are divided by the attribute `grad_scale`.
 
-    blocks: the rows of each block of fused parameters, by the parameter's id.
+    blocks: number of rows in each block of fused parameters, by the parameter's id.
     dtype: the dtype of messages and iterations.
-    bucket_bytes: maximum size that a rank receives in both messages of a bucket, unless a single matrix exceeds it.
+    bucket_bytes: maximum number of bytes that a rank receives in a bucket's two messages together, unless a single
+        matrix exceeds it.
     Collectives in a step: two all-to-alls per bucket; for NorMuon also one all-reduce of a number per matrix.
     The parameters of NorMuon must not be divided along their columns.
     Raises UserError for a parameter that is divided in an unknown way.
@@ -571,7 +572,7 @@ class _Step:
         beta = self._groups[matrix.parameter]["momentum"]
         if self._grad_scale is not None:
             gradient = gradient / self._grad_scale
-        if self._found_inf is not None:  # replacing the gradient by the momentum leaves the momentum unchanged
+        if self._found_inf is not None:  # replacing the gradient with the momentum leaves the momentum unchanged
             gradient = torch.where(self._found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta)
         return gradient.to(momentum.dtype).lerp(momentum, beta)
@@ -591,7 +592,7 @@ class _Step:
         return _Message(sent, sent_sizes, received_sizes, self._mesh.group, self._mesh.position)
 
     def _orthogonalize(self, bucket: _Bucket, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Orthogonalize the matrices whose rows are in `received`, one batch per shape, into the message `sent`."""
+        """Orthogonalize the matrices in `received`, one batch per shape, and write the results to `sent`."""
         parts: dict[int, list[torch.Tensor]] = defaultdict(list)
         for piece, span in bucket.with_spans(bucket.from_holders):  # holders are in the order of their rows or columns
             parts[piece.matrix].append(received[span].view(piece.rows, piece.columns))

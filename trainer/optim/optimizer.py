@@ -299,7 +299,7 @@ def _build(
 
 
 def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
-    """Return torch's parameter groups.  Groups with decay come first, as in checkpoints from before `optim.groups`."""
+    """Return torch's parameter groups.  Groups with decay come first, as in checkpoints older than `optim.groups`."""
     by_settings: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for each in members:
         by_settings[each.weight_decay, each.lr_scale].append(each.parameter)
@@ -311,7 +311,7 @@ def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
 
 
 class Schedule:
-    """The learning rate of every step: a linear warmup, then the named shape, with `min_lr_ratio` of the peak as floor.
+    """The learning rate at every step: a linear warmup, then the named shape, at or above `min_lr_ratio` of the peak.
 
     The shape `range` has neither a warmup nor a floor.
     """

@@ -3,8 +3,8 @@
     python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
-  ranks=N            number of ranks (default: mesh.replicate x mesh.shard if both are set, else at most one node, or
-                     as many as the one that is set)
+  ranks=N            number of ranks (default: mesh.replicate x mesh.shard; if one of them is -1, a multiple of the
+                     other that fits on one node, or else the other itself)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
                      or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops
@@ -58,7 +58,7 @@ from trainer.plan.machine import Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.search import NothingFits, PlannedChoice, fastest_choice, remedies, uses_auto
 from trainer.plan.show import draw, print_plan, to_json
-from trainer.recipe import add_working_folder_to_sys_path
+from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: python -m trainer.plan recipe=NAME [section.key=value ...] [ranks=N] [device=NAME]"
 
@@ -82,7 +82,7 @@ class _Options:
 
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the planner for a command line; return the exit code."""
-    add_working_folder_to_sys_path()
+    add_working_directory_to_sys_path()
     arguments = list(sys.argv[1:] if argv is None else argv)
     if "--help" in arguments or "-h" in arguments:
         print_stdout(__doc__ or "")
@@ -105,7 +105,8 @@ def _plan(arguments: list[str]) -> int:
     memory_gib = options.memory_gib or config.run.memory_gib
     machine = find_machine(options.device, memory_gib, options.ranks_per_node, options.network_gbps)
     if options.imbalance < 1:
-        raise setting_error("imbalance", options.imbalance, "must be at least 1, as the busiest rank is", 1)
+        rule = "must be at least 1, since the busiest rank has at least the mean"
+        raise setting_error("imbalance", options.imbalance, rule, 1)
     machine = replace(machine, imbalance=options.imbalance)
     num_ranks = options.ranks or _num_ranks(config, machine)
     config = without_data(config)

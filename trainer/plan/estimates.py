@@ -114,7 +114,7 @@ class _MemoryWatcher(Watcher):
         if where is None:
             return "time before the first step"
         if where == _OPTIMIZER_UPDATE:
-            return "update by the optimizer"
+            return "optimizer update"
         unit, is_backward = where
         return f"{'backward' if is_backward else 'forward'} of {self._trace.units[unit].name}"
 
@@ -197,7 +197,7 @@ def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Coun
 
     These are the collectives of FSDP and of context and expert parallelism; the training step's three small all-reduces
     (the votes, through host memory; the squared gradient norm over the shard axis; the loss over all ranks); the
-    all-reduce of how often each expert was chosen; and those of Muon, with the sizes that rank 0 receives.
+    all-reduce of the expert counts; and those of Muon, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()
@@ -224,7 +224,7 @@ class Rates:
     matmul: dict[int, float]
     """FLOP/s of matmuls, by `Work.element_size`."""
     attention: dict[int, float]
-    """FLOP/s of attention, likewise."""
+    """FLOP/s of attention, by `Work.element_size`."""
     memory: float
     """Bytes read and written per second by memory-bound kernels."""
     optimizer: float
@@ -245,7 +245,7 @@ class Rates:
     taken_by_collectives: float = 0.0
     """Fraction of the device that is unavailable to kernels while a collective runs."""
     orthogonalize: dict[int, float] = field(default_factory=dict)
-    """FLOP/s of Muon's Newton-Schulz iterations, likewise; where missing, `matmul` is used."""
+    """FLOP/s of Muon's Newton-Schulz iterations, by `Work.element_size`; where missing, `matmul` is used."""
 
     def kernel(self, work: Work) -> float:
         """Return the time of one kernel in seconds, by the roofline model (Williams et al. 2009)."""
@@ -327,7 +327,7 @@ class _Clock(Watcher):
         self.host_s += self._repeats * num_kernels * self._rates.host_s
 
     def _times_of(self, segment: Segment) -> tuple[float, float, int]:
-        """Return the seconds of a segment's kernels, the seconds of its collectives, and their total number."""
+        """Return the seconds of a segment's kernels and of its collectives, and the number of both together."""
         kernels_s = collectives_s = 0.0
         layout = self._layout
         for work, count in segment.work:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from trainer.config import MeshShape, RunConfig, expert_choices
+from trainer.config import MeshShape, RunConfig, expert_parallel_choices
 from trainer.config.experts import resolve_expert_method, with_expert
 from trainer.errors import UserError
 from trainer.model.network import build_network
@@ -21,17 +21,17 @@ _MIN_GAIN = 0.02
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
-    """Yield lines on what `mesh.expert` would change, if the model has experts and is sharded without it.
+    """Yield lines on what `mesh.expert` would change, for a sharded model with experts and `mesh.expert=1`.
 
     The first lines warn if padding enlarges the experts by more than half, and suggest a smaller `mesh.shard` if that
     makes steps shorter.
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
-    FSDP gathers the layer's 3 D F E weights twice in 2 bytes and reduces their gradients in 4 bytes, and the network
-    cards of a node's R ranks share this traffic.  Expert parallelism exchanges A rows of D numbers per token six times
-    in 2 bytes, each rank through its own card.  So between nodes, expert parallelism sends less than FSDP if a
-    micro-batch has fewer than 2 F E / (A R) tokens.
+    FSDP gathers the layer's 3 D F E weights twice at 2 bytes each and reduces their gradients at 4 bytes each, and the
+    network cards of a node's R ranks share this traffic.  Expert parallelism exchanges A rows of D numbers per token
+    six times at 2 bytes each, and each rank uses its own card.  So between nodes, expert parallelism sends less than
+    FSDP if a micro-batch has fewer than 2 F E / (A R) tokens.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -42,8 +42,8 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
         yield (
             f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
             f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
-            f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: there are fewer experts than "
-            f"{shard} ranks, so FSDP divides other dimensions, and copies weights and gradients one more time"
+            f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: {shard} ranks do not "
+            "divide the experts evenly, so FSDP divides other dimensions, and copies weights and gradients once more"
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
@@ -86,10 +86,10 @@ def tokens_at_break_even(plan: Plan) -> float | None:
 
 
 def possible_choices(config: RunConfig, mesh: MeshShape, ranks_per_node: int) -> list[RunConfig]:
-    """Return the choices of `mesh.expert` (`expert_choices`) that can divide the model's experts among ranks."""
+    """Return those of `expert_parallel_choices` whose `mesh.expert` can divide the model's experts among ranks."""
     model, possible = build_network(config), []
     units = find_units(model, config.recipe, config.fsdp.wrap)
-    for choice in expert_choices(config, mesh, ranks_per_node):
+    for choice in expert_parallel_choices(config, mesh, ranks_per_node):
         with contextlib.suppress(UserError):
             check_experts(model, config.recipe, units, choice, mesh.shard)
             possible.append(choice)

@@ -1,4 +1,4 @@
-"""Uses the planner within a run: resolves `auto` settings, and compares the plan with measurements."""
+"""Uses the planner within a run, to resolve `auto` settings and to compare the plan with measurements."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.plan.search import PlannedChoice, fastest_choice, remedies, uses_au
 from trainer.plan.show import choice_text, memory_text
 
 _TOLERANCE = 0.1
-"""Deviations of the step time, and of a GPU's peak memory, up to this fraction of the plan are not reported."""
+"""Deviations in step time and in a GPU's peak memory are reported only above this fraction of the planned value."""
 _HOST_TOLERANCE_GIB = 0.25
 """On a CPU, how far the peak memory of the process may lie outside the planned range without being reported."""
 _HEAP_FRACTION = 0.5
@@ -34,21 +34,21 @@ _MAX_HEAP_FRACTIONS = (1.5, 0.6)
 _MAX_HEAP_GIB = 0.3
 """Freed memory that malloc retains on a CPU, as a fraction of the peak without weights: typical value and upper bound.
 
-The upper bound is the smaller of two values: the first of `_MAX_HEAP_FRACTIONS` times that peak (for small runs), and
-the second times that peak plus `_MAX_HEAP_GIB`.
+The upper bound is the smaller of `_MAX_HEAP_FRACTIONS[0]` x peak (which applies to small runs) and
+`_MAX_HEAP_FRACTIONS[1]` x peak + `_MAX_HEAP_GIB`, where `peak` excludes the weights.
 
 Tensors below glibc's mmap threshold of 32 MiB come from its heap, which fragments differently in each run of the same
 command.  Across twelve configurations (30M and 135M parameters, one thread) the fraction ranged from 0.03 to 0.93; on
-two ranks it was 1.3.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5 %, but a step takes 1.4
+two ranks it was 1.3.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5%, but a step takes 1.4
 times the CPU time (see `keep_freed_memory`)."""
 _DEVICE_TOLERANCE_GIB = 0.25
 """Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
 
 
 def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
-    """Return `config` with its `auto` settings resolved, the same on all ranks, and on rank 0 the planner's choice.
+    """Return `config` with its `auto` settings resolved identically on all ranks, and the planner's choice.
 
-    Plans for the rank with the least memory.  The choice is None on other ranks, and if nothing is `auto`.
+    Plans for the rank with the least memory.  The choice is None if nothing is `auto`, and on all ranks but rank 0.
     Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.
     """
     resolution = Resolution(shape=mesh, world=world)

@@ -43,7 +43,7 @@ class GenerationWorkload:
         """Parse a workload such as "64x256+768".  Raises UserError for any other format, or if a number is 0."""
         match = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", text)
         if match is None or not all(int(number) for number in match.groups()):
-            rule = "must be the number of completions, x, the maximum prompt length, +, the maximum completion length"
+            rule = "must be NxP+A: N completions of up to A tokens each, for prompts of up to P tokens"
             raise setting_error("generate", text, rule, example="64x256+768")
         return GenerationWorkload(*map(int, match.groups()))
 
@@ -59,7 +59,7 @@ def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
         cache, temporaries = memory_of_generation(build_network(config), dtype, plan.machine.device_type, workload)
     except Exception as error:  # from the model's own code
         text = str(error).splitlines()[0] if str(error) else ""
-        rule = f"cannot be planned: generating on meta tensors fails with {type(error).__name__}: {text}"
+        rule = f"cannot be planned: generating on fake tensors fails with {type(error).__name__}: {text}"
         raise setting_error("model.name", config.model.name, rule) from error
     weights = _gathered_bytes(plan.layout, plan.trace.units)
     description = f"{workload.num_completions} texts of {workload.prompt_len} + {workload.completion_len} tokens"
@@ -107,8 +107,8 @@ def memory_of_generation(
     The peak is that of a forward pass over as many tokens as generation feeds at once, or that of sampling after it,
     whichever is higher.
 
-    model: on the meta device; unusable afterwards, since the call makes its tensors fake.  dtype: of the computation.
-    Passes on any error that the model's code raises on fake tensors.
+    model: on the meta device; unusable afterwards, since the call makes its tensors fake.  dtype: the compute dtype.
+    Propagates any error that the model's code raises on fake tensors.
     """
     model.eval()
     if device_type == "cuda":

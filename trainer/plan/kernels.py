@@ -139,7 +139,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 class _GpuKernels(TorchFunctionMode):
-    """Replaces attention and RMSNorm by operators that save what a GPU's fused kernels would save."""
+    """Replaces attention and RMSNorm with operators that save what a GPU's fused kernels would save."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -184,8 +184,8 @@ def _rms_norm(
 def use_gpu_kernels(model: nn.Module) -> None:
     """Make every forward pass in `model` use flash attention, fused RMSNorm and the loss chunks of a GPU.
 
-    This includes recomputation.  A mode around the whole step would be inactive during `backward`, and so while it
-    recomputes; therefore each module's `forward` is wrapped.
+    This includes recomputation.  A mode around the whole step would be inactive during `backward`, and thus during
+    recomputation, so each module's `forward` is wrapped instead.
     """
     is_active = False
 
@@ -306,7 +306,7 @@ _FLOAT8_MULTIPLE = 16
 
 
 class Float8Casts:
-    """Replaces the matmuls inside blocks by float8 casts and float8 matmuls.
+    """Replaces the matmuls inside blocks with float8 casts and float8 matmuls.
 
     setting: the value of `train.float8`; with `none`, nothing is replaced.
     are_fused: whether torch.compile fuses the casts.
@@ -361,6 +361,6 @@ class Float8Casts:
         return Operator(Work("memory", 0, num_bytes, 1), reads, writes, is_fused)
 
     def _new_serial(self) -> int:
-        """Return a serial number for a storage that was not traced, such as that of a cast."""
+        """Return a serial number for a storage that was not traced, such as the output of a cast."""
         self._num_serials += 1
         return 10**15 + self._num_serials  # far above those of traced storages

@@ -23,9 +23,10 @@ from trainer.plan.estimates import Rates
 
 GIB = 2**30
 
-# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the rates that it measures.  For
-# matmuls, fitted to a figure published by torchtitan, Llama 2 13B on 64 A100 without recomputation; in float8, to Llama
-# 3 8B on 8 H100 at 500 W.  For attention: Shah et al. 2024, arXiv:2407.08608, FlashAttention-2 on an H100.
+# Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the rates that it measures.  The
+# fractions for matmuls are fitted to figures published by torchtitan: Llama 2 13B on 64 A100 without recomputation and,
+# for float8, Llama 3 8B on 8 H100 at 500 W.  The fraction for attention is that of FlashAttention-2 on an H100 (Shah et
+# al. 2024, arXiv:2407.08608).
 _MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
 _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
@@ -219,7 +220,7 @@ def read_calibration(name: str) -> dict[str, Any] | None:
         return values
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise UserError(
-            f"{path}: is not a calibration ({error!r}); measure again with --calibrate, or delete it"
+            f"{path}: is not a valid calibration file ({error!r}); measure again with --calibrate, or delete it"
         ) from error
 
 
@@ -305,7 +306,7 @@ def _parse_number(key: Any, value: Any) -> float:
     if key not in _UNITS:
         best = nearest(key, _UNITS)
         meant = f"\n  did you mean device.{best}?" if best else ""
-        raise UserError(f"device.{key}={value}: there is no such property, but {', '.join(_UNITS)}{meant}")
+        raise UserError(f"device.{key}={value}: there is no such property; choose from {', '.join(_UNITS)}{meant}")
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
         raise setting_error(f"device.{key}", value, f"must be a number above 0, in {_UNITS[key]}")
     return float(value)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The costs of one Muon update on `replicate` x `shard` ranks: FLOPs of the busiest rank, all else of rank 0."""
+    """The costs of one Muon update on `replicate` x `shard` ranks, for rank 0 (but the FLOPs of the busiest rank)."""
 
     def __init__(
         self,

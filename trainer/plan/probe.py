@@ -102,7 +102,7 @@ class Probe:
                 raise
             except Exception as error:  # from the model's own code, on tensors without values
                 text = str(error).splitlines()[0] if str(error) else ""
-                rule = f"cannot be planned: tracing it on meta tensors fails with {type(error).__name__}: {text}"
+                rule = f"cannot be planned: tracing it on fake tensors fails with {type(error).__name__}: {text}"
                 raise setting_error("model.name", self.config.model.name, rule) from error
         return self._traces[key]
 
@@ -179,7 +179,7 @@ def _trace(
         loss_of = find_loss(model)
         with meter, use_slices(slices), loss_mode(config):
             for _ in range(num_extra_forward_passes(config)):
-                with torch.no_grad():  # also of the reference model, which has the same architecture
+                with torch.no_grad():  # including the reference model's, which has the same architecture
                     loss_of(batch)
             loss = loss_of(batch)
             (loss * 1.0).sum().backward()
@@ -200,7 +200,7 @@ def _trace(
         # Nothing is saved for a backward pass, so it never needs more memory than the forward passes after it.
         counting_pass=tuple(replace(e, segment=Segment(work=e.segment.work)) for e in all_events[num_events:]),
         expert_count_bytes=0 if balance is None else 8 * balance.num_layers * balance.num_experts,
-    ).scaled("grouped", estimate.fill_fraction)  # the rows of the buffers of experts that hold tokens
+    ).scaled("grouped", estimate.fill_fraction)  # the fraction of rows in the experts' buffers that hold tokens
 
 
 def _checkpoint(
@@ -227,7 +227,7 @@ def _checkpoint(
 
 
 class _PlannedOffload(ActivationOffload):
-    """Activation offloading on fake tensors: runs the same code as training, and records its copies as events.
+    """Offloads activations on fake tensors with the same code as training, and records the copies as events.
 
     `counts_host`: whether host memory counts as device memory, because the device is a CPU.
     """
@@ -375,7 +375,7 @@ def make_fake(model: nn.Module, compute_dtype: torch.dtype, skipped_modules: set
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Repetition: skips the middle of long runs of identical blocks, and copies the events of the blocks that were run
+# Repetition: skipping the middle of long runs of identical blocks, and copying the events of the blocks that were run
 
 
 _MAX_PERIOD = 16
@@ -586,8 +586,8 @@ def _find_runs(model: nn.Module, checkpointed: set[int], offloaded: set[int]) ->
         blocks = tuple(parent.children())
         if len(blocks) < 4:
             continue
-        counted = _counted_settings(blocks)
-        kinds = [(id(block) in offloaded, _kind(block, counted, shared, checkpointed)) for block in blocks]
+        ignored = _index_settings(blocks)
+        kinds = [(id(block) in offloaded, _kind(block, ignored, shared, checkpointed)) for block in blocks]
         repetition = _longest_repetition(kinds)
         if repetition is None:
             continue
@@ -614,14 +614,14 @@ def _longest_repetition(kinds: Sequence[Any]) -> tuple[int, int] | None:
     return None
 
 
-def _kind(block: nn.Module, counted: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
+def _kind(block: nn.Module, ignored: set[tuple[str, str]], shared: set[int], checkpointed: set[int]) -> Any:
     """Return a value that is equal for two blocks with the same modules, tensor shapes and dtypes, and plain settings.
 
-    Settings in `counted` are ignored.  Blocks with tied parameters are equal only if they share these parameters.
+    Settings in `ignored` are left out.  Blocks with tied parameters are equal only if they share these parameters.
     """
     parts: list[Any] = []
     for name, module in block.named_modules():
-        settings = {key: value for key, value in _settings(module) if (name, key) not in counted}
+        settings = {key: value for key, value in _settings(module) if (name, key) not in ignored}
         tensors = [
             (key, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, id(tensor) in shared and id(tensor))
             for key, tensor in (
@@ -645,9 +645,9 @@ def _settings(module: nn.Module) -> Iterator[tuple[str, Any]]:
 _MODULE_ATTRIBUTES = frozenset({*vars(nn.Module()), "forward"})
 
 
-def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
+def _index_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
     """Return the settings (module name, attribute) that merely hold the index of a block in the list."""
-    counted = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
+    candidates = {(name, key) for name, module in blocks[0].named_modules() for key, _ in _settings(module)}
     for position, block in enumerate(blocks):
         indices = {
             (name, key)
@@ -655,5 +655,5 @@ def _counted_settings(blocks: Sequence[nn.Module]) -> set[tuple[str, str]]:
             for key, value in _settings(module)
             if type(value) is int and value == position
         }
-        counted &= indices
-    return counted
+        candidates &= indices
+    return candidates

@@ -45,7 +45,7 @@ class NothingFits(UserError):
 
 @dataclass(frozen=True)
 class PlannedChoice:
-    """The plan with the resolved `auto` settings, at most four of the next best, and the number of candidates tried."""
+    """The plan with the resolved `auto` settings, up to four runners-up, and the number of candidates tried."""
 
     plan: Plan
     runners_up: tuple[Plan, ...]
@@ -98,7 +98,7 @@ def fastest_choice(config: RunConfig, mesh: MeshShape, machine: Machine) -> Plan
     try:
         return _with_context(config, mesh, machine, Probe(config, machine.device_type, machine.imbalance))
     except _DoesNotFit as error:
-        # Only once, since each change that the message suggests needs another plan.
+        # The message is built only once, since each change that it suggests needs another plan.
         raise NothingFits(_nothing_fits(config, error.smallest), error.smallest) from None
 
 
@@ -274,7 +274,7 @@ def _nothing_fits(config: RunConfig, smallest: Plan) -> str:
     settings = ", ".join(f"{key}=auto" for key, value in chosen_settings(config).items() if value == AUTO)
     least = ", ".join(f"{key}={format_setting(value)}" for key, value in settings_to_show(smallest.config).items())
     lines = [
-        f"{settings}: nothing fits {smallest.machine.memory_gib:.4g} GiB; the least, {least}, needs "
+        f"{settings}: nothing fits {smallest.machine.memory_gib:.4g} GiB; the smallest candidate, {least}, needs "
         f"{smallest.needed_gib:.4g} GiB"
     ]
     lines += [f"  {line}" for line in remedies(smallest)] or ["  no single change of other settings would be enough"]

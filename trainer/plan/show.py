@@ -74,7 +74,7 @@ def _omitted_costs(plan: Plan) -> list[str]:
     if config.fsdp.cpu_offload:
         lines.append("not counted: time for copies to and from host memory, and for the optimizer there")
     if config.train.compile is True and plan.machine.device_type == "cpu":
-        lines.append("not counted: savings by torch.compile on a CPU")
+        lines.append("not counted: savings from torch.compile on a CPU")
     if config.expert > 1 and config.mesh.expert_method == "exchange":
         lines.append("not counted: the host's wait for the number of rows in each layer")
     return lines

@@ -274,15 +274,15 @@ class Step:
     def run(self) -> None:
         """Run the micro-batches.  The second one that accumulates represents all later ones that do."""
         if self.num_micro_batches > 1 and self.trace.counting_pass:
-            self._counting_pass(repeats=1)
-            self._counting_pass(repeats=self.num_micro_batches - 1)
+            self._run_counting_pass(repeats=1)
+            self._run_counting_pass(repeats=self.num_micro_batches - 1)
         if self.num_micro_batches > 1:
-            self._micro_batch(is_last=False, repeats=1)
+            self._run_micro_batch(is_last=False, repeats=1)
         if self.num_micro_batches > 2:
-            self._micro_batch(is_last=False, repeats=self.num_micro_batches - 2)
-        self._micro_batch(is_last=True, repeats=1)
+            self._run_micro_batch(is_last=False, repeats=self.num_micro_batches - 2)
+        self._run_micro_batch(is_last=True, repeats=1)
 
-    def _counting_pass(self, repeats: int) -> None:
+    def _run_counting_pass(self, repeats: int) -> None:
         self.watcher.begin(repeats)
         for event in self.trace.counting_pass:
             self._compute(event.segment, event.unit, is_backward=False, adds_in_place=False)
@@ -292,7 +292,7 @@ class Step:
                 self._post_forward(self._groups[event.unit], is_backward=False)
         self.watcher.finish()
 
-    def _micro_batch(self, is_last: bool, repeats: int) -> None:
+    def _run_micro_batch(self, is_last: bool, repeats: int) -> None:
         self.watcher.begin(repeats)
         is_backward = False
         self._adds_in_place = any(group.adds_in_place for groups in self._groups for group in groups)
@@ -396,8 +396,8 @@ class Step:
         if num_ranks == 1:
             self._copy_shards(group)
         else:
-            # What is not divided along the first dimension is copied to a second buffer, and concatenated from there,
-            # by kernels that wait for the gather and that the unit waits for.
+            # Parameters not divided along the first dimension are copied to a second buffer and concatenated from
+            # there.  The kernels that do this wait for the gather, and the unit waits for them.
             rearranged = group.sizes.rearranged
             self.watcher.allocate("unsharded parameters", gathered)
             self.watcher.allocate("all-gather buffers", rearranged)
@@ -452,7 +452,7 @@ class Step:
     def _prefetch_previous(self, position: int, index: int, num_groups: int) -> None:
         """Gather the group before the one at `position`.
 
-        If this unit has two groups, gather all groups of the previous unit once its second group has been gathered.
+        If this unit has two groups, gather all groups of the previous unit after this unit's second group.
         """
         if num_groups == 1 and position > 0:
             self._unshard_in_backward(self._order[position - 1])
@@ -494,7 +494,7 @@ class Step:
             watcher.free("reduction buffers", self._reducing.popleft())
         if not new_bytes and not group.accumulated:
             return
-        # Concatenated in the order of shards, one after another; accumulated ones are in the reduction dtype.
+        # These gradients are concatenated shard by shard; accumulated ones are in the reduction dtype.
         dtype_size = layout.reduce_size if group.accumulated else layout.param_size
         largest = sizes.largest_rearranged_gradient * dtype_size // layout.param_size
         rearranged = sizes.rearranged_gradients * dtype_size // layout.param_size

@@ -1,4 +1,4 @@
-"""Reports: an HTML page and a PNG image of one run or of several compared runs.
+"""Reports: an HTML page and a PNG image that show one run or compare several.
 
 Reports are made only from the files in run folders, whether the runs are in progress, finished or killed.  Making them
 needs neither torch nor a process group.  `history` reads a run folder and downsamples its data for the page's script

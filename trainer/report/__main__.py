@@ -22,7 +22,7 @@ from trainer.files import atomic_replace, writing_to
 from trainer.report.charts import draw_png
 from trainer.report.history import read_run
 from trainer.report.live import PORT, serve, watch
-from trainer.report.page import subtitle_of, write_comparison, write_page
+from trainer.report.page import render_comparison, render_page, subtitle_of
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:
@@ -72,9 +72,9 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     if len(runs) == 1:
         (run,) = runs
         title, subtitle = f"{run.name}: {run.state} at step {run.last_step}", subtitle_of(run)
-        html = write_page(run, page.absolute().parent)
+        html = render_page(run, page.absolute().parent)
     else:
-        title, subtitle, html = f"{len(runs)} runs compared", "", write_comparison(runs)
+        title, subtitle, html = f"{len(runs)} runs compared", "", render_comparison(runs)
     png = page.with_suffix(".png")
     contents = {page: html.encode(), png: draw_png(runs, title, subtitle)}
     try:

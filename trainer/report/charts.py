@@ -124,7 +124,7 @@ def _draw_column(
 ) -> None:
     """Draw a column, with the y axis starting at zero.
 
-    format_value: formats the largest outlier for a note where outliers are clipped; None if they are not clipped.
+    format_value: formats the largest value for the note about clipped outliers; None to clip no outliers.
     """
     for run, color in _with_colors(runs):
         _draw_line(axes, run.train["step"], run.train[column], color)
@@ -347,10 +347,10 @@ def draw_png(runs: Sequence[RecordedRun], title: str, subtitle: str) -> bytes:
         top, middle, bottom = figure.subfigures(3, 1, height_ratios=(0.62, 3 * num_rows, 1.0))
         top.text(0.012, 0.66, title, fontsize=15, fontweight="bold", va="center")
         top.text(0.012, 0.1, subtitle, fontsize=9.5, color=COLORS["muted"], va="center")
-        every_axes = middle.subplots(num_rows, 2).flat
-        for axes, (name, draw) in zip(every_axes, panels.items(), strict=False):
+        all_axes = middle.subplots(num_rows, 2).flat
+        for axes, (name, draw) in zip(all_axes, panels.items(), strict=False):
             _draw_panel(axes, name, draw, runs)
-        for axes in every_axes[len(panels) :]:  # an odd number of panels leaves one unused
+        for axes in all_axes[len(panels) :]:  # an odd number of panels leaves one unused
             axes.set_axis_off()
         if len(runs) == 1:
             _draw_time_bar(bottom, runs[0])

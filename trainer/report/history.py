@@ -112,9 +112,9 @@ class RecordedRun:
         """Names of the fields logged with `Trainer.log`, in training or in evaluations."""
         return logged_names(dict.fromkeys((*self.train, *self.evals)), self.sources)
 
-    def last(self, column: str, of_evals: bool = False) -> float | None:
-        """Return the last finite value of a column of `train` (with `of_evals`: of `evals`), or None."""
-        values = (self.evals if of_evals else self.train).get(column)
+    def last(self, column: str, from_evals: bool = False) -> float | None:
+        """Return the last finite value of a column of `train` (of `evals` if `from_evals` is set), or None."""
+        values = (self.evals if from_evals else self.train).get(column)
         finite = np.empty(0) if values is None else values[np.isfinite(values)]
         return float(finite[-1]) if finite.size else None
 

@@ -12,7 +12,7 @@ from urllib.parse import unquote, urlsplit
 from trainer.errors import UserError, setting_error
 from trainer.files import symlink_target_outside
 from trainer.report.history import read_run
-from trainer.report.page import REFRESH_S, write_comparison, write_page
+from trainer.report.page import REFRESH_S, render_comparison, render_page
 
 ADDRESS = "127.0.0.1"
 """The only address on which pages are served."""
@@ -26,11 +26,12 @@ def watch(folders: Sequence[Path], write: Callable[[], object], pause: Callable[
     """Write the page, then rewrite it whenever the runs have new data, until no run is in progress."""
     written = None
     while True:
-        current, is_running = data_version(folders), any(read_run(folder).state == "running" for folder in folders)
+        states = [read_run(folder).state for folder in folders]
+        current = data_version(folders), states  # a killed run's files do not change, but its state does
         if current != written:
             write()
             written = current
-        if not is_running:
+        if "running" not in states:
             return
         pause(REFRESH_S)
 
@@ -56,16 +57,17 @@ class PageCache:
         self._page = b""
 
     def page(self) -> bytes:
-        stamp = data_version(self._folders), int(time.monotonic() / REFRESH_S)  # a killed run changes no file
+        # The files of a killed run no longer change, so the page is also regenerated periodically.
+        stamp = data_version(self._folders), int(time.monotonic() / REFRESH_S)
         if stamp != self._stamp:
             runs = [read_run(folder) for folder in self._folders]
             is_single = len(runs) == 1
-            html = write_page(runs[0], runs[0].folder, is_served=True) if is_single else write_comparison(runs)
+            html = render_page(runs[0], runs[0].folder, is_served=True) if is_single else render_comparison(runs)
             self._page, self._stamp = html.encode(), stamp
         return self._page
 
     def file(self, path: str) -> Path | None:
-        """Return the profile file that a request's path names.
+        """Return the profile file at `path`, the path in the URL of a request.
 
         Returns None if there is no such file, or if the page shows several runs.
         """

@@ -1,4 +1,4 @@
-"""Generates the pages of reports, each of which is a single self-contained HTML document.
+"""Generates report pages, each of which is a single self-contained HTML document.
 
 All text from a run, such as its name, reason and configuration, is escaped: by `html.escape` in the HTML, and by
 `page_data` in the data for the page's script.
@@ -31,10 +31,10 @@ STYLE = (resources.files("trainer.report") / "page.css").read_text(encoding="utf
 SCRIPT = (resources.files("trainer.report") / "charts.js").read_text(encoding="utf-8")
 
 
-def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
+def render_page(run: RecordedRun, page_folder: Path | None = None, is_served: bool = False) -> str:
     """Return the HTML of one run's page, which the caller writes to a file or serves.
 
-    page_folder: the folder of the page, to which links are relative; None for a page without the list of files.
+    page_folder: the folder that the page is in; links are relative to it.  None omits the list of files.
     is_served: whether the page is served, not written to a file.  If so, checkpoint folders are listed without links,
         since a browser on another machine cannot open them.
     """
@@ -58,7 +58,7 @@ def write_page(run: RecordedRun, page_folder: Path | None = None, is_served: boo
     return _html(run.name, parts, [run], [run.name])
 
 
-def write_comparison(runs: Sequence[RecordedRun]) -> str:
+def render_comparison(runs: Sequence[RecordedRun]) -> str:
     """Return the HTML of the page that compares runs.
 
     It has a summary table, the settings that differ, charts of all runs, and the configuration of each.
@@ -117,7 +117,8 @@ def subtitle_of(run: RecordedRun) -> str:
 def _tiles(run: RecordedRun) -> str:
     """Return the key figures at the top of the page."""
     goodput = run.goodput
-    loss, eval_loss, bits = run.last("loss"), run.last("loss", of_evals=True), run.last("bits_per_byte", of_evals=True)
+    loss, eval_loss = run.last("loss"), run.last("loss", from_evals=True)
+    bits = run.last("bits_per_byte", from_evals=True)
     tokens, memory = run.last("tokens"), run.last("peak_memory_gib")
     speed, mfu = run.median("tokens_per_s"), run.median("mfu")
     skipped = f"{run.num_skipped} skipped" if run.num_skipped else ""
@@ -269,7 +270,7 @@ def _sources_section(run: RecordedRun) -> str:
         [
             escape(source),
             _format_number(run.last(f"loss_{source}")),
-            _format_number(run.last(f"loss_{source}", of_evals=True)),
+            _format_number(run.last(f"loss_{source}", from_evals=True)),
             epochs,
         ]
         for source in run.sources
@@ -284,7 +285,7 @@ def _logged_section(run: RecordedRun) -> str:
     if not run.logged:
         return ""
     rows = [
-        [escape(name), _format_logged(run.last(name)), _format_logged(run.last(name, of_evals=True))]
+        [escape(name), _format_logged(run.last(name)), _format_logged(run.last(name, from_evals=True))]
         for name in run.logged
     ]
     table = _table(("", "training", "evaluation"), rows, num_text=1)
@@ -321,7 +322,7 @@ def _attempts_section(run: RecordedRun) -> str:
 
 
 def save_costs_of(run: RecordedRun) -> dict[str, str]:
-    """Return texts by topic that describe how saves and failures affect the run's goodput, given its history.
+    """Return a description, by topic, of how saves and failures affect the run's goodput, given its history.
 
     Returns an empty mapping if the run has saved nothing yet, saves only at its end, or did not record its number of
     nodes.
@@ -385,7 +386,7 @@ def _summary_cells(run: RecordedRun) -> list[str]:
         f"{run.last_step:,}",
         readable_count(run.last("tokens") or 0),
         _format_number(run.last("loss")),
-        _format_number(run.last("loss", of_evals=True)),
+        _format_number(run.last("loss", from_evals=True)),
         readable_count(speed) if speed else MISSING,
         readable_duration(run.goodput.wall_s) if run.goodput.wall_s else MISSING,
         _format_percent(run.goodput.fraction),

@@ -59,7 +59,7 @@ def render_widths_page(title: str, curves: Sequence[WidthCurves], steps: int) ->
         f"<title>{escape(title)}</title><style>{STYLE}</style></head>\n<body><main>\n"
         f'<header><h1>{escape(title)}</h1><p class="muted">{escape(text)}</p></header>\n'
         f'<section class="card"><img style="width: 100%" alt="{escape(title)}" src="data:image/png;base64,{picture}">'
-        f'</section>\n<section class="card"><h2>Exponent p of the growth with the width: activations ~ width^p</h2>'
+        f'</section>\n<section class="card"><h2>Growth exponent p: activations ~ width^p</h2>'
         f"<table><thead><tr><th>layer</th>{headers}</tr></thead><tbody>{rows}</tbody></table></section>\n"
         f"<footer>Written {time.strftime('%Y-%m-%d %H:%M:%S')} by meshtrainer.</footer></main></body></html>\n"
     )

@@ -22,11 +22,11 @@ from trainer.sequence.row_layout import (
     Documents,
     compute_cu_seqlens,
     current_slices,
+    enable_slices,
     forget_slices,
     full_sequences,
     last_logits_only,
     needed_for_logits,
-    slice_sequences,
     use_slices,
 )
 
@@ -38,6 +38,7 @@ __all__ = [
     "causal_convolution",
     "compute_cu_seqlens",
     "current_slices",
+    "enable_slices",
     "find_borders",
     "forget_slices",
     "full_sequences",
@@ -53,6 +54,7 @@ __all__ = [
 
 # Deprecated aliases; remove in the next release.
 sliced, whole, find_borders = use_slices, full_sequences, compute_cu_seqlens
+slice_sequences = enable_slices
 
 
 def attend(
@@ -73,7 +75,7 @@ def attend(
 
     dropout: the fraction of attention weights to drop.
     window: the maximum number of tokens that a token attends to, including itself.
-    scale: the factor of the scores; by default 1 / sqrt(H).
+    scale: the factor by which scores are multiplied; by default 1 / sqrt(H).
     sinks_N: for each query head, the score of an additional key without a value, so that attention weights sum to less
         than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
 

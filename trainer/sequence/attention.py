@@ -44,12 +44,12 @@ ATTENTION_OPERATORS = frozenset(
 KernelContext: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 
 _gpu_kernels: KernelContext | None = None
-"""The context that imitates GPU kernels, inside `use_gpu_attention`; otherwise None."""
+"""Creates a context that imitates GPU kernels; None outside `use_gpu_attention`."""
 
 
 @contextmanager
 def use_gpu_attention(kernels: KernelContext) -> Iterator[None]:
-    """Compute attention inside the block as on a GPU, where no causal mask is materialized, for plans on fake tensors.
+    """Inside the block, compute attention as on a GPU, without materializing causal masks; for plans on fake tensors.
 
     kernels: creates a context that imitates GPU kernels; functions wrapped by `with_current_kernels` enter it again
     when they run in the backward pass.
@@ -167,7 +167,7 @@ def _attend_masked(
     options: AttentionOptions,
 ) -> torch.Tensor:
     if options.sinks is not None:
-        mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # 0 in an additive mask
+        mask = None if mask is None else F.pad(mask, (1, 0), value=mask.dtype == torch.bool)  # True, or 0 if additive
         q_BNQH, k_BKTH, with_sink, options = _with_sink_key(q_BNQH, k_BKTH, v_BKTH, options)
         return _attend_masked(q_BNQH, k_BKTH, with_sink, mask, options)[..., : v_BKTH.shape[-1]]
     arguments = _kernel_arguments(q_BNQH, k_BKTH, options)
@@ -263,8 +263,8 @@ def _attend_per_document(
 _VARLEN_PARAMETERS = inspect.signature(varlen_attn).parameters
 _CAUSAL: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in _VARLEN_PARAMETERS else {"is_causal": True}
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in _VARLEN_PARAMETERS else {}
-"""Arguments of this torch version for a causal mask and for grouped-query heads, which some versions support
-implicitly.
+"""The arguments for a causal mask and for grouped-query heads, which depend on the version of torch.  Some versions
+support grouped heads without an argument.
 """
 
 

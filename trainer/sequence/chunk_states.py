@@ -137,7 +137,7 @@ def _input_gradients(
         decay_BNC, keys_BNCSH, seen_BNCSH, grad_states_BNCHX, grad_last_BNHX
     )
     width = writes_BNCSE.shape[-1]
-    # A dot product, since the elementwise product would take the memory of all states.
+    # A dot product, since an elementwise product would take as much memory as all states.
     grad_decay_BNC = (grads_BNCHX.flatten(-2).unsqueeze(-2) @ states_BNCHX.flatten(-2).unsqueeze(-1))[..., 0, 0]
     new_BNCSX = F.pad(writes_BNCSE, (states_BNCHX.shape[-1] - width, 0)) - seen_BNCSH @ states_BNCHX
     grad_keys_BNCSH = new_BNCSX @ grads_BNCHX.mT

@@ -130,7 +130,7 @@ class _Chunks(NamedTuple):
     writes: torch.Tensor
     """Values to write if S0 is zero, (B, N, C, S, E)."""
     keys: torch.Tensor
-    """Keys to write under, decayed to the end of the chunk, (B, N, C, S, H)."""
+    """Keys under which values are written, decayed to the end of the chunk, (B, N, C, S, H)."""
     attention: torch.Tensor
     """Weights of each query for the values written in its chunk, (B, N, C, S, S)."""
     decay: torch.Tensor

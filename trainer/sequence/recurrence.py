@@ -1,4 +1,4 @@
-"""Applies layers with a state, such as convolutions and linear attention, separately to packed documents.
+"""Applies stateful layers, such as convolutions and linear attention, to each packed document separately.
 
 Shape suffixes: B batch, T time, D width, M tokens in all rows, N documents, L tokens in the longest document.
 """

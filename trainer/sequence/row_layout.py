@@ -1,7 +1,7 @@
 """The layout of the rows of a batch: slices under context parallelism, packed documents, and the generation cache.
 
-Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (or documents, one per row), L tokens in
-the longest document, K key and value heads, H head size, M tokens in all rows.
+Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (in `DocumentRows`, documents), L tokens in
+the longest document, K key and value heads, H head size, D width, M tokens in all rows, R rows to keep.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.config import RunConfig, Slices, find_slices
 from trainer.distributed.world import World
 
 # ---------------------------------------------------------------------------------------------------------------
-# Slices of sequences, the inputs of models under context parallelism
+# Sequence slices: the inputs to models under context parallelism
 
 _current_slices: Slices | None = None
 """The slices that models are called with; None if they are called with full sequences.
@@ -32,19 +32,19 @@ def current_slices() -> Slices | None:
     return _current_slices
 
 
-def slice_sequences(config: RunConfig, world: World) -> None:
+def enable_slices(config: RunConfig, world: World) -> None:
     """From now on, treat model inputs as slices of sequences if `mesh.context` is above 1.
 
-    In that case, create the process group of the ranks that share sequences, which is collective.
+    In that case, also create the process group of the ranks that share a sequence; this is a collective operation.
     """
     global _current_slices
     _current_slices = find_slices(config, world.rank)
     if _current_slices is not None:
-        _current_slices = replace(_current_slices, group=world.open_context(_current_slices.count))
+        _current_slices = replace(_current_slices, group=world.create_context_group(_current_slices.count))
 
 
 def forget_slices() -> None:
-    """Undo `slice_sequences`: from now on, model inputs are full sequences."""
+    """Undo `enable_slices`: from now on, model inputs are full sequences."""
     global _current_slices
     _current_slices = None
 
@@ -202,7 +202,7 @@ class Documents:
 
 
 class DocumentRows:
-    """Indices that copy documents of similar length from the concatenated rows of a batch to separate rows (N, L)."""
+    """Indices for copying documents of similar length from the concatenated rows of a batch to separate rows (N, L)."""
 
     def __init__(self, spans: list[tuple[int, int]], device: torch.device) -> None:
         """spans: the start and the length of each document."""
@@ -228,7 +228,7 @@ class Cache(Documents):
     is fed more tokens until the whole batch has finished.
 
     A layer's memory is allocated for twice its current number of tokens, but at most for `max_tokens` and the padding,
-    and doubled when full.  New keys and values are written in place; earlier ones are copied only when it grows.
+    and doubled when full.  New keys and values are written in place; earlier ones are copied only when memory grows.
     """
 
     def __init__(self, padding: Sequence[int] = (), max_tokens: int = 0) -> None:

@@ -56,7 +56,7 @@ class BaseWeights(StatePart):
 
     path: where the weights were loaded from; empty for random weights, which checkpoints then contain.
     checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
-    names: the names of the weights in the model's state that checkpoints leave out.
+    names: the names, in the model's state, of the weights that checkpoints leave out.
     setting: the configuration key that names the weights, for messages.
     packed_experts: number of stacked expert weights that are quantized (`lora.base_dtype`).
     """
@@ -182,7 +182,7 @@ class MergedSource:
     """A `WeightSource` of base weights with adapters merged into them.
 
     Each weight is W + (B @ A) * scaling, computed in float32 and returned in the dtype of W.  B @ A is computed for a
-    whole layer, as in other implementations, to be bit-identical to theirs; it is in memory for one layer at a time.
+    whole layer, as in other implementations, to be bit-identical to theirs, and kept for one layer at a time.
     For stacked experts, only the requested experts are computed.  A new head is returned unchanged.
 
     scaling: alpha / rank.

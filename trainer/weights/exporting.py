@@ -97,7 +97,7 @@ def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
 
 @contextmanager
 def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
-    """Write files, given as contents by name, to a temporary folder; yield the folder, which exists in the block."""
+    """Write files, given as contents by name, to a temporary folder; yield it, and delete it after the block."""
     with tempfile.TemporaryDirectory() as name:
         for relative, data in files.items():
             file = Path(name) / relative
@@ -110,8 +110,8 @@ def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
 def tokenizer_settings(model_files: ModelFiles, setting: str) -> Iterator[tuple[str, str]]:
     """Yield values for `data.tokenizer` and `data.chat_template` that refer to a run's tokenizer.
 
-    This is the run's own one or, without it, the one that came with the model.  Its stored files are written to a
-    temporary folder, which exists until the block ends.
+    This is the run's own tokenizer or, if it has none, the one that came with the model.  Its stored files are written
+    to a temporary folder, which exists until the block ends.
 
     setting: the run's `data.tokenizer`, which is used if no tokenizer is stored.
     """

@@ -84,8 +84,8 @@ def load_initial_weights(
 ) -> str:
     """Load the initial weights from `train.init_from`, else those that the recipe provides; else keep the random ones.
 
-    With adapters, `load_base` has already loaded the weights.  Stores the files that came with the weights, else those
-    in `model.path`, and the run's own tokenizer in `model_files`.  Returns a description of where the weights came
+    With adapters, `load_base` has already loaded the weights.  Stores in `model_files` the run's own tokenizer, and the
+    files that came with the weights or else those in `model.path`.  Returns a description of where the weights came
     from, for the start block.
 
     setting: the setting to name in errors if the model is not the one that the run's own settings describe.

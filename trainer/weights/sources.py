@@ -123,8 +123,8 @@ def find_weights(
     (`ScoreHead`), and may have the output projection that the head replaces.  It may also lack persistent buffers.
 
     Raises UserError, starting with `setting`, that lists every difference: weights missing on either side, different
-    shapes, quantized weights without their scales, and weights that are tied in the model but differ in the source (of
-    which three rows are compared).
+    shapes, quantized weights without their scales, and weights that are tied in the model but differ in the source
+    (only three rows are compared).
     """
     source_shapes, packings = source.shapes, find_packings(model)
     model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
@@ -398,7 +398,7 @@ def _find_files(path: str | os.PathLike[str], setting: str) -> dict[Path, set[st
         weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES)["weight_map"]
         for name in weight_map.values():
             if Path(name).is_absolute() or ".." in Path(name).parts or not name.endswith(".safetensors"):
-                rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside of its folder"
+                rule = f"{INDEX} names {name!r}: an index may only name .safetensors files inside its folder"
                 raise setting_error(setting, path, rule, fix="correct the index, or download the model again")
         files = {
             folder / name: {key for key, file in weight_map.items() if file == name}

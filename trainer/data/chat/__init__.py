@@ -2,9 +2,9 @@
 
 formats    reads the records of chat files, and converts them from the common formats to conversations
 template   renders chat templates as transformers does
-limits     limits the CPU time and memory of rendering templates
+limits     limits the CPU time and memory used to render templates
 masking    converts conversations to tokens and loss masks
 store      caches tokenized conversations on disk
-source     data sources of conversations, packed or not, of preference pairs and of labeled conversations;
+source     data sources for conversations (packed or not), preference pairs and labeled conversations;
            also reads conversations for display
 """

@@ -334,7 +334,7 @@ class Format:
                 return _read_preference(values)
 
     def label(self, record: Mapping[str, Any]) -> int:
-        """Return the record's label, an integer from 0 to below MAX_LABELS; true is 1, false is 0.  Raises BadChat.
+        """Return the record's label, an integer in [0, MAX_LABELS); true is 1, false is 0.  Raises BadChat.
 
         Labels may also be text, as in CSV, or whole floats, as in a parquet column with missing values.
         """
@@ -383,7 +383,10 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
 
 
 def _check_system_key(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise BadChat if a `system` key next to `messages`, which is not read, is not repeated by the first message."""
+    """Raise BadChat if the record has a `system` key that would be ignored.
+
+    That is a key next to `messages` whose text the first message does not repeat.
+    """
     messages, system = values.get("messages"), record.get("system")
     if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
         return

@@ -1,4 +1,4 @@
-"""Limits the CPU time and memory of rendering chat templates.
+"""Limits the CPU time and memory used to render chat templates.
 
 A template comes with a model, which may come from an untrusted source.  Jinja's sandbox restricts what a template can
 access, but not how much CPU time and memory it uses.  Both are limited in two ways:
@@ -9,7 +9,8 @@ access, but not how much CPU time and memory it uses.  Both are limited in two w
   rendering in this process is limited too.  The kernel limits its memory.  A watchdog thread limits its CPU time, by
   raising an exception in the rendering thread.
 
-The overhead for ordinary chats is negligible: one fork per chat template, and a few microseconds per rendering.
+The overhead for ordinary chats is negligible: one fork for the templates of a tokenizer, and a few microseconds per
+rendering.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ even rendering a hundred megabytes takes less than this."""
 MAX_EXTRA_MEMORY_BYTES = 1 << 30
 """Maximum bytes of address space that a rendering may add to what the process already uses."""
 
-TOO_MUCH_TIME = "takes too long: its CPU time is limited"
-TOO_MUCH_MEMORY = f"takes more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory"
+TOO_MUCH_TIME = "exceeds the CPU time limit"
+TOO_MUCH_MEMORY = f"uses more than {MAX_EXTRA_MEMORY_BYTES >> 30} GiB of memory"
 
 
 class TemplateTimeout(BaseException):

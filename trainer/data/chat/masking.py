@@ -317,7 +317,7 @@ def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: in
 
 
 _MARKER = "\U000f5151"
-"""Stands in for a message's content: a character of the private use area, which real texts hardly contain."""
+"""Stands in for a message's content: a character of the private use area, which real text almost never contains."""
 
 
 def _changed_turn_error(turn: int) -> BadChat:

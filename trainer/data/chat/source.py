@@ -1,4 +1,4 @@
-"""Data sources of conversations, packed or not, of preference pairs, and of labeled conversations.
+"""Data sources for conversations (packed or not), preference pairs and labeled conversations.
 
 Also reads the first conversations of files for display.
 """
@@ -191,7 +191,7 @@ class ChatSource(_ConversationSource):
         return len(self._starts) - 1
 
     def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`; if packed, with `documents`: each token's conversation number in its row."""
+        """Return the rows at `indices`; if packed, also `documents`: each token's conversation number in its row."""
         rows = self._empty_rows(len(indices))
         documents = np.zeros((len(indices), self.seq_len), np.int64)
         for row, index in enumerate(np.asarray(indices).tolist()):
@@ -271,7 +271,7 @@ class LabeledSource(_ConversationSource):
             other_chat, other_start = self._read_and_find_response(other)
             if not np.array_equal(other_chat.ids[:other_start], chat.ids[:start]):
                 return other
-        rule = "compares responses to different prompts, but all conversations of the data have the same one"
+        rule = "compares responses to different prompts, but all conversations in the data have the same prompt"
         raise setting_error("train.objective", "kto", rule, fix="add responses to another prompt")
 
     def _read_and_find_response(self, number: int) -> tuple[EncodedSample, int]:

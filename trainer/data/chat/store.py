@@ -302,7 +302,7 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
 
 
 class _SplitWriter:
-    """Writes the shard of one split, which the first conversation creates."""
+    """Writes the shard of one split.  The first conversation creates it."""
 
     def __init__(self, path: Path, tokenizer: _DoubledTokenizer) -> None:
         self._path, self._tokenizer = path, tokenizer

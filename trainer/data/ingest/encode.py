@@ -28,7 +28,7 @@ IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of several texts, and the number of ids of each text."""
 
 _MAX_SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Maximum number of texts in one check of an engine (`check_sample`), and of bytes used from the start of each."""
+"""Maximum number of texts that `check_sample` compares, and of bytes that it uses from the start of each."""
 
 
 class TokenizationMismatch(Exception):
@@ -77,7 +77,7 @@ def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
 
 
 class _ByteEngine(Engine):
-    """The byte tokenizer: encodes all texts at once, concatenated."""
+    """Uses the byte tokenizer, which encodes all texts at once, concatenated."""
 
     name = "bytes"
 
@@ -105,7 +105,7 @@ class _TokenizersEngine(Engine):
 
 @contextlib.contextmanager
 def _single_threaded() -> Iterator[None]:
-    """Disable the threads of `tokenizers`: they do not survive a fork, and processes share the work anyway."""
+    """Disable the threads of `tokenizers`: they do not survive a fork, and processes split the work anyway."""
     name = "TOKENIZERS_PARALLELISM"
     old_value = os.environ.get(name)
     os.environ[name] = "false"
@@ -151,7 +151,10 @@ class _FastEngine(Engine):
         return joined, counts
 
     def _contains_added_token(self, ids: NDArray[np.integer[Any]]) -> bool:
-        """Return whether `ids` contains an added token.  Cheap if those are at one end of the vocabulary, as usual."""
+        """Return whether `ids` contains an added token.
+
+        Cheap if the added tokens are at one end of the vocabulary, as they usually are.
+        """
         if (
             not len(self._added_ids)
             or not len(ids)
@@ -218,7 +221,7 @@ def _split_pattern(pre_tokenizer: dict[str, Any] | None) -> str:
 
 
 def _bpe_ranks(model: dict[str, Any]) -> tuple[dict[bytes, int], NDArray[np.uint32]]:
-    """Return the rank of each mergeable token, as bytes, and the id of each rank."""
+    """Return the rank of each mergeable token, keyed by the token's bytes, and the id of each rank."""
     # In the vocabulary each byte is one character: printable bytes are themselves, the others count up from 256.
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     unprintable = [byte for byte in range(256) if byte not in printable]
@@ -271,12 +274,12 @@ def _probe_texts(tokenizer: FileTokenizer) -> list[bytes]:
 # Tokens do not cross the boundaries of the pre-tokenizer.  Candidates for a boundary are the position after a newline
 # between two non-space characters, and the position before a space between two lowercase letters.  Whether a tokenizer
 # always splits there can depend on the adjacent characters, so this is tested on pairs of characters: all of ASCII (all
-# lowercase letters for the space), and some of each other script.  If the tokenizer does not always split at either
-# kind of boundary, documents are tokenized in one piece, however much memory that takes.
+# lowercase letters for the space), and some of each other script.  If neither candidate passes the test, documents are
+# tokenized in one piece, however much memory that takes.
 
 
 MAX_PIECE_BYTES = 1 << 20
-"""Maximum bytes of a piece, unless it has no boundary.  Tokenizing takes about 200 bytes of memory per byte of text."""
+"""Maximum bytes in a piece that has a boundary.  Tokenizing takes about 200 bytes of memory per byte of text."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -332,7 +335,9 @@ class DocumentSplitter:
             yield text
 
     def _find_boundary(self, text: bytes, searched_to: int) -> int:
-        """Return the last boundary within `MAX_PIECE_BYTES`, otherwise the first one after that, or 0.
+        """Return the position of a boundary, or 0 if there is none.
+
+        Prefers one near the end of the first `MAX_PIECE_BYTES`; if these have none, returns the first one after them.
 
         searched_to: the position up to which `text` is known to have no boundary.
         """

@@ -1,4 +1,4 @@
-"""Finds the files that a path, folder or glob names, opens them, and counts or rejects bad documents.
+"""Finds the files that match a path, folder or glob, opens them, and counts or rejects bad documents.
 
 Finding files reads only their names, sizes and times, and the first bytes of index files and .json files.
 """
@@ -49,8 +49,8 @@ _COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 _COMPRESSIBLE_KINDS = ("text", "jsonl", "records")
 
 SUPPORTED_SUFFIXES = (
-    ".txt, .jsonl, .json, .csv, .parquet, .arrow, .md, source code; .gz and .zst of text and of records; .bin of other "
-    "trainers"
+    ".txt, .jsonl, .json, .csv, .md or a source code suffix (optionally followed by .gz or .zst), .parquet, .arrow, or "
+    ".bin (from another trainer)"
 )
 """The supported file types, as error messages and help texts list them."""
 
@@ -84,7 +84,7 @@ class InputFile:
         A .json file without records is not supported.  Raises UserError that names the setting `key` if a file of a
         supported kind does not exist or cannot be accessed.
         """
-        kind_and_compression = kind_of(path)  # by the link's name: the target's name may have no suffix
+        kind_and_compression = kind_of(path)  # a link's own name counts: the target's may have no suffix
         if kind_and_compression is None:
             return None
         kind, compression = kind_and_compression
@@ -108,7 +108,7 @@ def kind_of(path: str) -> tuple[Kind, Compression] | None:
 
 
 def find_inputs(values: Iterable[str], key: str) -> list[InputFile]:
-    """Return the files that `values` (paths, folders or globs) name, without duplicates, in the same order.
+    """Return the files that `values` (paths, folders or globs) match, without duplicates, in the same order.
 
     A folder means all supported files in it except token files, at any depth and in sorted order.  A folder saved by
     `datasets` means its `train` split.  Raises UserError that names the setting `key` if a value names no such file.
@@ -129,7 +129,7 @@ def find_inputs(values: Iterable[str], key: str) -> list[InputFile]:
 
 
 def _find_matches(value: str, key: str) -> list[str]:
-    """Return the files and folders that `value` names, a path or glob.  Raises UserError if nothing matches."""
+    """Return the files and folders that `value`, a path or glob, matches.  Raises UserError if there are none."""
     pattern = os.path.expanduser(value)
     matches = [pattern] if os.path.exists(pattern) else sorted(glob.glob(pattern, recursive=True))
     if matches:
@@ -166,7 +166,7 @@ def _list_inputs(path: str, key: str) -> Iterator[InputFile]:
 
 
 def is_foreign_token_file(path: str) -> bool:
-    """Return whether a .bin file comes from another trainer: this project's .json or .idx file is not next to it."""
+    """Return whether a .bin file comes from another trainer: no .json or .idx file of this project is next to it."""
     stem = path.removesuffix(".bin")
     if os.path.exists(f"{stem}.json"):
         return False
@@ -192,7 +192,7 @@ def _walk(folder: str) -> list[str]:
 
 
 def dataset_folder(folder: str, key: str) -> str:
-    """Return the folder of the records: `folder`, or its subfolder of the `train` split if `datasets` has saved splits.
+    """Return the folder with the records: `folder`, or its subfolder `train` if `datasets` has saved splits there.
 
     Raises UserError if there are splits, but no `train` split.
     """
@@ -203,7 +203,7 @@ def dataset_folder(folder: str, key: str) -> str:
         return train_folder
     splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir())
     raise setting_error(
-        key, folder, "has no split `train`; give the folder of the split", example=next(iter(splits), None)
+        key, folder, "has no `train` split; give the folder of another split", example=next(iter(splits), None)
     )
 
 
@@ -327,7 +327,7 @@ class DocumentCounts:
     documents: number of documents that were read.
     empty: number of these documents that are empty.
     bad: number of documents that could not be read.
-    places: messages about the first few of the bad documents, with their locations.
+    places: messages about the first few bad documents, with their locations.
     cut_off: messages about the first few files that could not be read to their end.  Each counts as one bad document.
     """
 
@@ -356,7 +356,7 @@ class BadDocuments:
     """Rejects or counts documents that cannot be read.
 
     limit: the value of `data.bad`: `error` (raise an error at the first one), `skip` (skip them all), or the maximum
-        fraction of documents to skip, which `check_limit` enforces when all are read.
+        fraction of documents to skip, which `check_limit` enforces after all have been read.
     """
 
     def __init__(self, limit: str, keys: SettingNames) -> None:
@@ -374,11 +374,11 @@ class BadDocuments:
             self.tally.places.append(str(setting_error(key, value, rule)))
 
     def reject_file(self, value: str, rule: str, **advice: Any) -> None:
-        """Count a file that cannot be read to its end as one bad document; unless the limit is `skip`, raise UserError.
+        """Count a file that cannot be read to its end as one bad document; raise UserError unless the limit is `skip`.
 
         A fraction cannot be enforced, since the number of documents in the file is unknown.
         """
-        fix = f"{self.keys.bad}=skip skips the whole file; a fraction counts documents"
+        fix = f"{self.keys.bad}=skip skips the whole file; a fraction applies to documents only"
         as_fraction = setting_error(self.keys.inputs, value, rule, fix=fix)
         if self._limit not in ("error", "skip"):
             raise as_fraction

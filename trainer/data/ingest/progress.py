@@ -16,7 +16,7 @@ _LOG_INTERVAL_S = 30.0
 
 
 class ProgressLine:
-    """Context manager that prints the line that `make_line` returns, at regular intervals.
+    """Context manager that prints the result of `make_line` at regular intervals.
 
     No line is printed if the `with` block ends within the first interval.
 

@@ -41,7 +41,7 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
 
 MAX_IN_MEMORY_BYTES = 1 << 22
-"""Maximum bytes of a text file, and about that of a JSONL line, to hold in memory; longer ones are read in pieces."""
+"""Maximum bytes of a text file or (approximately) a JSONL line to hold in memory; longer ones are read in pieces."""
 
 
 class LongDocument(ABC):
@@ -138,7 +138,7 @@ def reject_file(input_file: InputFile, error: Exception, bad: BadDocuments) -> N
 def read_lines(
     input_file: InputFile, start: int, stop: int | None, text_key: str, bad: BadDocuments
 ) -> Iterator[DocumentBatch]:
-    """Yield the documents of the lines that start at byte positions from `start` (inclusive) to `stop` (exclusive)."""
+    """Yield the documents in the lines that start at byte positions from `start` (inclusive) to `stop` (exclusive)."""
     try:
         with closing(open_stream(input_file)) as file:
             for position, lines in _line_blocks(file, start, stop):
@@ -214,7 +214,10 @@ class _Lines:
         return documents
 
     def _read_with_json(self, line: bytes, number: int) -> bytes | None:
-        """Return the text of a line that Python's JSON parser accepts, even if orjson does not; otherwise report it."""
+        """Return the text of a line, parsed with Python's `json`, which accepts some lines that orjson rejects.
+
+        If this fails too, reports the line and returns None.
+        """
         try:
             decoded = line.decode()
         except UnicodeDecodeError as error:
@@ -327,11 +330,11 @@ def read_record_file(
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Reading, piece by piece, the text of a JSONL line too long to hold in memory
+# Reading the text of a very long JSONL line piece by piece
 
 
 MAX_OTHER_BYTES = 1 << 26
-"""Maximum bytes of a line, not counting its text."""
+"""Maximum number of bytes in a line, not counting its text."""
 
 _COMPLETE_ESCAPES = re.compile(
     rb'(?:[^"\\]+'
@@ -350,7 +353,7 @@ class BadLine(Exception):
 
 
 def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
-    """Yield the text under `key` of the JSON object in the next line of `file`, in UTF-8 pieces.
+    """Yield, in UTF-8 pieces, the text under `key` in the JSON object on the next line of `file`.
 
     Raises BadLine or UnicodeDecodeError when an error is found; the caller must then discard all earlier pieces.
     """
@@ -379,7 +382,7 @@ def read_text_value(file: BinaryIO, key: str) -> Iterator[bytes]:
 
 
 def _check_remainder(remainder: bytes, key: str, has_text: bool) -> None:
-    """Raise BadLine unless `remainder`, a line without its text, is a JSON object and the line has the text."""
+    """Raise BadLine unless `remainder`, a line without its text, is a JSON object and the text was found."""
     try:
         record = json.loads(remainder)
     except (ValueError, RecursionError) as error:
@@ -411,7 +414,7 @@ class _LineReader:
         return bytes(content)
 
     def read_raw_string(self) -> Iterator[bytes]:
-        """Yield the content of a string with its escapes, and consume its closing quote."""
+        """Yield the content of a string without decoding its escapes, and consume its closing quote."""
         while True:
             complete = _COMPLETE_ESCAPES.match(self._buffer)
             end = complete.end() if complete else 0
@@ -451,7 +454,7 @@ def _decode_escapes(content: bytes) -> bytes:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# JSON: with orjson if it is installed, which is several times as fast, otherwise with Python's `json`
+# Reading and writing JSON with orjson, which is several times as fast, or with Python's `json` if it is not installed
 
 
 try:
@@ -503,7 +506,7 @@ def read_table(
 ) -> Iterator[list[bytes]]:
     """Yield the texts in the column `text_key` of a table.
 
-    start, stop: the range of row groups to read of a parquet file; ignored for Arrow files.
+    start, stop: the range of row groups to read from a parquet file; ignored for Arrow files.
     """
     arrow = _import_pyarrow(input_file)
     try:
@@ -607,7 +610,7 @@ def _open_parquet(input_file: InputFile) -> Any:
 
 
 def _open_arrow(arrow: Any, file: Any) -> tuple[Any, Iterator[Any]]:
-    """Return the schema and the record batches of an Arrow file, in the file format or the stream format.
+    """Return the schema and the record batches of an Arrow file, which may be in the file format or the stream format.
 
     `datasets` writes the stream format.
     """
@@ -631,11 +634,11 @@ def _import_pyarrow(input_file: InputFile) -> Any:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Token files of other trainers, used unchanged: nanoGPT's, and Megatron's with its index
+# Token files from other trainers (nanoGPT, llm.c, modded-nanogpt, Megatron), used unchanged
 #
 # nanoGPT's files are plain uint16 tokens.  The files of llm.c and modded-nanogpt have a header with the number of
-# tokens.  In both, the tokenizer's end token separates documents.  Megatron's NAME.idx, next to NAME.bin, records the
-# boundaries of sequences and documents.  None of these formats records which tokenizer was used.
+# tokens.  In all of these, the tokenizer's end token separates documents.  Megatron's NAME.idx, next to NAME.bin,
+# records the boundaries of sequences and documents.  None of these formats records which tokenizer was used.
 
 
 _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -643,7 +646,7 @@ _MEGATRON_DTYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _HEADER_BYTES = 256 * 4
 
 _HEADER_DTYPES = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
-"""The dtype of the tokens in files with a header, by its first two integers: the magic number and the version."""
+"""The dtype of the tokens in files with a header, by the header's first two integers: magic number and version."""
 
 _CHUNK_TOKENS = 1 << 20
 """Number of tokens read at once."""
@@ -661,7 +664,7 @@ class TokenChunk:
 
 
 def check_tokens(inputs: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:
-    """Raise UserError if there are token files, and `data.tokenizer` is not set or `data.bos` is."""
+    """Raise UserError if there are token files, unless `data.tokenizer` is set and `data.bos` is not."""
     token_files = [input_file.path for input_file in inputs if input_file.kind == "tokens"]
     if token_files and tokenizer.name == "bytes":
         rule = f"{token_files[0]} does not say which tokenizer made its tokens"

@@ -6,7 +6,7 @@
     .lock         locked while files are evicted
 
 The name of a shard file contains its size, so that a file being downloaded counts at its full size from the start.  If
-the cache is full, the token files needed furthest in the future are evicted first.  Indices are never evicted.
+the cache is full, the token files needed furthest in the future are evicted first.  Index files are never evicted.
 
 Before a process first reads a file, it verifies the file's checksum.  A corrupt file is downloaded again.
 """
@@ -67,7 +67,7 @@ class RemoteFile:
 class ShardCache:
     """A folder of cached files, with at most `limit` bytes (None: unlimited).  Thread-safe and process-safe.
 
-    The limit is exceeded only if files that are needed now, or that are never evicted, take more.
+    The limit is exceeded only if files that are needed now, or that are never evicted, need more.
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
@@ -168,7 +168,7 @@ class ShardCache:
         return names
 
     def _least_urgent_first(self) -> list[tuple[str, float]]:
-        """Return each token file with the steps until it is needed: the least urgent first, then the oldest."""
+        """Return each token file with the steps until it is needed: the least urgent first, ties in order of age."""
         files, prefetchers = [], list(self.prefetchers)
         for name in self._names():
             if name.endswith(".bin"):

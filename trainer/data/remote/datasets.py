@@ -1,6 +1,6 @@
-"""Finds and fetches the files of a Hugging Face Hub dataset that an hf:// URL names, and pins the URL to a commit.
+"""Finds and fetches the dataset files on the Hugging Face Hub that an hf:// URL names, and pins the URL to a commit.
 
-    hf://datasets/org/name                                   the split `train` of the default configuration
+    hf://datasets/org/name                                   the `train` split of the default configuration
     hf://datasets/org/name?config=en&split=validation        another configuration or split
     hf://datasets/org/name@refs%2Fconvert%2Fparquet/en/*     files of a revision, selected by path, folder or glob
     hf://datasets/org/name?column=content                    the column with the text, in place of `data.text_key`
@@ -137,8 +137,8 @@ def find_data(url: str, key: str) -> HubData:
             if f"{file.path}/".startswith(f"{name.path}/") or fnmatchcase(file.path, name.path)
         ]
         if unused := [option for option in ("config", "split") if option in options]:
-            rule = f"names files by their path, so {' and '.join(unused)} mean nothing"
-            raise setting_error(key, url, rule, fix="leave out one of the two")
+            rule = f"names files by their path, so it cannot also name a {' or a '.join(unused)}"
+            raise setting_error(key, url, rule, fix=f"leave out the path, or {' and '.join(unused)}")
     else:
         chosen = _files_of_split(repository, options.get("config"), options.get("split", "train"), url, key)
     usable = [file for file in chosen if _is_data(file.path)]
@@ -152,11 +152,11 @@ def find_data(url: str, key: str) -> HubData:
 def _parse(url: str, key: str) -> hub.HubName:
     name = hub.parse_name(url)
     if name is None or name.kind != "dataset":
-        rule = "is not a data set of the Hugging Face Hub"
+        rule = "is not a dataset on the Hugging Face Hub"
         raise setting_error(key, url, rule, example="hf://datasets/roneneldan/TinyStories")
     for option in urllib.parse.parse_qs(name.options, keep_blank_values=True):
         if option not in _OPTIONS:
-            raise setting_error(key, url, f"has no option {option}; there are {', '.join(_OPTIONS)}")
+            raise setting_error(key, url, f"has no option {option}; the options are {', '.join(_OPTIONS)}")
     return name
 
 
@@ -207,7 +207,7 @@ def _files_of_split(
 
 
 _NOT_DATA = ("README.md", "LICENSE.txt", "dataset_infos.json", "dataset_info.json", "dataset_dict.json", "state.json")
-"""Names of files that hold no documents, in spite of their suffix."""
+"""Names of files that hold no documents, despite their suffix."""
 
 
 def _is_data(path: str) -> bool:
@@ -221,7 +221,7 @@ def _has_word(path: str, words: Sequence[str]) -> bool:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Return whether a path matches a pattern of README.md, in which `**` crosses folders and `*` does not."""
+    """Return whether a path matches a pattern from README.md, in which `**` crosses folders and `*` does not."""
     expression = re.escape(pattern.removeprefix("./"))
     expression = expression.replace(r"\*\*/", "(?:.*/)?").replace(r"\*\*", ".*").replace(r"\*", "[^/]*")
     return re.fullmatch(expression, path) is not None

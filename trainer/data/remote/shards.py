@@ -1,6 +1,6 @@
 """Finds the token shards at a URL, reads them through a cache, and prefetches the next ones that a run needs.
 
-The URL may be that of a shard, a manifest or a folder, or a glob.
+The URL may name a shard, a manifest or a folder, or be a glob.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class CacheSettings:
 
 
 _CACHES: dict[tuple[CacheSettings, int], ShardCache] = {}
-"""The caches of this process and, if it was forked, of its ancestors, by settings and process ID."""
+"""The caches of this process and, if it was forked, of its ancestors, keyed by settings and process ID."""
 
 
 class RemoteShard(Shard):

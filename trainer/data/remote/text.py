@@ -76,7 +76,7 @@ class RemoteText:
         ):
             path.unlink(missing_ok=True)
             checksum_path(path).unlink(missing_ok=True)
-            rule = "is a web page (HTML), unlike its name; does the server require a login?"
+            rule = "is a web page (HTML), despite its name; does the server require a login?"
             raise RemoteReadError(f"{masked(item.url)} {rule}")
 
     @contextmanager
@@ -117,7 +117,7 @@ def is_text(url: str) -> bool:
 
 
 def find_text(url: str, cache_dir: str | None) -> RemoteText:
-    """Return the text files that a URL names, which may be a glob or a folder.  There may be none.
+    """Return the text files at a URL, which may be a glob or a folder.  There may be none.
 
     If the server cannot be reached, prints a message and returns the files of the last look-up with the same cache,
     since their tokens may be cached.

@@ -1,4 +1,4 @@
-"""Lists, reads and downloads remote files over HTTP with the standard library, and from all other URLs with fsspec.
+"""Lists, reads and downloads remote files: over HTTP with the standard library, at all other URLs with fsspec.
 
 `with_retries` repeats failed attempts after increasing pauses, unless retrying is pointless, as for a missing file.
 """
@@ -47,7 +47,7 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts, in seconds; pauses start at one second and double."""
 
 FEW_TRIES = 3
-"""Maximum number of attempts to look up, list or peek at files, whose URL may be wrong, or to use a slow server."""
+"""Maximum attempts to look up, list or peek at files, since their URL may be wrong, or to use a slow server."""
 
 MANY_TRIES = 12
 """Maximum number of attempts to download a file that was found before; the pauses take about 6 minutes in total."""
@@ -211,8 +211,8 @@ def with_retries(url: str, tries: int, attempt: Callable[[], Result]) -> Result:
     """Call `attempt` until it succeeds, and return its result.
 
     At most `tries` attempts are made, but only FEW_TRIES if the server is too slow, and no further one if retrying is
-    pointless.  Raises RemoteReadError with the reason of the last failure.  A ShardError, and an OSError about a full
-    disk, are raised unchanged.
+    pointless.  Raises RemoteReadError with the reason for the last failure.  A ShardError, or an OSError about a full
+    disk, is raised unchanged.
     """
     for num_retries in range(tries - 1, -1, -1):
         raise_if_stop_requested()
@@ -295,7 +295,7 @@ def _reason(error: Exception) -> str:
     if isinstance(cause, TimeoutError):
         return "the connection has stalled"
     if isinstance(error, urllib.error.HTTPError):
-        reason = " ".join(str(error.reason).split())  # a redirect loop's has several lines
+        reason = " ".join(str(error.reason).split())  # the one for a redirect loop has several lines
         return f"the server says {error.code} {reason}"
     return str(getattr(cause, "strerror", None) or cause) or type(error).__name__
 
