@@ -96,7 +96,7 @@ def _launch_config(nproc: int) -> LaunchConfig:
 
 
 def _set_shutdown_timeout() -> None:
-    """Give the workers 600 s to save after a stop request, unless the environment says otherwise; torch's default is 30.
+    """Give workers 600 s to save after a stop request, unless the environment sets another time; torch's default is 30.
 
     torch reads the variable from version 2.13 on.  Earlier versions always use the default of `PContext.close`.
     """
