@@ -469,7 +469,8 @@ def entry_points(group: str) -> metadata.EntryPoints:
 
 @functools.cache
 def _all_entry_points() -> metadata.EntryPoints:
-    return metadata.entry_points()  # reads a file of each installed distribution: some 30 ms for a hundred
+    # Reads a file of each installed distribution, which takes some 30 ms for a hundred.
+    return cast("metadata.EntryPoints", metadata.entry_points())
 
 
 def add_working_directory_to_sys_path() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -211,6 +212,25 @@ def spawn_workers_that_end_with(folder: Path, codes: list[int]) -> int:
 def test_most_specific_exit_code_of_the_workers_is_used(tmp_path: Path) -> None:
     for codes, expected in (([75, 75], 75), ([1, 75], 75), ([75, 2], 2), ([1, 1], 1)):
         assert run_ranks(1, spawn_workers_that_end_with, tmp_path, codes) == [expected]
+
+
+def spawn_a_worker_that_ignores_sigterm(folder: Path) -> None:
+    from trainer.lifecycle.launch import spawn
+
+    ready = folder / "ready"
+    ignore = f"import pathlib, signal, time; signal.signal(15, signal.SIG_IGN); pathlib.Path({str(ready)!r}).touch()"
+    terminate = f"while [ ! -e {ready} ]; do sleep 0.1; done; kill -TERM {os.getpid()}"
+    with subprocess.Popen(["sh", "-c", terminate]):
+        spawn(1, ["-c", f"{ignore}; time.sleep(99)"], load_config("llama_small", [f"run.dir={folder / 'run'}"]))
+
+
+@pytest.mark.campaign
+def test_time_that_workers_have_to_shut_down_can_be_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It can be set with every supported torch; older versions by themselves always wait 30 seconds."""
+    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "1")
+    since = time.monotonic()
+    run_ranks(1, spawn_a_worker_that_ignores_sigterm, tmp_path)
+    assert time.monotonic() - since < 25
 
 
 @pytest.mark.campaign

@@ -46,8 +46,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     os.environ[SPAWNED_BY_US] = str(nproc)
     os.environ[LAUNCHER] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
-    # By default the launcher kills the ranks after 30 s, but a save may take longer.  torch 2.11 ignores this variable.
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600")
+    _set_shutdown_timeout()
     launch = _launch_config(nproc)
     initial_status = read_status(config.run_dir)
 
@@ -94,6 +93,20 @@ def _launch_config(nproc: int) -> LaunchConfig:
         # An unhandled SIGUSR1 would kill the launcher and orphan the ranks.  Signals that nohup ignores stay ignored.
         signals_to_handle=",".join(number.name for number in stop_request.caught_signals()),
     )
+
+
+def _set_shutdown_timeout() -> None:
+    """Give workers 600 s to save after a stop request, unless the environment sets another time; torch's default is 30.
+
+    torch reads the variable from version 2.13 on.  Earlier versions always use the default of `PContext.close`.
+    """
+    from torch.distributed.elastic.multiprocessing.api import PContext
+    from torch.distributed.launcher.api import LaunchConfig
+
+    timeout_s = int(os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"))
+    if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
+        close = PContext.close
+        PContext.close = lambda self, death_sig=None, timeout=timeout_s: close(self, death_sig, timeout)  # type: ignore[method-assign,assignment]
 
 
 def _report_end(config: RunConfig, initial_status: Mapping[str, Any], reason: str) -> None:
