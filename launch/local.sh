@@ -6,7 +6,7 @@ set -euo pipefail
 NPROC=${NPROC:-$({ nvidia-smi --list-gpus 2>/dev/null || :; } | wc -l)}
 [ "$NPROC" -gt 0 ] || NPROC=2 # no GPU: two processes on the CPU
 
-export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # for a save; before torch 2.13: always 30 s
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=${TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-600} # seconds; torch < 2.13: always 30
 # A signal that torchrun does not handle, by default SIGUSR1 for example, kills it and orphans the ranks.
 exec torchrun --standalone --nproc-per-node "$NPROC" \
   --signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1 -m trainer.run "$@"

@@ -84,5 +84,5 @@ def check_export(kind: str, name: str, tmp_path: Path) -> str:
 )
 def test_models_without_such_a_classifier_are_refused(kind: str, reason: str, tmp_path: Path) -> None:
     config = load_config("classify", [f"model.path={folder_of(tmp_path / 'base', kind)}", *CLASSIFIER])
-    with pytest.raises(UserError, match=f"a new head needs a classifier .* for model_type={kind}; {reason}"):
+    with pytest.raises(UserError, match=f"a new head needs a sequence classifier .* for model_type={kind}; {reason}"):
         build_network(config)
