@@ -10,6 +10,7 @@ import contextlib
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 import warnings
@@ -327,11 +328,22 @@ class World(Channel):
             _worlds.remove(self)  # it would keep alive the Trainer, which listens for failures
         if dist.is_initialized() and self.owns_group:
             dist.destroy_process_group()
-            # DTensor caches the results of sharding propagation together with their meshes.  An equal mesh of a later
-            # World would get the names of this World's groups from the cache; by then, other groups may have them.
-            from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+            _forget_meshes()
 
-            _clear_sharding_prop_cache()
+
+def _forget_meshes() -> None:
+    """Clear DTensor's caches of sharding propagation, which contain meshes.
+
+    An equal mesh of a later World would get the names of this World's groups from a cache; by then, other groups may
+    have them.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import DTensor
+
+        # `torch.distributed.tensor.debug._clear_sharding_prop_cache` does the same, but its module takes up to a second
+        # of CPU time to import.
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # type: ignore[attr-defined]
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def leave_store() -> None:
