@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 @register_objective("classify")
 @dataclass(frozen=True)
 class Classify(Objective):
-    """A text classifier, trained on labeled texts.
+    """Text classification: assign one of `num_labels` labels to each text.
 
     The loss of a text is the cross-entropy between its scores and its label.  The scores are the logits that a new head
     computes at the text's last token.

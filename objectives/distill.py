@@ -32,8 +32,8 @@ class Distill(TokenObjective):
 
     teacher: str | None = declare(
         None,
-        "the model to imitate: a Hugging Face folder or name, a run folder, a checkpoint, or a folder with its "
-        "log-probabilities, written by trainer.teach",
+        "the model to imitate: a Hugging Face folder or name, a run folder, a checkpoint, or a folder of the model's "
+        "log-probabilities written by trainer.teach",
     )
     beta: float = declare(
         0.0,
@@ -47,8 +47,8 @@ class Distill(TokenObjective):
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
         """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V).
 
-        If only the teacher's top k log-probabilities are stored, both have the shape (n, k + 1): one column for each of
-        these tokens, and one for all other tokens together.
+        If only the log-probabilities of the teacher's k most likely tokens are stored, both have the shape (n, k + 1):
+        one column for each of those tokens, and one for all other tokens together.
         """
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
         if self.beta == 0:

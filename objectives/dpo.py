@@ -36,7 +36,7 @@ def report_rewards(inputs: ObjectiveInputs, chosen: torch.Tensor, rejected: torc
 @register_objective("dpo")
 @dataclass(frozen=True)
 class Dpo(Objective):
-    """Direct preference optimization: prefer one of two responses, relative to a reference model.
+    """Direct preference optimization: prefer the chosen response to the rejected one, relative to a reference model.
 
     The loss of a pair is -log sigmoid(beta * ((c - c') - (r - r'))), where c and r are the log-probabilities of the
     chosen and the rejected response, and c' and r' are their log-probabilities under the reference model.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 @register_objective("reward")
 @dataclass(frozen=True)
 class Reward(Objective):
-    """A reward model, trained to score the chosen response of a pair higher than the rejected one.
+    """Reward modeling: score the chosen response of each pair higher than the rejected one.
 
     The loss of a pair is -log sigmoid(c - r) (Bradley-Terry) + centering * (c + r)^2, where c and r are the scores of
     the chosen and the rejected response: the outputs of a new head at each response's last token.

@@ -53,7 +53,7 @@ def export_yarn(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[str
     """Return config.json's entries for the rotary embedding of the model that `config` describes.
 
     `rope_parameters` is in the format of transformers 5; `rope_theta` and `rope_scaling` are in that of transformers 4.
-    These entries agree, so a file with all three is safe for both versions.
+    These entries agree, so a file with all three works with both versions.
 
     entries: as in `parse_yarn`; the defaults are not used.
     """

@@ -37,7 +37,7 @@ class Linear(nn.Linear):
 
 
 class Router(Linear):
-    """A linear layer that scores all experts for each token in fp32, because rounding could change the choice."""
+    """A linear layer that scores all experts for each token in fp32, because rounding could change which are chosen."""
 
     takes_adapter = False
 
@@ -46,11 +46,11 @@ class Router(Linear):
         return F.linear(x_SD.float(), self.weight.float(), bias)
 
 
-_MAX_TOKENS_TRANSPOSED = 8
-"""On a CPU, `Output` computes the logits for 2 to this many tokens as (W @ x.T).T instead of x @ W.T.
+_TRANSPOSED_MATMUL_MAX_TOKENS = 8
+"""On a CPU, `Output` computes the logits as (W @ x.T).T, not x @ W.T, for at least 2 and at most this many tokens.
 
-Batched generation has so few tokens per step.  For 8 tokens of width 576 and a vocabulary of 49,152 in fp32, MKL takes
-21 ms for the former and 35 ms for the latter.
+Batched generation typically processes this few tokens per step.  For 8 tokens of width 576 and a vocabulary of 49,152
+in fp32, MKL takes 21 ms for the former and 35 ms for the latter.
 """
 
 
@@ -64,7 +64,7 @@ class Output(Linear):
     def forward(self, hidden_BTD: torch.Tensor, targets_BT: torch.Tensor | None = None) -> torch.Tensor:
         if targets_BT is not None:
             return linear_cross_entropy(hidden_BTD, self.weight, targets_BT)
-        if 1 < hidden_BTD.shape[:-1].numel() <= _MAX_TOKENS_TRANSPOSED and hidden_BTD.device.type == "cpu":
+        if 1 < hidden_BTD.shape[:-1].numel() <= _TRANSPOSED_MATMUL_MAX_TOKENS and hidden_BTD.device.type == "cpu":
             logits_VS = self.weight @ hidden_BTD.flatten(0, -2).t()
             return logits_VS.t().reshape(*hidden_BTD.shape[:-1], -1).contiguous()
         return super().forward(hidden_BTD)

@@ -281,8 +281,8 @@ class BalanceConfig:
     )
     balance_rate: float | None = declare(
         None,
-        "change of each expert's bias after a step, to even out the load of experts; 0: constant biases; null: no "
-        "biases",
+        "amount by which each expert's bias changes after a step, to even out the experts' load; 0: constant biases; "
+        "null: no biases",
         at_least=0,
         free=True,
     )

@@ -14,7 +14,7 @@ class DeepseekV3Config(BalanceConfig):
 
     balance_rate: float = declare(
         0.0,
-        "change of each expert's bias after a step, to even out the load of experts; 0: constant biases",
+        "amount by which each expert's bias changes after a step, to even out the experts' load; 0: constant biases",
         at_least=0,
         free=True,
     )
@@ -33,29 +33,31 @@ class DeepseekV3Config(BalanceConfig):
     num_experts: int = declare(16, "routed experts per layer", at_least=1, at_most=2**16)
     num_chosen: int = declare(4, "routed experts per token (top-k)", at_least=1)
     num_shared: int = declare(1, "shared experts, which process every token", at_least=1)
-    num_groups: int = declare(4, "groups of experts; each token first chooses groups; 1: no groups", at_least=1)
-    num_chosen_groups: int = declare(2, "groups that each token chooses experts from", at_least=1)
+    num_groups: int = declare(
+        4, "groups of experts; each token chooses groups, then experts in them; 1: no groups", at_least=1
+    )
+    num_chosen_groups: int = declare(2, "groups per token, from which its experts are chosen", at_least=1)
     normalize_chosen: bool = declare(True, "normalize the top-k routing weights of each token to sum to 1")
-    route_scale: float = declare(2.5, "factor applied to the weights of a token's experts", above=0)
+    route_scale: float = declare(2.5, "factor applied to each token's routing weights", above=0)
     max_seq_len: int = declare(163840, "maximum sequence length", at_least=1)
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=1)
-    rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not pairs half a head apart")
+    rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not of dimensions rope_dim / 2 apart")
     rope_factor: float = declare(40.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
     rope_original_len: int = declare(4096, "YaRN: context length before the extension", at_least=1)
     rope_beta_fast: float = declare(
         32.0,
-        "YaRN: pairs of dimensions that rotate more often than this in rope_original_len tokens are not scaled",
+        "YaRN: pairs of dimensions that rotate more than this many times in rope_original_len tokens are not scaled",
         above=0,
     )
     rope_beta_slow: float = declare(
         1.0,
-        "YaRN: pairs of dimensions that rotate less often than this in rope_original_len tokens are fully scaled",
+        "YaRN: pairs of dimensions that rotate fewer than this many times in rope_original_len tokens are fully scaled",
         above=0,
     )
     rope_mscale: float = declare(
         1.0,
-        "YaRN: coefficient for scaling cosines and sines, relative to the scale of all scores; if this or "
-        "rope_mscale_all_dim is 0: YaRN's default scale",
+        "YaRN: coefficient for scaling RoPE's cosines and sines, relative to the scaling by rope_mscale_all_dim; if "
+        "either coefficient is 0, cosines and sines have YaRN's default scale",
         at_least=0,
     )
     rope_mscale_all_dim: float = declare(

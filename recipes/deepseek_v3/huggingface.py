@@ -1,7 +1,7 @@
 """The mapping of weights and config.json between this recipe's DeepSeek-V3 and Hugging Face's.
 
-Published checkpoints store most matrices in fp8; these are dequantized as they are read.  The checkpoints also contain
-an additional last block for multi-token prediction, which is left out.
+Published checkpoints store most matrices in fp8; these are dequantized as they are read.  The additional last block in
+these checkpoints, for multi-token prediction, is left out.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ FIELDS = {
     "tie_embeddings": ("tie_word_embeddings", False),
     "init_std": ("initializer_range", 0.02),
 }
-"""Maps each field that corresponds to one config.json entry to the entry's name and the default for a missing entry."""
+"""Maps fields of `DeepseekV3Config` to the names of their entries in config.json and the defaults for missing ones."""
 
 YARN = {
     "rope_factor": ("factor", 40.0),

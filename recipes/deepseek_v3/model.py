@@ -1,7 +1,7 @@
 """The DeepSeek-V3 model.
 
 Shape suffixes: B batch, T time, D model width, N heads, H head size of queries and keys (P dimensions without RoPE and
-R with RoPE), C rank of the key and value latents, V head size of values; E experts, A experts per token, G groups of
+R with RoPE), C rank of the key and value latents, V value head size; E experts, A experts per token, G groups of
 experts, S tokens in the batch (B x T); X any other size.
 """
 

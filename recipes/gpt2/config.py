@@ -42,8 +42,8 @@ class GPT2Config:
     def dropouts(self) -> tuple[float, float, float]:
         """The dropout rates for the embeddings, the attention weights, and both residual branches."""
         rates = (self.embedding_dropout, self.attention_dropout)
-        on_embeddings, on_attention = (self.dropout if rate is None else rate for rate in rates)
-        return on_embeddings, on_attention, self.dropout
+        embedding_rate, attention_rate = (self.dropout if rate is None else rate for rate in rates)
+        return embedding_rate, attention_rate, self.dropout
 
 
 def check(config: GPT2Config) -> None:

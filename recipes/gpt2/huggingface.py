@@ -58,9 +58,9 @@ ALIASES = {
 
 def export_config(config: GPT2Config) -> dict[str, Any]:
     """Return the entries of config.json for `config`."""
-    on_embeddings, on_attention, _ = config.dropouts
+    embedding_rate, attention_rate, _ = config.dropouts
     entries = {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()}
-    return entries | {"embd_pdrop": on_embeddings, "attn_pdrop": on_attention}
+    return entries | {"embd_pdrop": embedding_rate, "attn_pdrop": attention_rate}
 
 
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,8 +64,8 @@ class GPT2(nn.Module):
         self.config = config
         self.wte = Embedding(config.vocab_size, config.dim, std=config.init_std)
         self.wpe = Embedding(config.max_seq_len, config.dim, std=config.init_std)
-        on_embeddings, _, _ = config.dropouts
-        self.dropout = nn.Dropout(on_embeddings)
+        embedding_rate, _, _ = config.dropouts
+        self.dropout = nn.Dropout(embedding_rate)
         self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.num_layers))
         norm = nn.LayerNorm(config.dim, eps=config.norm_eps)
         self.head = Head(norm, config.dim, config.vocab_size, std=config.init_std)

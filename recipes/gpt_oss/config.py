@@ -22,8 +22,8 @@ class GptOssConfig(BalanceConfig):
     head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
     window: int = declare(
         128,
-        "sliding window in tokens, including the current one, for layers 0, 2, 4, ...; the other layers attend to all "
-        "earlier tokens",
+        "size of the sliding window of layers 0, 2, 4, ... in tokens, including the current one; the other layers "
+        "attend to all earlier tokens",
         at_least=1,
     )
     expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)
@@ -31,7 +31,9 @@ class GptOssConfig(BalanceConfig):
     num_chosen: int = declare(2, "experts per token (top-k)", at_least=1)
     swiglu_alpha: float = declare(1.702, "factor applied to the gate projection inside the sigmoid", above=0)
     swiglu_limit: float = declare(
-        7.0, "an expert's gate projection is clamped to at most this value, its up projection to +- this value", above=0
+        7.0,
+        "an expert's gate projection is clamped to at most this value, and its up projection to +- this value",
+        above=0,
     )
     max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(150000.0, "base of the rotary frequencies", above=1)
@@ -39,15 +41,15 @@ class GptOssConfig(BalanceConfig):
     rope_original_len: int = declare(4096, "YaRN: context length before the extension", at_least=1)
     rope_beta_fast: float = declare(
         32.0,
-        "YaRN: pairs of dimensions that rotate more often than this in rope_original_len tokens are not scaled",
+        "YaRN: pairs of dimensions that rotate more than this many times in rope_original_len tokens are not scaled",
         above=0,
     )
     rope_beta_slow: float = declare(
         1.0,
-        "YaRN: pairs of dimensions that rotate less often than this in rope_original_len tokens are fully scaled",
+        "YaRN: pairs of dimensions that rotate fewer than this many times in rope_original_len tokens are fully scaled",
         above=0,
     )
-    rope_truncate: bool = declare(False, "YaRN: round the ends of the ramp between unscaled and fully scaled pairs")
+    rope_truncate: bool = declare(False, "YaRN: round the range of interpolated pairs outward to whole numbers")
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(

@@ -1,7 +1,7 @@
 """The recipe for any causal language model that transformers can build from a local model folder.
 
-Importing this package does not import transformers, so other recipes work without transformers.  This recipe does not
-download models; `trainer.hub` does.
+Importing this package does not import transformers, so other recipes work without transformers.  Downloading models is
+left to `trainer.hub`, and converting .gguf files to folders to `trainer.gguf_model`.
 Source: https://huggingface.co/docs/transformers.
 """
 
@@ -22,7 +22,7 @@ _PACKAGE = "trainer.recipes.hf"
 
 
 def _import_on_call(module: str, name: str) -> Callable[..., Any]:
-    """Return a function that imports `module`, which needs transformers, only when called, and calls `name` in it."""
+    """Return a function that, when called, imports `module` and calls `name` in it.  The module needs transformers."""
     return lambda *args: getattr(importlib.import_module(f"{_PACKAGE}.{module}"), name)(*args)
 
 

@@ -1,6 +1,6 @@
-"""The output projection that a new head replaces, and a check of models with a new head.
+"""Finds the output projection that a new head replaces, and checks that transformers can load the exported model.
 
-Such a model is exported as a sequence classifier; the check ensures that transformers can load the classifier.
+A model with a new head is exported as a sequence classifier.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from .model import build, library_config
 def output_projection(config: HfConfig, model: Any) -> str:
     """Return the name of the projection onto the vocabulary, which a new head replaces.
 
-    Raises UserError if transformers has no sequence classifier with the same weights as this model with a new head.
+    Raises UserError if transformers has no sequence classifier that can load the weights of this model with a new head.
     """
     if problem := _export_problem(json.dumps(config.config, sort_keys=True)):
         kind, version = config.config["model_type"], transformers.__version__
         rule = f"a new head needs a sequence classifier in transformers {version} for model_type={kind}; {problem}"
         raise setting_error("model.path", config.path, rule)
-    return _name_of_output(model)
+    return _output_name(model)
 
 
-def _name_of_output(model: Any) -> str:
+def _output_name(model: Any) -> str:
     head = model.get_output_embeddings()
     return next(name for name, module in model.named_modules() if module is head)
 
@@ -50,7 +50,7 @@ def _export_problem(content: str) -> str:
         theirs = transformers.AutoModelForSequenceClassification.from_config(
             library_config(config), dtype=torch.float32
         )
-    output_name = _name_of_output(ours)
+    output_name = _output_name(ours)
     expected = {name: value.shape[1:] for name, value in ours.state_dict().items()}
     expected["score.weight"] = expected.pop(f"{output_name}.weight")
     expected.pop(f"{output_name}.bias", None)

@@ -28,8 +28,8 @@ class HfConfig:
     )
     fresh: bool = declare(
         False,
-        "start from random weights; for a folder with only config.json, the default is true, except for fine-tuning "
-        "(chats, preferences, LoRA)",
+        "start from random weights; for a folder without weights, the default is true, except for fine-tuning (chats, "
+        "preferences, LoRA)",
         free=True,
     )
     config: dict[str, Any] = field(
@@ -62,7 +62,7 @@ class HfConfig:
         return self._entry("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_k")
 
     def _entry(self, *names: str) -> Any:
-        """Return the first of these entries that is nonzero, in config.json or else in its `text_config`; or None."""
+        """Return the first nonzero entry among `names` in config.json, or else in its `text_config`; or None."""
         text_config = self.config.get("text_config") or {}
         return next(
             (entries[name] for entries in (self.config, text_config) for name in names if entries.get(name)), None

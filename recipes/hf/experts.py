@@ -1,10 +1,9 @@
-"""Dispatch of the experts in transformers' mixture-of-experts models to `trainer.experts`.
+"""Makes `trainer.experts` compute the experts of transformers' mixture-of-experts models.
 
-In most of these models, one module holds the stacked experts of a layer.  The module is called with tokens and with the
-indices and weights of each token's experts; its class declares the layout of the experts
-(`use_experts_implementation`).
-A module for which `_can_compute` is true supports expert parallelism (`mesh.expert`), and its matrices can have
-adapters (`lora.targets`).
+In most of these models, one module holds the stacked experts of a layer.  Its inputs are tokens, and the indices and
+weights of each token's experts.  Its class declares the layout of the experts through the decorator
+`use_experts_implementation`.  A module for which `_is_supported` is true supports expert parallelism (`mesh.expert`),
+and its matrices can have adapters (`lora.targets`).
 Source: transformers, integrations/moe.py.
 
 Shape suffixes: S tokens, D model width, F hidden width of an expert, E experts, A experts per token, M token-expert
@@ -23,10 +22,10 @@ from trainer.experts import apply_experts, expert_matmuls, grouped_bias
 
 
 def dispatch_experts(model: nn.Module) -> None:
-    """Make `trainer.experts` compute the expert modules in `model` for which `_can_compute` is true."""
+    """Make `trainer.experts` compute the expert modules in `model` for which `_is_supported` is true."""
     module: Any
     for module in model.modules():
-        if _can_compute(module):
+        if _is_supported(module):
             inner = _first_matrix_name(module)
             module.matrices = {inner: (inner,), "down_proj": ("down_proj",)}
             original_class: Any = type(module)
@@ -42,7 +41,7 @@ def _first_matrix_name(module: Any) -> str:
     return "gate_up_proj" if module.has_gate else "up_proj"
 
 
-def _can_compute(module: Any) -> bool:
+def _is_supported(module: Any) -> bool:
     """Return whether `_outputs` can compute the experts in a module.
 
     The module must declare the layout of its experts and that no norm follows them, and its only parameters must be the

@@ -1,7 +1,7 @@
-"""A transformers model that also accepts `tokens` and `targets`, and then returns logits or the summed loss.
+"""Transformers models that also accept `tokens` and `targets`, for which they return logits or the summed loss.
 
-This file also contains the recipe's functions for FSDP units, initial weights, FLOPs, and the notes that a run prints
-when it starts.
+This file also contains the recipe's functions for FSDP units, random initialization and FLOPs, and for the notes that a
+run prints when it starts.
 
 Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the model behaves like
 the library's: it returns the library's output, and `generate` works as usual.
@@ -33,7 +33,7 @@ from .config import HfConfig
 from .experts import dispatch_experts
 
 _LIBRARY_ATTENTION = {"flex": "flex_attention"}
-"""Maps the values of `HfConfig.attention` that differ from the library's names to the library's names."""
+"""Maps each value of `HfConfig.attention` that the library spells differently to the library's spelling."""
 
 
 def build(config: HfConfig) -> transformers.PreTrainedModel:
@@ -56,14 +56,14 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         raise setting_error("model.attention", config.attention, rule, None) from error
     _train_padding_embedding(model)
     dispatch_experts(model)
-    library: Any = type(model)
-    model.__class__ = _with_loss(library)
+    model_class: Any = type(model)
+    model.__class__ = _with_loss(model_class)
     if _head_computes_logits(model):
         model.get_output_embeddings().__class__ = LossHead
     recurrent_layers = [module for module in model.modules() if _is_recurrent(module)]
     for layer in recurrent_layers:
-        kind: Any = type(layer)
-        layer.__class__ = _with_document_resets(kind)
+        layer_class: Any = type(layer)
+        layer.__class__ = _with_document_resets(layer_class)
     model.has_recurrent_layers = bool(recurrent_layers)
     return model
 

@@ -1,4 +1,4 @@
-"""Conversion of weights between transformers' checkpoint files and models, tensor by tensor, in both directions.
+"""Converts weights between transformers' checkpoint files and models, tensor by tensor, in both directions.
 
 The files of most mixture-of-experts models have one matrix per expert and projection, while the models stack the
 matrices of all experts.  Some files use older names.  transformers ("the library") has a table of the renamings and
@@ -53,7 +53,7 @@ def initial_weights(config: HfConfig) -> WeightSource | None:
 
 
 def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
-    """Return the tensors in the format of the library's files for this model, computed from those of `source`.
+    """Return the tensors of `source`, converted to the format of the library's files for this model.
 
     `source` uses the model's names.  Raises UserError if `source` does not match the model.
     """

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def units(model: nn.Module) -> list[str | tuple[str, ...]]:
-    """Return the FSDP units.  Tied embeddings share one parameter, so the two modules form one unit."""
+    """Return the FSDP units.  If the embedding and the head share a weight, they form one unit."""
     if model.config.tie_embeddings:  # type: ignore[union-attr]
         return [("tok_embeddings", "head"), "layers.*"]
     return ["tok_embeddings", "layers.*", "head"]

@@ -21,13 +21,13 @@ class LlamaConfig:
     max_seq_len: int = declare(131072, "maximum sequence length", at_least=1)
     rope_theta: float = declare(500000.0, "base of the rotary frequencies", above=0)
     rope_factor: float = declare(
-        1.0, "Llama 3.1 RoPE scaling: factor by which the context is extended; 1 disables it", at_least=1
+        1.0, "Llama 3.1 RoPE scaling: factor by which the context is extended; 1: no scaling", at_least=1
     )
     rope_low_freq: float = declare(
-        1.0, "wavelengths above rope_original_len divided by this are scaled by the full factor", above=0
+        1.0, "wavelengths longer than rope_original_len / rope_low_freq are scaled by the full factor", above=0
     )
     rope_high_freq: float = declare(
-        4.0, "wavelengths below rope_original_len divided by this are left unscaled", above=0
+        4.0, "wavelengths shorter than rope_original_len / rope_high_freq are left unscaled", above=0
     )
     rope_original_len: int = declare(8192, "context length before scaling", at_least=1)
     norm_eps: float = declare(1e-5, "epsilon of RMSNorm", above=0)

@@ -58,7 +58,7 @@ def export_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json for `config`.
 
     `rope_parameters` is in the format of transformers 5; `rope_theta` and `rope_scaling` are in that of transformers 4.
-    These entries agree, so a file with all three is safe for both versions.
+    These entries agree, so a file with all three works with both versions.
     """
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0

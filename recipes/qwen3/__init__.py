@@ -14,7 +14,7 @@ from .huggingface import HUGGINGFACE
 
 
 def units(model: Any) -> list[str | tuple[str, ...]]:
-    """Return the FSDP units.  Tied embeddings share one parameter, so the two modules form one unit."""
+    """Return the FSDP units.  If the embedding and the head share a weight, they form one unit."""
     if model.config.tie_embeddings:
         return [("tok_embeddings", "head"), "layers.*"]
     return ["tok_embeddings", "layers.*", "head"]

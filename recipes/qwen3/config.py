@@ -44,5 +44,8 @@ def check_kv_heads(config: Any) -> None:
     if config.num_heads % config.num_kv_heads:
         legal = [n for n in range(1, config.num_heads + 1) if config.num_heads % n == 0]
         best = min(legal, key=lambda n: abs(n - config.num_kv_heads))
-        rule = f"must divide model.num_heads={config.num_heads}: each key head serves the same number of query heads"
+        rule = (
+            f"must divide model.num_heads={config.num_heads}: every key/value head must serve the same number of "
+            "query heads"
+        )
         raise setting_error("model.num_kv_heads", config.num_kv_heads, rule, best)

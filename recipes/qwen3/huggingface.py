@@ -79,7 +79,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
 def export_rope(theta: float) -> dict[str, Any]:
     """Return the entries of config.json for the rotary embedding.
 
-    transformers 5 reads `rope_parameters`; transformers 4 reads `rope_theta`.  Writing both is safe for both.
+    transformers 5 reads `rope_parameters`; transformers 4 reads `rope_theta`.  Both are written.
     """
     parameters = {"rope_type": "default", "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": None, "rope_parameters": parameters}
