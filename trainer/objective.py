@@ -1,4 +1,4 @@
-"""The base class of training objectives, and their registry.
+"""Training objectives: their base classes, inputs and registry.
 
 An objective is a frozen dataclass whose fields are the keys of the configuration section `objective`.  It knows nothing
 of the mesh, the rank or the micro-batch size.  The Trainer class named by `Objective.trainer` computes the objective's
@@ -63,7 +63,7 @@ class ObjectiveInputs:
 
 
 Rows = ObjectiveInputs
-"""The former name of `ObjectiveInputs`, which keeps working for one version."""
+"""The former name of `ObjectiveInputs`.  It keeps working for one version."""
 
 
 @dataclass(frozen=True)

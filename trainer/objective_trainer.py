@@ -1,7 +1,7 @@
 """Trains with objectives that return one loss per sample, by computing their inputs and summing their losses.
 
-An objective is called with one micro-batch at a time (`trainer.objective.ObjectiveInputs`), and knows nothing of the
-mesh, loss scaling or collectives.  The only global value that it receives is `mean_statistic`.
+An objective is called with the inputs for one micro-batch at a time (`trainer.objective.ObjectiveInputs`), and knows
+nothing of the mesh, loss scaling or collectives.  The only global value that it receives is `mean_statistic`.
 """
 
 from __future__ import annotations

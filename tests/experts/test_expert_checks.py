@@ -310,7 +310,7 @@ def test_the_planner_says_when_an_expert_axis_pays() -> None:
     (said,) = advice_on_experts(plan)
     assert "instead of" in said, said
     assert said.startswith("experts: mesh.expert=")
-    assert "(1,024 tokens per micro-batch, against 8,192)" in said
+    assert "(1,024 tokens per micro-batch; the break-even point is 8,192)" in said
     many = without_data(config_of("x", *LARGE, "data.seq_len=16384", "train.global_batch_size=16"))
     assert ["would not make the step shorter" in line for line in advice_on_experts(make_plan(many, shape, machine))]
     chosen = fastest_choice(replace(few, mesh=replace(few.mesh, expert=AUTO)), shape, machine)

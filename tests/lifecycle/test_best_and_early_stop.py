@@ -137,19 +137,19 @@ def test_run_ends_when_evaluations_stop_improving(tmp_path: Path, capsys: pytest
 
 
 @pytest.mark.parametrize(
-    ("losses", "best", "num_worse"),
+    ("losses", "best", "num_without_best"),
     [
         ([2.0, 1.0, 1.5, 1.2], (1.0, 2), 2),
         ([1.0, 1.0, 1.0], (1.0, 1), 2),  # as good is not better
         ([math.nan, 3.0, math.nan, math.inf], (3.0, 2), 2),
     ],
 )
-def test_minimum_improvement(losses: Sequence[float], best: tuple[float, int], num_worse: int) -> None:
+def test_minimum_improvement(losses: Sequence[float], best: tuple[float, int], num_without_best: int) -> None:
     stop_criterion = StopCriterion(load_config("llama_small", ["eval.every=1"]))
     for step, loss in enumerate(losses, start=1):
         stop_criterion.add_evaluation({"loss": loss}, step)
         stop_criterion.add_evaluation({"loss": loss}, step)  # the same once more counts once
-    assert (stop_criterion.best, stop_criterion.num_worse) == (best, num_worse)
+    assert (stop_criterion.best, stop_criterion.num_without_best) == (best, num_without_best)
 
 
 def test_loss_of_one_source_selects_the_best() -> None:

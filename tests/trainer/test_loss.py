@@ -376,5 +376,5 @@ def test_losses_by_token_of_a_model_that_sums_itself_are_refused() -> None:
     with pytest.raises(UserError, match=r"^log-probabilities per token: Sums sums its loss over all tokens itself"):
         token_logprobs(Sums(), batch)
     recipe, config = MODELS["qwen3_moe"]
-    with pytest.raises(UserError, match="the routers' losses do not belong to single tokens"):
+    with pytest.raises(UserError, match="the routers' losses cannot be attributed to individual tokens"):
         token_logprobs(build(recipe, replace(config, balance=0.1)).train(), batch)

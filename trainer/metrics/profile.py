@@ -21,7 +21,7 @@ from trainer.config import RunConfig
 from trainer.files import atomic_replace
 from trainer.metrics.callbacks import Callback
 from trainer.metrics.record import Record
-from trainer.metrics.time_breakdown import KINDS, PHASE, STEP, Timeline, find_events
+from trainer.metrics.time_breakdown import KINDS, PHASE, STEP_PREFIX, Timeline, find_events
 from trainer.metrics.writers import Metrics, warn
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ class _Recording:
         self._phases.append((_now_us(), phase))
 
     def begin(self, step: int) -> None:
-        self._range = torch.profiler.record_function(f"{STEP}{step}")
+        self._range = torch.profiler.record_function(f"{STEP_PREFIX}{step}")
         self._range.__enter__()
         self._step_starts[step] = _now_us()
 

@@ -28,20 +28,20 @@ class StopCriterion:
         self.best: tuple[float, int] | None = None
         """The best value of `eval.metric` and the step of its evaluation, whether or not that step's checkpoint still
         exists; None before the first finite value."""
-        self.num_worse = 0
+        self.num_without_best = 0
         """Number of consecutive evaluations, up to the latest, without a new best."""
         self._latest: int | None = None
-        """Step of the last evaluation; None before the first."""
+        """Step of the latest evaluation; None before the first."""
 
     def add_train_record(self, record: Mapping[str, Any]) -> None:
-        """Process the `train` record of a step."""
+        """Process the `train` record of a step.  Does nothing here; `RangeTest` overrides it."""
 
     def closing_lines(self, folder: Path) -> list[str]:
         """Return additional lines to print at the end of the run in `folder`.  Called on rank 0."""
         return []
 
     def add_evaluation(self, record: Mapping[str, Any], step: int) -> None:
-        """Process the evaluation of a step; does nothing if that step's evaluation has been processed already.
+        """Process the evaluation of a step; does nothing if it has already been processed.
 
         A missing or non-finite value never counts as an improvement.
         """
@@ -50,14 +50,14 @@ class StopCriterion:
         self._latest, value = step, record.get(self._eval.metric)
         is_better = self.best is None or (value is not None and self._sign * value < self._sign * self.best[0])
         if value is not None and math.isfinite(value) and is_better:
-            self.best, self.num_worse = (value, step), 0
+            self.best, self.num_without_best = (value, step), 0
         else:
-            self.num_worse += 1
+            self.num_without_best += 1
 
     @property
     def has_lost_patience(self) -> bool:
-        """True once `eval.patience` evaluations have passed without a new best."""
-        return 0 < self._eval.patience <= self.num_worse
+        """True if the last `eval.patience` evaluations have brought no new best; always False if it is 0."""
+        return 0 < self._eval.patience <= self.num_without_best
 
     def is_reached(self, step: int) -> bool:
         """Return whether the run ends at `step`.  Call it after the step, and after its evaluation if one is due."""
@@ -72,7 +72,7 @@ class StopCriterion:
         if step >= self.num_steps or not self.has_lost_patience:
             return "train.steps reached"
         best = f", which is {self.best[0]:.4f} at step {self.best[1]}" if self.best else ""
-        return f"eval.patience={self._eval.patience}: {self.num_worse} evaluations without a new best{best}"
+        return f"eval.patience={self._eval.patience}: {self.num_without_best} evaluations without a new best{best}"
 
     def after_load(self, is_same_run: bool) -> None:
         """Handle a loaded checkpoint.
@@ -81,17 +81,17 @@ class StopCriterion:
         are not in this run's folder.
         """
         if not is_same_run:
-            self.best, self.num_worse, self._latest = None, 0, None
+            self.best, self.num_without_best, self._latest = None, 0, None
 
     def state_dict(self) -> dict[str, Any]:
         best = [] if self.best is None else [list(self.best)]
-        return {"metric": self._eval.metric, "best": best, "num_worse": self.num_worse, "latest": self._latest}
+        return {"metric": self._eval.metric, "best": best, "num_worse": self.num_without_best, "latest": self._latest}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best evaluation.  It is reset if `eval.metric` has changed: the values are not comparable."""
         is_comparable = state["metric"] == self._eval.metric
         self.best = next(((value, step) for value, step in state["best"]), None) if is_comparable else None
-        self.num_worse = state["num_worse"] if is_comparable else 0
+        self.num_without_best = state["num_worse"] if is_comparable else 0
         self._latest = state["latest"]
 
 

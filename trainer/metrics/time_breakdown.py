@@ -23,11 +23,11 @@ KINDS = ("matmul", "attention", "other_kernels", "exposed_communication", "data"
 
 MATMUL, ATTENTION, OTHER, COMMUNICATION, DATA, HOST = KINDS
 
-STEP = "ProfilerStep#"
-"""Prefix of the names of step ranges in a trace, before the step number.  Trace viewers also recognize it."""
+STEP_PREFIX = "ProfilerStep#"
+"""Prefix of the names of step ranges in a trace; the step number follows.  Trace viewers also recognize it."""
 
 PHASE = "phase"
-"""Category of the events that mark the phases of the rank (see `Watchdog`)."""
+"""Category of the events that mark a rank's phases (see `Watchdog`)."""
 
 
 class Span(NamedTuple):
@@ -227,8 +227,8 @@ class Timeline:
                 launches[arguments["correlation"]] = span.start_us
             elif category == PHASE:
                 timeline.phases.append(span._replace(kind=DATA if name == DATA else HOST))
-            elif category == "user_annotation" and name.startswith(STEP):
-                timeline.steps.append(span._replace(name=name.removeprefix(STEP)))
+            elif category == "user_annotation" and name.startswith(STEP_PREFIX):
+                timeline.steps.append(span._replace(name=name.removeprefix(STEP_PREFIX)))
             elif category == "user_annotation" and name.startswith("gloo:"):
                 timeline.collectives.append(span._replace(kind=COMMUNICATION))
             elif category in ("cpu_op", "user_annotation"):

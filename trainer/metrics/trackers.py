@@ -1,7 +1,7 @@
-"""Experiment trackers (`log.trackers`): the `Tracker` interface, implemented for W&B, TensorBoard, Trackio and MLflow.
+"""Experiment trackers (`log.trackers`): the `Tracker` interface, and trackers for W&B, TensorBoard, Trackio and MLflow.
 
 Other packages can add trackers through entry points.  W&B, Trackio and MLflow read environment variables, such as
-WANDB_BASE_URL, TRACKIO_DIR or MLFLOW_TRACKING_URI, which determine where runs are stored.  TensorBoard always writes
+WANDB_BASE_URL, TRACKIO_DIR and MLFLOW_TRACKING_URI, which determine where runs are stored.  TensorBoard always writes
 to the run folder.  The code that calls the trackers is in `follower.py`.
 """
 
@@ -33,7 +33,8 @@ class TrackedRun:
     """The information about a run that `Tracker.open` receives."""
 
     id: str
-    """The run's ID, the same for all trackers.  The run folder and checkpoints contain it, so all attempts share it."""
+    """The run's ID, the same for all trackers.  It is stored in the run folder and in checkpoints, so all attempts at
+    the run share it."""
     folder: Path
     """The run folder."""
     config: RunConfig
@@ -59,9 +60,10 @@ class Tracker(Protocol):
 
     Two more methods are optional, and therefore not declared below:
 
-    rewind(step): called when the steps after `step` will be repeated within this run; must drop their values.  Without
-        this method, the old values remain, and repeated steps up to the last one that was sent are not sent again.
-    abandon(): called if not everything could be sent in time at the end of the run.  It is called in the main thread,
+    rewind(step): called when the steps after `step` will be repeated within this run.  It must drop those steps'
+        values.  Without this method, the old values remain, and repeated steps up to the last one sent are not sent
+        again.
+    abandon(): called at the end of the run if not everything could be sent in time.  It is called in the main thread,
         possibly while another method is running, and must neither block nor raise.
     """
 

@@ -1,6 +1,6 @@
 """Writes a run's records to `metrics.jsonl`, `samples.txt`, the console, `console.log`, Prometheus and trackers.
 
-`Metrics` creates a `RecordWriter` for each of these that the run uses, and sends every record to all writers.  The
+`Metrics` creates a `RecordWriter` for each of these that the run uses, and passes every record to all of them.  The
 writers for `metrics.jsonl` and `samples.txt` are below; the others are in `console.py`, `prometheus.py` and
 `follower.py`.  The writer for a tracker such as Weights & Biases (`trackers.py`) is a `Follower`, which reads the
 records back from `metrics.jsonl`.
@@ -35,7 +35,7 @@ class JsonLines(RecordWriter):
     """Writes `metrics.jsonl`: one JSON object per line, appended without buffering.
 
     A later attempt first drops the lines that it will write again: records of the kinds in `_WRITTEN_AGAIN` for steps
-    after the checkpoint that it resumes from, or for all steps without one.  It also drops lines that are not
+    after the checkpoint that it resumes from, or for all steps if it starts afresh.  It also drops lines that are not
     records, such as the partial line of a killed process.  The dropped lines are appended to
     `metrics_superseded.jsonl`, and the other lines are rewritten atomically, so that a crash leaves either the old file
     or the new one.
@@ -50,7 +50,7 @@ class JsonLines(RecordWriter):
         self._missing_since: float | None = None
         """Time at which the file was first found to be deleted or replaced, or None if it is in place."""
         self._folder_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        """Descriptor of the file's folder, which stays valid if the folder is renamed or replaced."""
+        """Descriptor of the file's folder.  It stays valid if the folder is renamed or replaced."""
         self._file = self._drop_lines_and_open(resumed_step)
 
     def _drop_lines_and_open(self, step: int) -> io.FileIO:

@@ -1,4 +1,4 @@
-"""Converts linear layers to compute their matmuls in float8, using torchao.
+"""Converts linear layers, using torchao, so that they compute their matmuls in float8.
 
 Weights, gradients and saved activations keep their dtype.  A layer casts its input, its weight and its incoming
 gradient to float8 only for the matmuls, with one scale per tensor or per row.
@@ -25,7 +25,9 @@ _ALIGNMENT = 16
 
 
 def apply_float8(blocks: Sequence[nn.Module], scaling: str, device_type: str, emulate: bool = False) -> int:
-    """Replace the linear layers inside `blocks` with torchao's, in place.  Returns the number of layers replaced.
+    """Replace the linear layers inside `blocks` with torchao's float8 layers, in place.
+
+    Returns the number of layers replaced.
 
     `scaling`: none (nothing is replaced), tensorwise or rowwise.  Names, parameters and initialization do not change.
     The following are skipped: layers with a dimension that is not a multiple of 16, subclasses that override `forward`,

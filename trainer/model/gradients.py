@@ -30,7 +30,7 @@ from trainer.model.units import ShardUnit, parameters_by_unit
 
 @contextmanager
 def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = None) -> Iterator[None]:
-    """In the backward pass inside the block, reduce gradients if `enabled`, otherwise accumulate them on this rank.
+    """In a backward pass inside the `with` block, reduce gradients if `enabled`; otherwise accumulate them locally.
 
     The reduce-scatter over `shard` and the all-reduce over `replicate` run only in a pass with `enabled` true; until
     then, each rank holds all gradients unsharded.  With `fsdp.accumulate=sharded` the reduce-scatter runs in every
@@ -51,7 +51,7 @@ def gradient_sync(model: nn.Module, enabled: bool, fsdp: FsdpSection | None = No
 
 
 def reshard(model: nn.Module) -> None:
-    """Free parameters left gathered by a forward pass without a backward pass; no-op inside `gathered`."""
+    """Free parameters that a forward pass left gathered because no backward pass followed; no-op inside `gathered`."""
     if model in _gathered_models:
         return
     for module in _fsdp_modules(model):
@@ -60,7 +60,7 @@ def reshard(model: nn.Module) -> None:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run the block in evaluation mode without gradients, then free parameters that are still gathered."""
+    """Run the `with` block in evaluation mode without gradients, then free parameters that are still gathered."""
     was_training = model.training
     model.eval()
     try:

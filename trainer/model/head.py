@@ -1,4 +1,4 @@
-"""The head of a reward model or classifier, which replaces the output projection onto the vocabulary."""
+"""The head that replaces the output projection onto the vocabulary in reward models and classifiers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 from trainer.loss import linear_cross_entropy
 
 _INITIAL_STD = 0.02
-"""Standard deviation of the initial weights, the default in transformers for such heads."""
+"""Standard deviation of the initial weights: transformers' default for such heads."""
 
 SCORE = "score"
 """Name of the head's parameter in its module, and of the head itself in transformers."""
@@ -18,9 +18,9 @@ SCORE = "score"
 class ScoreHead(nn.Module):
     """A linear map from hidden states (..., D) to scores (..., num_outputs), without a bias.
 
-    Given targets, `forward` returns what `linear_cross_entropy` does, by default the summed cross-entropy of the
-    scores, like the output projection that the head replaces.  So the functions of `trainer.loss` also work for a model
-    with this head.
+    Given targets, `forward` returns the result of `linear_cross_entropy`, by default the summed cross-entropy of the
+    scores, as does the output projection that the head replaces.  Therefore the functions in `trainer.loss` also work
+    for a model with this head.
     """
 
     def __init__(self, in_features: int, num_outputs: int, dtype: torch.dtype) -> None:

@@ -16,13 +16,13 @@ def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     batch: `tokens`, `targets`, and any other arguments of the model's `forward`, as in a training step.  The full
     logits are never in memory if the model computes its loss with `linear_cross_entropy`.
 
-    Raises UserError if the model, in training mode, adds loss terms that belong to no single token, or if it computes
-    its loss without the functions of `trainer.loss`.
+    Raises UserError if the model, in training mode, adds loss terms that cannot be attributed to individual tokens, or
+    if it computes its loss without the functions in `trainer.loss`.
     """
     balance = find_balance(model) if model.training else None
     if balance is not None and (balance.loss > 0 or balance.sequence_loss > 0 or balance.z_loss > 0):
         raise UserError(
-            "log-probabilities per token: the routers' losses do not belong to single tokens\n"
+            "log-probabilities per token: the routers' losses cannot be attributed to individual tokens\n"
             "  to fix: set model.balance=0 model.sequence_balance=0 model.z_loss=0; model.balance_rate adds no loss"
         )
     with replace_loss(per_token_losses):

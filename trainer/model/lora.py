@@ -1,10 +1,10 @@
-"""LoRA adapters: trainable low-rank updates of frozen linear layers, each the product of two small matrices.
+"""LoRA adapters: trainable low-rank updates to frozen linear layers, each the product of two small matrices.
 
-Adapted layers have peft's names, so that adapters can be exchanged with peft.  `<layer>.base_layer.weight` is the
-layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and `<layer>.lora_B.default.weight` (out, rank) are the
-adapter.  Adapters of stacked experts are in `trainer.experts`, and have their own names:
-`<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in), and the same with `lora_B` (E, out, rank).  This
-module does not depend on recipes, meshes or files.
+The parameters of adapted layers have peft's names, so that adapters can be exchanged with peft:
+`<layer>.base_layer.weight` is the layer's own weight; `<layer>.lora_A.default.weight` (rank, in) and
+`<layer>.lora_B.default.weight` (out, rank) are the adapter.  Adapters of stacked experts are defined in
+`trainer.experts`.  Their names are not peft's: `<experts>.adapters.<matrix>.lora_A.default.weight` (E, rank, in), and
+the same with `lora_B` (E, out, rank).  This module needs no recipe, mesh or files.
 
 Source: Hu et al. 2021, "LoRA: Low-Rank Adaptation of Large Language Models", arXiv:2106.09685.
 """
@@ -39,7 +39,7 @@ _WEIGHT = re.compile(rf"(?P<layer>.+)\.lora_(?P<letter>[AB])\.{ADAPTER_NAME}\.we
 
 
 class LoraFactor(nn.Module):
-    """One of an adapter's two matrices, A or B: `weight` (out, in), in float32.  `AdaptedLinear` multiplies by it."""
+    """One of an adapter's two matrices, A or B: `weight` (out, in), in float32.  `AdaptedLinear` does the matmul."""
 
     def __init__(self, in_features: int, out_features: int, zero_init: bool) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ from trainer.model.parameters import is_vector, local, tied_names
 
 @dataclass(frozen=True)
 class Growth:
-    """A parameter's fan-out (outputs) and fan-in (inputs), here and in the base model; a vector has fan-in 1."""
+    """A parameter's fan-out (outputs) and fan-in (inputs) in this model and the base model; vectors have fan-in 1."""
 
     outputs: int
     inputs: int
@@ -46,15 +46,15 @@ class Growth:
         """Return the learning-rate factor for `adamw` or `sgd`.
 
         The size of an AdamW step does not depend on the width, but its effects add up over the inputs, so the learning
-        rate falls with their number.  For SGD it also rises with the number of outputs, since the gradients shrink as
-        this number grows.
+        rate is inversely proportional to their number.  With SGD, it is also proportional to the number of outputs,
+        since the gradients shrink as that number grows.
         """
         if optimizer == "adamw":
             return 1 / self.input_ratio
         return self.output_ratio / self.input_ratio
 
     def init_scale(self, is_fan_in: bool) -> float:
-        """Return the factor for the initial values.
+        """Return the factor by which to scale the initial values.
 
         is_fan_in: True if these values are already drawn with a variance proportional to 1 / inputs, as in torch's
             linear and convolution layers.

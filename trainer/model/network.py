@@ -1,6 +1,6 @@
 """Builds the unsharded model of a run from its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and checks all build the model here, so that they see the same model.  This module also translates
+Training, planning and generation all build the model here, so that they use the same one.  This module also translates
 between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
@@ -56,11 +56,11 @@ def build_network(config: RunConfig) -> nn.Module:
 def replace_head(
     model: nn.Module, recipe: Recipe, model_config: Any, num_outputs: int, dtype: torch.dtype | None = None
 ) -> None:
-    """Replace the projection onto the vocabulary with a new `ScoreHead` that has `num_outputs` outputs.
+    """Replace the output projection with a new `ScoreHead` that has `num_outputs` outputs.
 
     dtype: the dtype of the new weight; by default that of the projection's weight.
 
-    Raises UserError if the recipe does not name the projection.
+    Raises UserError if the recipe does not name the output projection.
     """
     hf = recipe.hf
     mapped = None if hf is None else HuggingFaceNames(recipe, model_config).from_huggingface(_OUTPUT)

@@ -1,16 +1,15 @@
-"""Activation offloading: keeps tensors saved by autograd in host memory until the backward pass needs them.
+"""Activation offloading: moves the tensors that autograd saves to host memory until the backward pass needs them.
 
 When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
-on a separate stream; when the next block ends, the originals on the device are freed.  In the backward pass, a block's
-tensors are copied back while the backward pass of the block after it runs.  The host never waits: streams wait for each
-other's events.  On a CPU the same code makes plain copies, which saves no memory but lets tests run the code.
+on a separate stream; when the next block ends, the originals on the device are freed.  A block's tensors are copied
+back during the backward pass of the block that follows it in the forward pass.  The host never waits: streams wait for
+each other's events.  On a CPU the same code makes plain copies, which saves no memory but lets tests run the code.
 
 Copies are bit-identical, so losses do not change.  Parameters, buffers and all but the first of a block's arguments
 (such as RoPE tables and masks) stay on the device, because other references usually keep them in memory anyway.
 
 Offloading can be combined with activation checkpointing: it then offloads a block's input and, with `selective` and
-`budget:`, the saved outputs of operators (see `storing_contexts`).  This module does not depend on recipes, meshes or
-the configuration.
+`budget:`, the saved outputs of operators (see `storing_contexts`).  This module needs no recipe, mesh or configuration.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ MIN_BYTES = 4096
 
 
 def offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) -> list[bool]:
-    """Return for each of `num_blocks` blocks whether it is offloaded.
+    """Return, for each of `num_blocks` blocks, whether it is offloaded.
 
-    fraction: how many of the blocks to offload, from 0 to 1 (`train.offload_activations`).
+    fraction: the fraction of the blocks to offload, from 0 to 1 (`train.offload_activations`).
 
     Offloaded blocks are spaced evenly, so that the blocks in between hide the copies.  The last block is offloaded only
     if `with_last` is true, since its backward pass immediately follows its forward pass.

@@ -37,7 +37,7 @@ CODE_BITS = {"nf4": 4, "fp8": 8}
 
 _SCALE_BYTES = 4
 _CHUNK_WEIGHTS = 2**20
-"""Number of weights to pack at a time, or to unpack on a CPU, which limits temporaries to several megabytes."""
+"""Number of weights to pack at a time, or to unpack at a time on a CPU; limits temporaries to several megabytes."""
 
 _NF4 = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -61,7 +61,7 @@ class Packing:
 
     @property
     def code_bytes(self) -> int:
-        """Number of bytes of codes per row."""
+        """Number of bytes that a row's codes take up."""
         return self.width * CODE_BITS[self.code_type] // 8
 
     @property

@@ -1,6 +1,6 @@
 """The GPU kernel that unpacks the weights quantized by `trainer.model.packed`.
 
-This module is imported only on GPUs, since it needs Triton.
+It needs Triton, so `trainer.model.packed` imports this module only to unpack weights on a GPU.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _TILE = 1024
-"""Number of bytes of codes that one program unpacks."""
+"""Number of bytes of codes that each program unpacks."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

@@ -25,7 +25,7 @@ def is_vector(name: str, parameter: torch.Tensor) -> bool:
 
 
 def tied_names(model: nn.Module) -> list[list[str]]:
-    """Return the names of each tied parameter, in module order; the first name of each is canonical."""
+    """Return one list of names for each tied parameter, in module order; the first name is the canonical one."""
     names: dict[int, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[id(parameter)].append(name)
@@ -58,7 +58,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _replicated_on: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-"""The mesh of each replicated parameter."""
+"""The mesh over which each replicated parameter is replicated."""
 
 
 def mark_replicated(parameter: nn.Parameter, mesh: DeviceMesh) -> None:

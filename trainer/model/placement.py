@@ -16,7 +16,7 @@ Box = tuple[tuple[int, int], ...]
 """A part of a tensor: [start, stop) along each dimension."""
 
 _MAX_PADDING = 1 / 8
-"""Dimension 0 is divided if padding adds at most this fraction, because dividing another dimension costs a copy."""
+"""Dimension 0 is divided if padding adds at most this fraction to it, since dividing another dimension costs a copy."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class Division:
     """How a tensor is divided among `parts` x `expert` ranks of the shard axis.
 
     Dimension 0 is divided among the ranks of an expert group, which are `expert` consecutive ranks.  Then dimension
-    `dim` of each piece is divided among the `parts` groups.  If `ranks_per_matrix` is above 1, the tensor is a stack of
-    fewer matrices (N, rows, columns) than there are ranks, and each matrix is instead split by rows among that many
+    `dim` of each piece is divided among the `parts` groups.  If `ranks_per_matrix` is above 1, the tensor is a stack
+    (N, rows, columns) of fewer matrices than there are ranks, and each matrix is instead split by rows among that many
     consecutive ranks.
     """
 

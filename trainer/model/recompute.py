@@ -1,9 +1,9 @@
 """Selective activation checkpointing: saves the outputs of some operators and recomputes the others.
 
-Operators are selected by kind, or to fit a memory budget.  With a budget, the operators that take the most FLOPs per
-byte of output are saved first, as long as they fit.  FLOPs and bytes are counted in a forward pass on fake tensors, so
-that every rank, the planner and compiled blocks make the same choice.  This module does not depend on recipes, meshes
-or the configuration.
+Operators are selected by kind, or to fit a memory budget.  With a budget, the outputs that take the most FLOPs per byte
+to recompute are saved first, as long as they fit.  FLOPs and bytes are counted in a forward pass on fake tensors, so
+that every rank, the planner and compiled blocks make the same choice.  This module needs no recipe, mesh or
+configuration.
 
 Sources: for selection by kind, Korthikanti et al. 2022, arXiv:2205.05198; for a budget, the knapsack formulation behind
 torch._functorch.config.activation_memory_budget, which is available only under torch.compile; here the knapsack problem

@@ -6,8 +6,8 @@ every reduce-scatter, because the ranks' shards interleave in memory.  Here, eac
 consecutive ranks instead (`placement.choose_ranks_per_matrix`): every shard is contiguous in the stack, so FSDP handles
 the stack like a tensor of shape (ranks, rows / ranks per matrix, columns) divided along dimension 0.
 
-This module sets attributes of FSDP's private class FSDPParam, which are the same in torch 2.11 to 2.14
-(torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+This module sets attributes of FSDP's private class FSDPParam (torch/distributed/fsdp/_fully_shard/_fsdp_param.py).
+These attributes are the same in torch 2.11 to 2.14.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def row_shards_of(
     ranks_per_matrix: Callable[[nn.Parameter], int],
     split_mesh: Callable[[int], DeviceMesh],
 ) -> RowShards:
-    """Return this rank's row shards of the stacks in `modules` that `fully_shard` has not divided yet.
+    """Return this rank's row shards of those stacks in `modules` that `fully_shard` has not yet divided.
 
     ranks_per_matrix: returns the number of ranks among which each matrix of a parameter is split; if it is 1, the
         parameter is left to FSDP.

@@ -40,10 +40,10 @@ _MIN_CONTEXT = 1024
 class Sampling:
     """Settings for sampling tokens.
 
-    temperature: the logits are divided by this number, which must be at least 0 and finite; 0 means greedy decoding.
+    temperature: the divisor of the logits, which must be at least 0 and finite; 0 means greedy decoding.
     top_k: the number of most likely tokens to sample from, at least 0; 0 means all.
-    top_p: sample from the smallest set of the most likely tokens whose total probability is at least `top_p`, which
-        must be above 0 and at most 1.
+    top_p: a probability, above 0 and at most 1; tokens are sampled from the smallest set of the most likely ones whose
+        total probability reaches it.
 
     Tokens that tie with the last one kept by `top_k` or `top_p` are kept as well.  Raises UserError for a value out of
     range.

@@ -55,14 +55,14 @@ def apply_sharding(
     The block settings are float8, activation checkpointing, activation offloading and compilation.  The mesh is
     (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or, where that would need a lot
     of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than ranks is sharded by the rows
-    of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` is true, the model keeps
-    plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an `expert_mesh`, the
-    experts' parameters are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in two.  Returns the
-    units, in the order of `find_units`.
+    of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` returns True, the
+    model keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an
+    `expert_mesh`, the experts' parameters are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in
+    two.  Returns the units, in the order of `find_units`.
 
     Raises UserError for settings that the model, the device or the version of torch does not support.  Collective only
     if process groups are created: one set for each number of ranks to reshard to, shared by all units; one set for each
-    number of ranks among which matrices are split; and those of `fsdp.separate_reduce`.
+    number of ranks among which a matrix is split; and those for `fsdp.separate_reduce`.
     """
     train = config.train
     compiles = compiles_blocks(train.compile, mesh.device_type)

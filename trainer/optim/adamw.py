@@ -24,13 +24,11 @@ from trainer.optim.blockwise import MEAN, SQUARE, block_length
 _MAX_GRAPHS = 64
 """Limit on recompilations; see `_compiled_update`."""
 _NUM_COLUMNS = 12
-"""Number of scalars for each parameter's step, including padding; see `_step_scalars`."""
+"""Number of scalars per parameter in each step, including padding; see `_step_scalars`."""
 
 _PIECE_ELEMENTS = {"cpu": 2**16, "cuda": 2**30}
 """Maximum number of elements to update at a time, by device type.  On a CPU, temporaries then fit in the cache; on a
-GPU, where the update is one compiled kernel, 32-bit indices set the limit.
-"""
-
+GPU, where the update is one compiled kernel, 32-bit indices set the limit."""
 
 CODES = {"exp_avg": MEAN, "exp_avg_sq": SQUARE}
 """The 8-bit code for each of AdamW's moments, by torch's name for the moment."""
@@ -62,7 +60,7 @@ def convert_moments(optimizer: torch.optim.Optimizer) -> None:
                     _flat(state[name]).copy_(values.view(-1))
                 else:
                     values = _flat(state[name]).float().view(-1, length)
-                    bits = torch.full(values.shape, 0x8000, dtype=torch.int32, device=values.device)  # to the nearest
+                    bits = torch.full(values.shape, 0x8000, dtype=torch.int32, device=values.device)  # round to nearest
                     codes, scales = code.encode(values, bits)
                     state[name] = torch.zeros_like(parameter.detach(), dtype=code.dtype)
                     state[f"{name}{SCALE}"] = _zero_scales(parameter, length)

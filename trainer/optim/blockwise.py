@@ -1,10 +1,10 @@
 """Eight-bit optimizer moments: one-byte codes, with one scale per block of elements.
 
-A block is a part of one row of a parameter.  With these moments, rows are never divided between ranks, so neither codes
-nor scales depend on the mesh.  Values grow as a power of the code, so that small values in a block with large ones keep
-a precision of a few percent.  Relative errors matter because a step of Adam divides one moment by the root of the
-other.  With stochastic rounding, a value becomes one of the two nearest codes at random, so that it is exact on average
-(except for the smallest squares, see `SQUARE`).
+A block is a part of one row of a parameter.  With these moments, rows are never divided among ranks, so neither codes
+nor scales depend on the mesh.  A value is proportional to a power of its code, so that small values keep a precision of
+a few percent even in a block with large ones.  Relative errors matter because a step of Adam divides one moment by the
+root of the other.  With stochastic rounding, a value becomes one of the two nearest codes at random, so that it is
+exact on average (except for the smallest squares, see `SQUARE`).
 
 Source: Dettmers et al. 2022, "8-bit Optimizers via Block-wise Quantization", arXiv:2110.02861, with a different code
 and with blocks that do not cross rows.
@@ -23,8 +23,8 @@ MAX_BLOCK, _MIN_BLOCK = 256, 16
 def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
     """Return the number of elements per block for a parameter of this shape; None if its moments stay in float32.
 
-    It is the largest divisor of the row length that is at most 256.  Moments stay in float32 for vectors, and for
-    matrices for which that divisor is below 16, since their scales would take too much memory.
+    It is the largest divisor of the row length that is at most 256.  Moments of vectors stay in float32, and so do
+    those of matrices whose divisor is below 16, since their scales would take up too much memory.
     """
     if len(shape) < 2 or not shape[-1]:
         return None
@@ -39,7 +39,7 @@ class Code:
     dtype: torch.dtype
     power: int
     smallest: int
-    """The smallest magnitude of the code of a nonzero value."""
+    """Smallest magnitude of a nonzero value's code."""
 
     @property
     def largest(self) -> int:
@@ -56,7 +56,7 @@ class Code:
     def encode(self, values: torch.Tensor, bits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the codes and scales of float32 values of shape (blocks, length).
 
-        bits: int32 of the same shape; the lower 16 bits of each number are used.
+        bits: int32 of the same shape; the lower 16 bits of each number determine whether its value is rounded up.
         """
         scales = values.abs().amax(dim=1)
         magnitude = values.abs() / scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None]

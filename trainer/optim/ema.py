@@ -47,8 +47,8 @@ class WeightAverage:
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
-        `is_finite` is None if that was not checked.  The first call copies the weights in any case.  No collectives,
-        and no host sync unless parameters are offloaded to the CPU.
+        `is_finite` is None if the step was not checked.  The first call copies the weights in any case.  No
+        collectives, and no host sync unless parameters are offloaded to the CPU.
         """
         if not self._has_started:
             self._has_started = True

@@ -1,8 +1,8 @@
 """Assigns an optimizer, a learning rate and a weight decay to each parameter, and describes the resulting groups.
 
-The defaults follow common practice.  Weight decay applies to all matrices except embedding tables, but not to vectors
-and biases.  Muon updates the hidden matrices and stacked experts; embeddings, the output projection, score heads,
-routers, convolutions and vectors stay with AdamW.  `optim.groups` can change this, by parameter name.
+The defaults follow common practice.  Weight decay applies to matrices, but not to embedding tables, vectors or biases.
+Muon updates the hidden matrices and stacked experts; embeddings, the output projection, score heads, routers,
+convolutions and vectors stay with AdamW.  `optim.groups` can change this, by parameter name.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class Assignment:
 def assign(model: nn.Module, config: OptimSection, growth: Mapping[str, Growth] | None = None) -> list[Assignment]:
     """Return the assignments of all trainable parameters, in the model's order.
 
-    growth: by name, how much larger each parameter is than in `optim.base_model` (see `find_growth`); empty or None if
-        that is not set.  Learning rates are scaled accordingly, and weight decays inversely, so that their product, the
-        relative decay per step, does not change.
+    growth: by name, how much larger each parameter is than in `optim.base_model` (see `find_growth`); empty or None
+        without a base model.  Learning rates are scaled accordingly, and weight decays inversely, so that their
+        product, the relative decay per step, does not change.
 
     Raises UserError for an entry of `optim.groups` that is malformed or does not fit the model, for example because it
     matches no parameter, and for `optim.muon.lr` with a zero `optim.lr`.

@@ -3,10 +3,10 @@
 Muon replaces a matrix's momentum with (nearly) the closest orthogonal matrix.  This needs the full matrix, but each
 rank holds only part of it.  So each matrix has one owner among all ranks, including replicas.  A step updates the
 momentum of the local parts and sends it to the owners, which orthogonalize the matrices and send the results back to
-all ranks that hold a part.  Each direction takes at most one all-to-all per bucket of matrices (a replica of one rank
-sends nothing to owners), and one bucket is sent while another is computed.  No matmul is split between ranks, so Muon's
-result does not depend on the mesh.  NorMuon also sums squared norms over ranks, so its results on two meshes may differ
-in the last bits.
+all ranks that hold a part.  Each direction takes at most one all-to-all per bucket of matrices (nothing is sent to
+owners if every rank holds full matrices), and one bucket is sent while another is computed.  No matmul is split between
+ranks, so Muon's result does not depend on the mesh.  NorMuon also sums squared norms over ranks, so its results on two
+meshes may differ in the last bits.
 
 Sources: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon; Li et al. 2025, "NorMuon", arXiv:2510.05491;
 Amsel et al. 2025, "The Polar Express", arXiv:2505.16932; Liu et al. 2025, "Muon is Scalable for LLM Training",
@@ -32,7 +32,7 @@ from trainer.model.parameters import division_of, local, mesh_of
 from trainer.model.placement import Division
 
 JORDAN = ((3.4445, -4.7750, 2.0315),) * 5
-"""Jordan's polynomial, which is applied five times; it maps singular values to between 0.7 and 1.2."""
+"""Jordan's polynomial, which is applied five times; it maps singular values to values between 0.7 and 1.2."""
 POLAR = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -62,8 +62,8 @@ _ROW_BETA, _ROW_EPS = 0.95, 1e-8
 def orthogonalize(batch: torch.Tensor, coefficients: Sequence[tuple[float, float, float]]) -> torch.Tensor:
     """Return matrices of the same shape (B, R, N) with singular values near 1, by Newton-Schulz iterations.
 
-    Computed in the dtype of `batch`.  Zero matrices stay zero.  Needs the memory of two batches, and of two Gram
-    matrices for each matrix, if the caller keeps no reference to `batch`.
+    Computed in the dtype of `batch`.  Zero matrices stay zero.  Needs memory for two batches and for two Gram
+    matrices per matrix, provided that the caller keeps no reference to `batch`.
     """
     is_tall = batch.shape[1] > batch.shape[2]
     x = batch.mT if is_tall else batch

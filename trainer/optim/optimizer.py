@@ -1,6 +1,6 @@
 """Optimizers and learning-rate schedules.
 
-An `Optimizer` wraps torch optimizers that step together; for example, Muon updates only matrices, and AdamW the rest.
+An `Optimizer` wraps torch optimizers that step together, such as Muon for the hidden matrices and AdamW for the rest.
 The scheduled learning rate is a pure function of the step, so that a resumed run can change the schedule or the number
 of steps.
 """

@@ -3,8 +3,8 @@
     python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
-  ranks=N            number of ranks (default: mesh.replicate x mesh.shard; if one of them is -1, a multiple of the
-                     other that fits on one node, or else the other itself)
+  ranks=N            number of ranks (default: mesh.replicate x mesh.shard; if one of them is -1, the largest multiple
+                     of the other that fits on one node and divides the global batch, or else the other itself)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
                      or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops
@@ -13,16 +13,16 @@
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
   imbalance=X        with expert parallelism, token rows on the busiest rank relative to the mean over ranks
                      (default 1, for a perfectly balanced router; trained routers are above 1)
-  generate=NxP+A     inside each step, every rank also generates N completions at once (`trainer.gathered`), of up to A
-                     tokens each, for prompts of up to P tokens
+  generate=NxP+A     inside each step, every rank also generates N completions of up to A tokens each at once
+                     (`trainer.gathered`), for prompts of up to P tokens
   --json             print the plan as JSON
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
                      srun, also measure the links between ranks
-  --allow-import M   let a run in recipe= import its own module M; may be repeated
+  --allow-import M   let a run given as recipe= import its own module M; may be repeated
 
 All configuration keys of trainer.run can be set.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit,
-or if no choice of the `auto` settings fits.  With exit code 3, a plan is still printed: for `auto` settings, the one
+or if no choice of the `auto` settings does.  With exit code 3, a plan is still printed: for `auto` settings, the one
 that needs the least memory.
 """
 

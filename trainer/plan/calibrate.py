@@ -25,7 +25,7 @@ from trainer.optim.muon import JORDAN, orthogonalization_flops, orthogonalize
 from trainer.plan.machine import write_calibration
 
 _BUDGET_S = 0.6
-"""Approximate duration of a measurement by `_seconds`; for short calls it is less, since at most 250 are timed."""
+"""Approximate duration of a measurement by `_seconds`; it is less for short calls, since at most 250 are timed."""
 
 
 def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:

@@ -4,11 +4,11 @@ Memory: the peak per rank, where in the step it occurs, and its breakdown by kin
 
 Collectives: how often a step issues each one, by operation, mesh axis, number of ranks and size.  Sizes are those of
 the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.  The size of
-an all-to-all is that of the larger of one rank's send and receive buffers; for Muon's, that of rank 0's receive buffer.
+an all-to-all is that of the larger of one rank's send and receive buffers; in Muon, that of rank 0's receive buffer.
 
 Time: kernels and the collectives of context and expert parallelism share one stream; FSDP2's collectives run on three
 other streams, with FSDP2's waits between the streams.  The host is assumed to run ahead of the device, but a step never
-takes less than the host needs to issue its operators.  For the streams, see FSDPCommContext in
+takes less time than the host needs to issue its operators.  For the streams, see FSDPCommContext in
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations".
 """
@@ -259,7 +259,7 @@ class Rates:
     def collective(self, operation: str, layout: Layout, axis: Axis, num_ranks: int, num_bytes: int) -> float:
         """Return the time in seconds of one collective over `num_ranks` ranks along an axis of the mesh.
 
-        Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own network card.  A
+        Ranks are numbered along `shard` first.  Traffic between nodes goes through each rank's own NIC.  A
         ring moves (n - 1) / n of the bytes through each rank; an all-reduce moves twice that.
         """
         stride = {"replicate": layout.shard, "outer": layout.expert}.get(axis, 1)

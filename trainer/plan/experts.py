@@ -17,21 +17,21 @@ from trainer.plan.estimates import time_of
 from trainer.plan.plan import Plan, make_plan
 
 _MIN_GAIN = 0.02
-"""Smallest relative reduction of the step time that makes a change worth recommending."""
+"""Smallest relative reduction in step time that makes a change worth recommending."""
 
 
 def advice_on_experts(plan: Plan) -> Iterator[str]:
     """Yield lines on what `mesh.expert` would change, for a sharded model with experts and `mesh.expert=1`.
 
-    The first lines warn if padding enlarges the experts by more than half, and suggest a smaller `mesh.shard` if that
-    makes steps shorter.
+    The first lines warn if padding enlarges the experts by more than half, and suggest a smaller `mesh.shard` if it
+    fits and makes steps shorter.
 
     FSDP sends the weights of all experts, regardless of the number of tokens; expert parallelism sends tokens instead.
     Let a layer have E experts of hidden width F, of which A process each token of width D.  With full recomputation,
-    FSDP gathers the layer's 3 D F E weights twice at 2 bytes each and reduces their gradients at 4 bytes each, and the
-    network cards of a node's R ranks share this traffic.  Expert parallelism exchanges A rows of D numbers per token
-    six times at 2 bytes each, and each rank uses its own card.  So between nodes, expert parallelism sends less than
-    FSDP if a micro-batch has fewer than 2 F E / (A R) tokens.
+    FSDP gathers the layer's 3 D F E weights twice at 2 bytes each and reduces their gradients at 4 bytes each, and this
+    traffic is spread over the NICs of a node's R ranks.  Expert parallelism exchanges A rows of D numbers per token six
+    times at 2 bytes each, and each rank uses its own NIC.  So between nodes, expert parallelism sends less than FSDP if
+    a micro-batch has fewer than 2 F E / (A R) tokens.
     """
     config, shard = plan.config, plan.mesh.shard
     if not config.recipe.declares_experts(config.model) or config.expert > 1 or shard == 1:
@@ -42,12 +42,15 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
         yield (
             f"experts: mesh.shard={replicated.mesh.shard} mesh.replicate={replicated.mesh.replicate} would take "
             f"{replicated.time.total_s:.3g} s per step instead of {plan.time.total_s:.3g}, and "
-            f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: {shard} ranks do not "
-            "divide the experts evenly, so FSDP divides other dimensions, and copies weights and gradients once more"
+            f"{replicated.needed_gib:.4g} GiB instead of {plan.needed_gib:.4g}: the number of "
+            f"experts is not a multiple of {shard}, so FSDP shards other dimensions, which takes an extra copy of the "
+            "weights and gradients"
         )
     num_tokens = int(config.train.micro_batch_size) * config.rows_per_sample * config.data.seq_len // config.context
     break_even = tokens_at_break_even(plan)
-    comparison = "" if break_even is None else f" ({num_tokens:,} tokens per micro-batch, against {break_even:,.0f})"
+    comparison = ""
+    if break_even is not None:
+        comparison = f" ({num_tokens:,} tokens per micro-batch; the break-even point is {break_even:,.0f})"
     candidates = [other for other in _alternatives(plan) if other.fits or not plan.fits]
     best = min(candidates, key=lambda other: other.time.total_s, default=None)
     if best is None or (plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s):

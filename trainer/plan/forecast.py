@@ -32,7 +32,8 @@ _HOST_TOLERANCE_GIB = 0.25
 _HEAP_FRACTION = 0.5
 _MAX_HEAP_FRACTIONS = (1.5, 0.6)
 _MAX_HEAP_GIB = 0.3
-"""Freed memory that malloc retains on a CPU, as a fraction of the peak without weights: typical value and upper bound.
+"""Freed memory that malloc retains on a CPU: its typical value, as a fraction of the peak without weights, and an upper
+bound.
 
 The upper bound is the smaller of `_MAX_HEAP_FRACTIONS[0]` x peak (which applies to small runs) and
 `_MAX_HEAP_FRACTIONS[1]` x peak + `_MAX_HEAP_GIB`, where `peak` excludes the weights.
@@ -42,7 +43,8 @@ command.  Across twelve configurations (30M and 135M parameters, one thread) the
 two ranks it was 1.3.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5%, but a step takes 1.4
 times the CPU time (see `keep_freed_memory`)."""
 _DEVICE_TOLERANCE_GIB = 0.25
-"""Allowance on a GPU for memory that libraries take from the allocator, such as cuBLAS with 32 MiB per handle."""
+"""On a GPU, deviations in peak memory up to this are not reported, since libraries also take memory from the allocator,
+such as cuBLAS with 32 MiB per handle."""
 
 
 def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:
@@ -56,7 +58,7 @@ def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunC
 
 
 def choose_auto(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Let the planner choose the `auto` settings for the device's memory; sets `resolution.choice` on rank 0.
+    """Let the planner choose the `auto` settings for the device's memory, and set `resolution.choice` on rank 0.
 
     Called late by `run_passes`, since a plan needs almost every other setting; only passes that depend on the planner's
     choice follow.  Collective if any setting is `auto`.  Raises UserError on all ranks if nothing fits.

@@ -30,7 +30,7 @@ SAMPLING_BYTES = 30
 
 @dataclass(frozen=True)
 class GenerationWorkload:
-    """The completions that each rank generates at once: their number and their maximum lengths."""
+    """How many completions each rank generates at once, and the maximum lengths of prompts and completions."""
 
     num_completions: int
     prompt_len: int

@@ -29,11 +29,14 @@ aten = torch.ops.aten
 
 
 class Work(NamedTuple):
-    """The work of one kernel or collective: floating-point operations, and bytes read and written."""
+    """The work of one kernel or collective: floating-point operations, and bytes read and written.
+
+    For a collective, `num_bytes` is instead the size of its larger buffer.
+    """
 
     kind: str
-    """`matmul`, `grouped` (the experts' matmuls), `attention`, `memory` (memory-bound), or the name of a collective
-    that the forward or backward pass itself issues."""
+    """`matmul`, `grouped` (the experts' matmuls), `attention`, `memory` (memory-bound), or, for a collective that the
+    forward or backward pass itself issues, its operation."""
     flops: int
     num_bytes: int
     element_size: int
@@ -43,7 +46,7 @@ class Work(NamedTuple):
 
     @property
     def operation(self) -> Literal["all_gather", "reduce_scatter", "all_to_all"] | None:
-        """The operation of a collective, whose larger buffer has `num_bytes` bytes; None for a kernel."""
+        """The operation of a collective; None for a kernel."""
         return next((operation for operation in COLLECTIVES.values() if operation == self.kind), None)
 
 

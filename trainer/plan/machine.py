@@ -1,7 +1,7 @@
-"""The machine that a plan is for.
+"""Describes the machine that a plan is for, by its memory and rates, and stores calibrated rates.
 
-Its rates come from a data sheet, from the user's description or from measurements by `--calibrate`; for a CPU that has
-not been measured, they are assumed.
+Rates come from a data sheet, from the user's description or from measurements by `--calibrate`; for a CPU that has not
+been measured, they are assumed.
 """
 
 from __future__ import annotations

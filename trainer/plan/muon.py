@@ -1,4 +1,4 @@
-"""Estimates what Muon's update costs: memory for its messages and Newton-Schulz iterations, collectives, and time.
+"""Estimates the memory, the collectives and the time that Muon's update takes.
 
 A matrix's owner is the rank that orthogonalizes it; its holders are the ranks that store parts of it.  Owners are
 assigned by the same code as in training (`trainer.optim.muon.Ownership`).
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The costs of one Muon update on `replicate` x `shard` ranks, for rank 0 (but the FLOPs of the busiest rank)."""
+    """The costs of one Muon update on `replicate` x `shard` ranks: for rank 0, but the FLOPs are the busiest rank's."""
 
     def __init__(
         self,
