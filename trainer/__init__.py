@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.stopping import exit_on_signals
 
 if sys.argv[:1] == ["-m"] and (_command := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
-    # Started as `python -m trainer.COMMAND`: handle signals from now on, before the slow imports.
+    # Started as `python -m trainer.COMMAND`: handle signals from here on, before the slow imports.
     exit_on_signals(_command[1])
 
 from trainer.distributed.environment import without_garbage_collection

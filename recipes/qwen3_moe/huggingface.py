@@ -1,6 +1,6 @@
 """The mapping of weights and config.json between this recipe's Qwen3 mixture-of-experts models and Hugging Face's.
 
-Hugging Face files store the matrices of each expert separately; here they are stacked.
+Hugging Face checkpoints store each expert's matrices separately; here, the matrices of all experts are stacked.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def export_config(config: Qwen3MoeConfig) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3MoeConfig` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for layers without experts, for contradictory numbers of experts, and for RoPE that `parse_rope`
-    refuses, such as any scaling.
+    Raises UserError for layers without experts, for contradictory numbers of experts, and for RoPE settings that
+    `parse_rope` refuses, such as any scaling.
     """
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
     fields["head_dim"] = config_json.get("head_dim", fields["dim"] // fields["num_heads"])

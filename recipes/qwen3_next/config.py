@@ -55,7 +55,7 @@ class Qwen3NextConfig(BalanceConfig):
 
 
 def check(config: Qwen3NextConfig) -> None:
-    """Raise UserError if fields contradict each other, or if `rotary_dim` is odd; `head_dim` may be."""
+    """Raise UserError if fields contradict each other, or if `rotary_dim` is odd.  `head_dim` may be odd."""
     check_kv_heads(config)
     if config.rotary_dim % 2 or config.rotary_dim > config.head_dim:
         best = min(config.head_dim, config.rotary_dim) // 2 * 2

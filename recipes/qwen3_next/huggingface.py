@@ -1,6 +1,6 @@
 """The mapping of weights and config.json between this recipe's Qwen3-Next and Hugging Face's.
 
-Hugging Face files store the matrices of each expert separately; here they are stacked.
+Hugging Face checkpoints store each expert's matrices separately; here, the matrices of all experts are stacked.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ FIELDS = {
 }
 """Maps each field that corresponds to one config.json entry to the entry's name and the default for a missing entry."""
 
-_ROTARY_FRACTION = "partial_rotary_factor"
+_ROTARY_FRACTION_ENTRY = "partial_rotary_factor"
 
 
 def _layer_types(num_layers: int, attention_every: int) -> list[str]:
@@ -92,8 +92,8 @@ def export_config(config: Qwen3NextConfig) -> dict[str, Any]:
         "mlp_only_layers": [],
         "router_aux_loss_coef": config.balance or AUX_LOSS_COEF,
         **rope,
-        _ROTARY_FRACTION: fraction,
-        "rope_parameters": {**rope["rope_parameters"], _ROTARY_FRACTION: fraction},
+        _ROTARY_FRACTION_ENTRY: fraction,
+        "rope_parameters": {**rope["rope_parameters"], _ROTARY_FRACTION_ENTRY: fraction},
     }
 
 
@@ -112,11 +112,11 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     if layer_types != _layer_types(fields["num_layers"], every):
         raise UserError("layer_types: in this recipe every n-th layer is full_attention, the others linear_attention")
     rope = config_json.get("rope_parameters") or {}
-    fraction = rope.get(_ROTARY_FRACTION, config_json.get(_ROTARY_FRACTION, 0.25))
+    fraction = rope.get(_ROTARY_FRACTION_ENTRY, config_json.get(_ROTARY_FRACTION_ENTRY, 0.25))
     rope_content = {
         **config_json,
-        _ROTARY_FRACTION: None,
-        "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_FRACTION},
+        _ROTARY_FRACTION_ENTRY: None,
+        "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_FRACTION_ENTRY},
     }
     fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * fraction)}
     is_balanced = config_json.get("output_router_logits", False)

@@ -28,8 +28,8 @@ from trainer.config import (
     check_config,
     compare_configs,
     declared_keys,
-    description,
     find_mesh_shape,
+    recipe_description,
     recipe_files,
     type_name,
 )
@@ -271,8 +271,8 @@ def test_help_is_quick(help_text: tuple[str, float]) -> None:
 @pytest.mark.slow
 def test_help_lists_every_recipe(help_text: tuple[str, float]) -> None:
     for name, path in recipe_files().items():
-        assert len(description(path)) > 20
-        assert re.search(rf"^  {name} +{re.escape(description(path))}$", help_text[0], re.MULTILINE)
+        assert len(recipe_description(path)) > 20
+        assert re.search(rf"^  {name} +{re.escape(recipe_description(path))}$", help_text[0], re.MULTILINE)
 
 
 @pytest.mark.slow

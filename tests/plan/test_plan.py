@@ -22,7 +22,7 @@ from tests.helpers.forked import REPOSITORY
 from tests.helpers.plan_truth import CollectiveLog, StorageMeter, as_logged, metered_peak, tracked_peak
 from tests.helpers.ranks import run_command, run_ranks, run_tiny
 from trainer import RunConfig, Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape, check_config, description, recipe_files, resolve_expert_method
+from trainer.config import AUTO, MeshShape, check_config, recipe_description, recipe_files, resolve_expert_method
 from trainer.plan.__main__ import command_line
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
@@ -369,7 +369,7 @@ def test_planning_a_thousand_candidates_is_fast() -> None:
 
 def machine_of_recipe(recipe: str) -> tuple[int, Machine]:
     """Return the ranks and the machine in the first line of a recipe, such as "8 x H100"; a CPU rank has 8 GiB."""
-    named = re.findall(r"(\d+) x ([A-Z]\w+)", description(recipe_files()[recipe]))
+    named = re.findall(r"(\d+) x ([A-Z]\w+)", recipe_description(recipe_files()[recipe]))
     assert len(named) == 1, f"{recipe}: the first line names one machine, and how many ranks"
     ((ranks, device),) = named
     return int(ranks), find_machine(device.lower(), memory_gib=8 if device == "CPU" else None)

@@ -244,5 +244,5 @@ def test_distillation_from_files(mesh: str, models: tuple[Path, Path], tmp_path:
         DistillationTrainer(other)
     for changed in ("objective.temperature=2", "eval.every=2"):
         config = config_of(student, tmp_path / "other", *settings_of("mixture", places["all"]), changed)
-        with pytest.raises(UserError, match="needs the teacher, but objective.teacher=.* holds its log-prob"):  # noqa: RUF043
+        with pytest.raises(UserError, match="needs the teacher, but objective.teacher=.* holds only its log-prob"):  # noqa: RUF043
             teacher_config(config)

@@ -16,19 +16,19 @@ from trainer.config import RunConfig
 from trainer.metrics.goodput import RunHistory
 
 MAX_INTERVAL_S = 7200.0
-"""Upper limit on the Young/Daly interval in seconds.  It exists because checkpoints protect against more than node
+"""Upper limit on the Young/Daly interval, in seconds.  It exists because checkpoints protect against more than node
 failures."""
 MIN_INTERVAL_S = 1.0
-"""Lower limit on the interval in seconds, for saves that are too short to measure."""
+"""Lower limit on the interval, in seconds, for saves that are too short to measure."""
 _SAVE_MARGIN = 1.2
 """Lower limit on the interval as a multiple of the duration of a save, so that saves do not overlap.  It takes
 precedence over `MAX_INTERVAL_S`."""
 _WRITE_BYTES_PER_S = 0.2e9
-"""Rate at which each rank writes to storage in bytes per second, assumed until a save has been timed."""
+"""Rate at which each rank writes to storage, in bytes per second, assumed until a save has been timed."""
 _COPY_BYTES_PER_S = 1e9
 """Rate of the copy that pauses training, in bytes per second on each rank, assumed until a save has been timed."""
 _ASSUMED_RESTART_S = 180.0
-"""Assumed time in seconds from the detection of a failure to the first step after the restart."""
+"""Assumed time from the detection of a failure to the first step after the restart, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -46,24 +46,24 @@ class Costs:
 
     @cached_property
     def best_interval_s(self) -> float:
-        """The interval between starts of consecutive saves that maximizes goodput by Daly's estimate, within limits."""
+        """Daly's estimate of the best interval between the starts of consecutive saves, kept within the limits."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
-        every_s = self.mtbf_s + self.blocked_s  # if the pause is at least twice the mean time between failures
+        interval_s = self.mtbf_s + self.blocked_s  # if the pause is at least twice the mean time between failures
         if ratio < 1:
-            every_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
-        return max(MIN_INTERVAL_S, _SAVE_MARGIN * self.total_s, min(MAX_INTERVAL_S, every_s))
+            interval_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
+        return max(MIN_INTERVAL_S, _SAVE_MARGIN * self.total_s, min(MAX_INTERVAL_S, interval_s))
 
-    def goodput(self, every_s: float) -> float:
-        """Return the fraction of time spent on progress that is kept, if a save starts every `every_s` seconds."""
-        expected_kept_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, every_s - self.blocked_s)
-        expected_failures = min(700.0, every_s / self.mtbf_s)  # `expm1` overflows above 709
+    def goodput(self, interval_s: float) -> float:
+        """Return the fraction of time spent on progress that is kept, if a save starts every `interval_s` seconds."""
+        expected_kept_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, interval_s - self.blocked_s)
+        expected_failures = min(700.0, interval_s / self.mtbf_s)  # `expm1` overflows above 709
         return expected_kept_s / math.expm1(expected_failures) / (self.mtbf_s + self.restart_s)
 
-    def lost_time_fractions(self, every_s: float) -> dict[str, float]:
+    def lost_time_fractions(self, interval_s: float) -> dict[str, float]:
         """Return the fraction of time lost to each cause, to first order."""
         lost = {  # relative to the time spent on progress that is kept
-            "pausing for saves": self.blocked_s / every_s,
-            "repeating lost work": every_s / 2 / self.mtbf_s,
+            "pausing for saves": self.blocked_s / interval_s,
+            "repeating lost work": interval_s / 2 / self.mtbf_s,
             "saves that did not finish": self.total_s / self.mtbf_s,
             "restarts": self.restart_s / self.mtbf_s,
         }
@@ -107,14 +107,14 @@ def estimated_save_s(shard_bytes: float) -> float:
     return shard_bytes / _WRITE_BYTES_PER_S
 
 
-def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, str]:
-    """Return text by topic: the expected goodput with a save every `every_s` seconds, and how to improve it."""
-    lost = costs.lost_time_fractions(every_s)
+def describe_costs(costs: Costs, interval_s: float, num_nodes: int) -> dict[str, str]:
+    """Return text by topic: the expected goodput with a save every `interval_s` seconds, and how to improve it."""
+    lost = costs.lost_time_fractions(interval_s)
     worst = max(lost, key=lambda cause: lost[cause])
     nodes = f"{num_nodes} nodes" if num_nodes > 1 else "1 node"
     best = (
         ""
-        if math.isclose(every_s, costs.best_interval_s, rel_tol=0.05)
+        if math.isclose(interval_s, costs.best_interval_s, rel_tol=0.05)
         else f"; best: every {format_duration(costs.best_interval_s)}"
     )
     at_best_interval = f", {_percent(costs.goodput(costs.best_interval_s))} at the best interval" if best else ""
@@ -123,10 +123,10 @@ def describe_costs(costs: Costs, every_s: float, num_nodes: int) -> dict[str, st
             f"one every {format_duration(costs.mtbf_s)} on {nodes}, {format_duration(costs.restart_s)} to resume"
         ),
         "saves": (
-            f"every {format_duration(every_s)}, pausing for {format_duration(costs.blocked_s)}, published after "
+            f"every {format_duration(interval_s)}, pausing for {format_duration(costs.blocked_s)}, published after "
             f"{format_duration(costs.total_s)}{best}"
         ),
-        "expected goodput": f"{_percent(costs.goodput(every_s))}{at_best_interval}",
+        "expected goodput": f"{_percent(costs.goodput(interval_s))}{at_best_interval}",
         "to improve": f"{worst}, {_percent(lost[worst])}: {_ADVICE[worst]}",
     }
 

@@ -5,10 +5,10 @@ The manifest is written last, so a checkpoint without a manifest is incomplete.
 The files of a checkpoint:
 
 manifest.json               step, versions, mesh, size and CRC-32 of every other file, and the manifest's own SHA-256
-state.json                  non-tensor state that is the same on all ranks: counters, position in the data
+state.json                  non-tensor state that is the same on all ranks, such as counters and the data position
 layout.json                 the file and byte range of each chunk of each tensor
 __0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
-__0_0.blocks.json ...       the block checksums of that file
+__0_0.blocks.json ...       the block checksums of each of those files
 ranks/00000.safetensors     per-rank state, such as the states of random number generators
 config.yaml                 the configuration of the run that wrote the checkpoint
 .metadata                   the layout in torch's own format, for torch's tools; never read here
@@ -35,12 +35,12 @@ CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
 BLOCKS_SUFFIX = ".blocks.json"
-"""Suffix, in place of `.distcp`, of the file that holds a data file's block checksums."""
+"""Suffix that replaces `.distcp` in the name of the file that holds a data file's block checksums."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The manifest of one checkpoint: what wrote it and when, and the size and checksum of each file."""
+    """The manifest of one checkpoint: how and when it was written, and the size and checksum of each other file."""
 
     step: int
     world_size: int
@@ -51,7 +51,7 @@ class Manifest:
     """Time of writing in UTC, in ISO 8601 format."""
     config_sha256: str
     files: Mapping[str, Sequence[int]]
-    """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 of its list of blocks."""
+    """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 is that of its list of blocks."""
     format_version: int = FORMAT_VERSION
     extra: Mapping[str, Any] = field(default_factory=dict)
 
@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Earlier steps at which a save was due but none succeeded; this checkpoint replaces theirs."""
+        """Earlier steps at which a save was due but did not succeed; this checkpoint takes the place of theirs."""
         return tuple(self.extra.get("due", ()))
 
     @property

@@ -22,8 +22,8 @@ from trainer.metrics.console import readable_bytes
 def newest_step(storage: Storage) -> int | None:
     """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
-    A checkpoint that was saved right after skipped steps is chosen only if there is no other.  A damaged manifest does
-    not rule a checkpoint out: that error is reported when the checkpoint is opened.
+    A checkpoint that was saved right after skipped steps is chosen only if there are no others.  A damaged manifest
+    does not rule a checkpoint out: the damage is reported when the checkpoint is opened.
     """
     steps = list_steps(storage)
     for step in reversed(steps):
@@ -40,7 +40,7 @@ def best_step(storage: Storage) -> int | None:
 
 
 def find_best(storage: Storage) -> tuple[float, int] | None:
-    """Return the metric's value and the step of the best good checkpoint in `storage`; None if none has a value.
+    """Return the metric's value and the step of the good checkpoint with the best value; None if none has a value.
 
     The metric is the one that was configured when the newest good checkpoint with an evaluation was saved; checkpoints
     without a value for it are ignored.  Ties go to the older checkpoint.

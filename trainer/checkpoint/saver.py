@@ -1,7 +1,8 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles due saves, retries and the final save.  For each save, it also handles the lock and relocation of the
-folder, the watchdog and the metrics.  `Checkpoints` (writer.py) performs the saves, one at a time.
+`Saver` handles due saves, retries and the final save.  Around each save, it also locks the run's folders, moves the
+run if one of them is lost, notifies the watchdog and records metrics.  `Checkpoints` (writer.py) performs the saves,
+one at a time.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ class StatePart:
     """
 
     may_be_absent = False
-    """True if a checkpoint without this part, such as an older one, can be restored."""
+    """True if a checkpoint that lacks this part, for example an older one, can be restored."""
     can_restart = False
-    """True if `restart` can replace stored per-rank state, when the checkpoint has a different number of ranks."""
+    """True if `restart` can replace stored per-rank state when the checkpoint is from a different number of ranks."""
 
     def state_dict(self) -> dict[str, Any]:
         raise NotImplementedError

@@ -1,15 +1,15 @@
 """Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
-Folders are published atomically in both, but in different ways.  In a file system, a folder is written under a
-temporary name, flushed to disk and renamed; a folder that it replaces is renamed first.  An object store has no atomic
-rename: there the manifest is written last and acts as the commit, and a folder without a manifest is not a checkpoint.
-Names are relative paths with slashes.
+Both publish folders atomically, but in different ways.  In a file system, a folder is written under a temporary name,
+flushed to disk and renamed; if it replaces a folder, that one is renamed first.  An object store has no atomic rename:
+there the manifest is written last and acts as the commit, and a folder without a manifest is not a checkpoint.  Names
+are relative paths with forward slashes.
 
 Data files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test
-without checksums, 169 of 200 random bit flips in a torch.distributed.checkpoint data file loaded silently as wrong
-values.  Here a data file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and by default a
-reader verifies every block that it touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.
-It protects against accidental corruption, not against tampering.
+without checksums, torch.distributed.checkpoint silently loaded wrong values after 169 of 200 random bit flips in a data
+file.  Here a data file is a sequence of blocks of at most `BLOCK_BYTES`, each with its CRC-32, and by default a reader
+verifies every block that it touches.  CRC-32 detects every single-bit error and every burst of up to 32 bits.  It
+protects against accidental corruption, not against tampering.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ DAMAGED, SUPERSEDED, SUSPECT = "damaged", "superseded", "doubtful"
 not change."""
 _QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{SUSPECT}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
-"""In a file system, prefixes of the temporary names of folders that are being written, deleted and replaced."""
+"""In a file system, prefixes of the temporary names of folders being written, deleted or replaced, respectively."""
 _UNFINISHED = ".unfinished"
-"""In an object store, the marker file of a folder that is being written or deleted."""
+"""In an object store, the name of the marker file in a folder that is being written or deleted."""
 
 
 class ReadableFile(Protocol):

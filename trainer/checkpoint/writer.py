@@ -1,9 +1,9 @@
-"""Saves checkpoints: snapshots the state, writes and checks the files, publishes the checkpoint, and prunes old ones.
+"""Snapshots the state, writes and checks the files of a checkpoint, publishes it, and prunes old checkpoints.
 
 A background save pauses training only while the state is collected and copied.  A thread on each rank then writes the
 copy, using a separate process group (`Channel`) for its collectives.  Every rank writes its files and flushes them to
 disk; rank 0 checks that nothing is missing, writes the manifest and publishes the checkpoint.  Obsolete checkpoints are
-deleted after that, or before the save if the disk is too full for the new one; at least one good checkpoint remains.
+deleted afterwards, or before the save if the disk is too full for it; at least one good checkpoint always remains.
 If any rank fails, all ranks report the same error, and the files of the failed save are deleted.  If a rank dies during
 a save, or if the files cannot be deleted, the unpublished folder remains until the run is next started.
 

@@ -20,7 +20,7 @@ from trainer.config.mesh import (
     smallest_mesh,
 )
 from trainer.config.messages import type_name
-from trainer.config.recipe_files import description, read_yaml, recipe_files
+from trainer.config.recipe_files import read_yaml, recipe_description, recipe_files
 from trainer.config.rules import MIXTURE_BLOCK, Phase, budget_of, check_config, find_deadline, find_phases
 from trainer.config.schema import (
     AUTO,
@@ -60,7 +60,6 @@ __all__ = [
     "context_choices",
     "declared_keys",
     "declared_model",
-    "description",
     "expert_parallel_choices",
     "find_deadline",
     "find_mesh_shape",
@@ -68,6 +67,7 @@ __all__ = [
     "find_slices",
     "load_config",
     "read_yaml",
+    "recipe_description",
     "recipe_files",
     "resolve_context_method",
     "resolve_expert_method",

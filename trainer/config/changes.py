@@ -1,4 +1,4 @@
-"""Compares configurations, and decides which settings may change when a run resumes."""
+"""Compares configurations, looks up values in stored ones, and decides which settings may change on resume."""
 
 from __future__ import annotations
 
@@ -27,12 +27,13 @@ _FIXED_ON_RESUME = (
     "lora.",
     "run.seed",
 )
+"""Prefixes of the keys that must not change when a run resumes, unless `checkpoint.allow_changes` permits it."""
 _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
     *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
 )
-"""Exceptions to `_FIXED_ON_RESUME`, the prefixes of the keys that must not change.  For `data.weights` and
-`data.phases`, the loader checks that they have not changed for past steps."""
+"""Exceptions to `_FIXED_ON_RESUME`.  The loader checks that `data.weights` and `data.phases` have not changed for past
+steps."""
 _NOT_REPORTED = ("run.name", "run.dir", "checkpoint.", "log.")
 """Prefixes of keys that do not affect training.  When a run resumes, differences in them are not reported."""
 
@@ -61,8 +62,8 @@ def _flat_section(stored: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def compare_stored(before_yaml: str, after_yaml: str) -> list[str]:
     """Return a line "section.key: before -> after" for each difference between two stored configurations.
 
-    A missing key counts as its default.  A key that only one configuration has is not reported if its default is null
-    or unknown.  The defaults of models and objectives are unknown, because these are not imported.
+    A missing key is taken to have its default value.  A key that only one configuration has is not reported if its
+    default is null or unknown.  Defaults of model and objective keys are unknown, since their classes are not imported.
     """
     before, after = read_stored(before_yaml, "the first"), read_stored(after_yaml, "the second")
     defaults, lines = RunConfig(), []

@@ -1,4 +1,7 @@
-"""The command line: its arguments, the text of `--help`, and shell completion.  This module does not import torch."""
+"""Parses the command line; generates the output of `--help` and `--why`, and shell completion scripts.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import yaml
 
 from trainer.config.keys import declared_keys
 from trainer.config.messages import DASHES, type_name, unexpected_argument_error, unknown_option_error
-from trainer.config.recipe_files import description, recipe_files
+from trainer.config.recipe_files import recipe_description, recipe_files
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.errors import UserError, choice_error, nearest, printable, setting_error
 from trainer.objective import all_objectives
@@ -125,7 +128,7 @@ usage: python -m trainer.run recipe=NAME [section.key=value ...] [nproc=N]
   --print-config       checks the resolved configuration, prints it as YAML and exits
   --why                with --print-config: a comment on each value that is not a default says where it came from
   --dry-run            starts up, but does not train: builds the model, opens the data, plans; leaves no files behind
-  --allow-import M     lets a run in recipe= import its own module M; may be repeated
+  --allow-import M     allows importing module M, which the run in recipe= names; may be repeated
   --help [SECTION]     prints this, or one section, and exits; with recipe=NAME also shows the recipe's values
   --version            prints the version and exits
 
@@ -146,7 +149,7 @@ def recipe_list() -> str:
     """Return the list of built-in recipes, one per line."""
     files = recipe_files()
     width = max(map(len, files))
-    lines = [f"  {name:<{width}}  {description(path)}" for name, path in files.items()]
+    lines = [f"  {name:<{width}}  {recipe_description(path)}" for name, path in files.items()]
     return "recipes:\n" + "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,7 @@
-"""Checks the settings of expert parallelism, lists their legal values, and resolves `mesh.expert_method=auto`."""
+"""Checks the settings of expert parallelism, lists their legal values, and resolves `mesh.expert_method=auto`.
+
+Also warns if sharding the experts needs padding or an extra copy.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,9 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
         return config
     method = mesh.expert_method
     if method == "auto":
-        num_chosen = getattr(config.model, "num_chosen", None) or 1
+        experts_per_token = getattr(config.model, "num_chosen", None) or 1
         # In a small group, most ranks need most of the tokens anyway, and within a node, gathering them is fast.
-        is_cheap = ranks_per_node % config.expert == 0 and config.expert <= num_chosen
+        is_cheap = ranks_per_node % config.expert == 0 and config.expert <= experts_per_token
         method = "gather" if train.compile is True or is_cheap else "exchange"
         config = with_expert(config, config.expert, method)
     if method == "exchange" and train.compile == AUTO:
@@ -40,8 +43,8 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
 def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each legal `mesh.expert` and, if `mesh.expert_method` is auto, each legal method.
 
-    Size 1 comes first, and has no method to choose.  If the model declares experts, the divisors of the number of ranks
-    on a node and the sizes 16, 32 and 64 follow, in ascending order.
+    Size 1 comes first; its method does not matter and is left as configured.  If the model declares experts, the legal
+    sizes among 16, 32, 64 and the divisors of the number of ranks per node follow, in ascending order.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:

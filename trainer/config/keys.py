@@ -34,7 +34,7 @@ EMPTY_VALUE_PROBLEM = "is empty, perhaps from an unset shell variable"
 
 
 def declared_keys(model: type | None = None, objective: type = Tokens) -> dict[str, dataclasses.Field[Any]]:
-    """Return a mapping from each key to its dataclass field.  Its `metadata` has the key's help text and limits.
+    """Return a mapping from each key to its dataclass field, whose `metadata` has the key's help text and limits.
 
     model: the dataclass of the `model` section; None leaves out that section's keys.
     objective: the dataclass of the `objective` section.

@@ -28,11 +28,11 @@ def load_config(
 ) -> RunConfig:
     """Return the configuration of `recipe` with `key=value` overrides.
 
-    `recipe` is a name in conf/, a path ending in .yaml or .yml, or a run folder (its `config.yaml`).  A recipe file may
-    inherit from another with `recipe: PARENT`.  If a key is given twice, the last value applies.  Training with the
-    configuration of a run folder continues that run, even if the folder has been moved, unless `overrides` give the
-    run another folder or name.  A learning-rate range test (`schedule.name=range`) gets a folder next to the run's, so
-    that the run itself is not touched.
+    `recipe` is a file name in conf/ without `.yaml`, a path ending in .yaml or .yml, or a run folder (for its
+    `config.yaml`).  A recipe file may inherit from another with `recipe: PARENT`.  If a key is given twice, the last
+    value applies.  Training with the configuration of a run folder continues that run, even if the folder has been
+    moved, unless `overrides` give the run another folder or name.  A learning-rate range test (`schedule.name=range`)
+    gets a folder next to the run's, so that the run itself is not touched.
 
     Modules named on the command line or in the user's recipe files are imported.  Files written by a run or stored in
     a checkpoint are untrusted: a module that they name is imported only if it is in `allow_import` or in `overrides`.

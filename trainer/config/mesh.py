@@ -1,4 +1,7 @@
-"""The shape of the device mesh, and context parallelism, which splits each sequence among several ranks."""
+"""Determines and checks the shape of the device mesh and the slices of context parallelism; checks the batch size.
+
+Context parallelism splits each sequence among several ranks.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ class MeshShape:
     def advice(self, local_world_size: int) -> str:
         """Return a warning if neither of `shard` and `local_world_size` divides the other; otherwise an empty string.
 
-        Some shard groups then span two nodes, and links between nodes are many times slower than those within a node.
+        Some shard groups then straddle nodes, and links between nodes are many times slower than those within a node.
         """
         if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
             return ""

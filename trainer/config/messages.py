@@ -1,4 +1,4 @@
-"""Error messages for mistakes in arguments: unknown keys and options, and values of the wrong type.
+"""Error messages for mistakes in recipe files and arguments: unknown keys and options, and values of the wrong type.
 
 Messages suggest the key or value that was probably meant, or say what to do.  The names that other trainers use for a
 setting are recognized.  A key whose spelling is only vaguely similar is not suggested.

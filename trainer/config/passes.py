@@ -1,12 +1,12 @@
-"""The passes: steps that resolve a configuration, by setting or checking values that follow from others.
+"""The passes: the steps that resolve a configuration by setting or checking values that follow from others.
 
 A value may follow from other settings, from files, from the data or from the device.  A pass maps the input of its
 stage (see `Stage`) and the `Resolution` to a new version of that input.  `Resolution.origins` records where the value
 of each key came from, for `--print-config --why`.
 
-`PASSES`, at the end, lists the passes in order.  `load_config` runs those of the first stages, some of them before the
-recipe files and the command line are merged.  The others run when the run starts, once its data can be read, or once
-its device is known.
+`PASSES`, at the end, lists the passes in order.  `load_config` runs those of the first four stages, some of them before
+the recipe files and the command line are merged.  The others run when the run starts, once its data can be read, or
+once its device is known.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from trainer.config.location import locate
 from trainer.config.mesh import MeshShape, resolve_context_method
 from trainer.config.pretrained import (
     DeclaredModel,
-    declared_by_folder,
     find_native_recipe,
     free_fields,
     has_config_only,
+    read_declared_model,
     stored_dtype,
 )
 from trainer.config.recipe_files import find_recipe_file, read_yaml, recipe_files
@@ -70,10 +70,11 @@ Stage = Literal["files", "keys", "tree", "config", "start", "data", "device"]
 """The stages, each of which determines when a pass runs and what its input is:
 
 files: the parsed sections of the recipe file.
-keys: `Keys`: the values from files, and the command line's values as text.
+keys: `Keys`, with the values from files, and those from the command line as text.
 tree: OmegaConf's typed tree, in which references such as ${run.seed} are not resolved yet.
 config: the RunConfig.
-start, data, device: also the RunConfig, but later: when a run starts, when its data can be read, and on its device.
+start, data, device: also the RunConfig, but later: when a run starts, once its data can be read, and once its device
+    is known.
 """
 
 
@@ -472,7 +473,7 @@ def model_of_weights(tree: Any, resolution: Resolution) -> Any:
         return tree
     location = locate(source)
     if location.kind == "huggingface":
-        resolution.declared = declared_by_folder(source, recipe, "train.init_from")
+        resolution.declared = read_declared_model(source, recipe, "train.init_from")
     else:
         stored = location.folder / CONFIG  # of a run or of a checkpoint
         try:

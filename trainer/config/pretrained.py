@@ -1,7 +1,7 @@
 """Converts the config.json of a Hugging Face model folder to the fields of a recipe, and checks the folder's files.
 
-The fields are compared with the run's before anything is built, because weights of the same shapes may belong to a
-different model, for example one with another `rope_theta` or number of heads.  `Recipe.hf` says how entries of
+The fields are compared with the run's before anything is built, because weights of the same shapes may belong to
+another model, for example one with a different `rope_theta` or number of heads.  `Recipe.hf` says how entries of
 config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
 torch.
 """
@@ -31,7 +31,7 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""For each entry of config.json that is refused, the reason.  A recipe can accept some (`HuggingFace.dropped`);
+"""Maps each entry of config.json that is refused to the reason.  A recipe can accept some (`HuggingFace.dropped`);
 the generic recipe `hf` accepts `auto_map`."""
 
 
@@ -98,7 +98,7 @@ def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
     return {f.name for f in dataclasses.fields(model) if f.metadata.get("free") or f"model.{f.name}" in allowed}
 
 
-def declared_by_folder(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
+def read_declared_model(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:
     """Return the model that a folder declares, as fields of `recipe`; None if it has no config.json.
 
     Raises a UserError that starts with `setting` if config.json is invalid or describes a model that the recipe cannot

@@ -20,7 +20,7 @@ from trainer.config.stored import CONFIG, OLD_DPO_SECTION
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.recipe import load_recipes
 
-_EXAMPLE_FILE = "the output of python -m trainer.run recipe=llama_small --print-config"
+_STARTING_POINT = "the output of python -m trainer.run recipe=llama_small --print-config"
 
 
 def find_recipe_file(recipe: str) -> Path:
@@ -31,14 +31,14 @@ def find_recipe_file(recipe: str) -> Path:
         path = Path(recipe)
         if not path.is_file():
             suggestion = nearest(path.stem, recipe_files())
-            fix = "" if suggestion else f"give its path relative to {os.getcwd()}, or start from {_EXAMPLE_FILE}"
+            fix = "" if suggestion else f"give its path relative to {os.getcwd()}, or start from {_STARTING_POINT}"
             raise setting_error("recipe", recipe, "no such file", meant=suggestion, fix=fix)
         return path
     files = recipe_files()
     if recipe in files:
         return files[recipe]
     if Path(recipe).suffix in (".json", ".toml"):
-        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_EXAMPLE_FILE}")
+        raise setting_error("recipe", recipe, "recipe files are YAML", fix=f"start from {_STARTING_POINT}")
     if Path(recipe).is_dir() and not (Path(recipe) / CONFIG).is_file():
         rule = f"is a folder, but not a run folder: it has no {CONFIG}"
         yaml_file = next(iter(sorted(Path(recipe).glob("*.y*ml"))), None)
@@ -57,7 +57,7 @@ def recipe_files() -> dict[str, Path]:
     return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
 
 
-def description(path: Path) -> str:
+def recipe_description(path: Path) -> str:
     """Return the description of a recipe: the comment on the first line of its file."""
     first_line = path.read_text().partition("\n")[0]
     return first_line.lstrip("# ").strip()
@@ -74,7 +74,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
             fix = "indent with spaces"
             raise setting_error("recipe", path, f"is not valid YAML{line}: it contains a tab", fix=fix) from error
         rule = f"is not valid YAML{line}: {getattr(error, 'problem', error)}"
-        fix = f"correct{line.replace(',', '')} or start from {_EXAMPLE_FILE}"
+        fix = f"correct{line.replace(',', '')} or start from {_STARTING_POINT}"
         raise setting_error("recipe", path, rule, fix=fix) from error
     except UnicodeDecodeError as error:
         raise setting_error("recipe", path, "is not UTF-8 text", fix="save it as UTF-8 in your editor") from error
@@ -83,7 +83,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise setting_error("recipe", path, rule, fix="give a readable file") from error
     if not isinstance(tree, dict):
         rule = "must contain sections such as `train:` with keys below them"
-        raise setting_error("recipe", path, rule, fix=f"start from {_EXAMPLE_FILE}")
+        raise setting_error("recipe", path, rule, fix=f"start from {_STARTING_POINT}")
     return {str(key): value for key, value in tree.items()}
 
 

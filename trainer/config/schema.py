@@ -19,8 +19,8 @@ from trainer.renamed import Renamed
 # Limits and values shared by several sections
 
 WEEK_S = 7 * 24 * 3600.0
-"""Upper bound on time limits, in seconds.  Timeouts between ranks may be three times as long, and must fit in 32 bits
-as milliseconds."""
+"""Upper bound on time limits, in seconds.  Timeouts between ranks may be three times as long, and in milliseconds
+they must fit in 32 bits."""
 
 MAX_SIZE = 2**31 - 1
 """The largest legal value of keys that set the size of a tensor dimension."""
@@ -39,7 +39,7 @@ MODEL = "model"
 """The value of `data.tokenizer` and `data.chat_template` that selects the model's own."""
 
 MODEL_KEYS = ("model.path", "train.init_from", "data.tokenizer", "objective.teacher")
-"""Keys that name the files of a model.  A run stores those on the Hugging Face Hub by their pinned names."""
+"""Keys that name a model's files.  For files from the Hugging Face Hub, a run stores the pinned name, not a path."""
 
 NUMBER_OR = "a whole number or "
 """The start of the `form` (see `declare`) of keys that take either a whole number or a certain word."""

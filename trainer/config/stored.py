@@ -1,6 +1,6 @@
 """Recognizes the configurations that runs store in their folders and checkpoints, and reads them as untrusted data.
 
-A module outside this package that a stored configuration names is imported only with the user's permission, and values
+If a stored configuration names a module outside this package, it is imported only with the user's permission.  Values
 with masked secrets are refused.
 """
 
@@ -19,10 +19,10 @@ from trainer.errors import UserError, is_masked, masked, masked_command, setting
 from trainer.recipe import check_import
 
 CONFIG = "config.yaml"
-"""Name of the file with the stored configuration, in the folder of a run or of a checkpoint."""
+"""File name of the stored configuration in a run folder or a checkpoint."""
 
 OLD_DPO_SECTION = "dpo"
-"""Name of the old section for DPO settings, which every run stored before there were other objectives.
+"""Name of the old section for DPO settings, stored by every run before there were other objectives.
 
 `read_stored` converts this section in the text that it parses; the pass `objective_section` does so in files that
 `load_config` loads."""

@@ -35,7 +35,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     if not path:
         raise setting_error(TEACHER_KEY, path, "must name the model to imitate", example="models/Qwen3-8B")
     if (Path(path) / TOP_FILE).is_file():
-        rule = f"needs the teacher, but {TEACHER_KEY}={path} holds its log-probabilities of the training data"
+        rule = f"needs the teacher, but {TEACHER_KEY}={path} holds only its log-probabilities of the training data"
         if config.objective.temperature != 1:
             raise setting_error("objective.temperature", config.objective.temperature, rule, 1.0)
         if config.eval.every:

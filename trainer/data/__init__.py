@@ -8,9 +8,9 @@
     opening     data settings -> source
     mixture     the order of samples: maps each position to a sample, from one source or several
     loader      a rank's micro-batches, and the position from which a run resumes
-    transfer    micro-batches to the device
+    transfer    micro-batches -> device
 
-Nothing here uses a device mesh or a model.  A rank is an integer, and all that is known of the model is its vocabulary
-size and the tokenizer that came with its weights.  Only `loader` and `transfer` import torch, so that mistakes in the
-data settings are reported early, before any process is spawned.
+Nothing here uses a device mesh or a model.  A rank is just an integer, and all that is known of the model is its
+vocabulary size and the tokenizer that came with its weights.  Only `loader` and `transfer` import torch, so that
+mistakes in the data settings are reported early, before any process is spawned.
 """

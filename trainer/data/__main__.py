@@ -10,13 +10,13 @@
             --full        prints the complete text; otherwise, the middle of a long text is left out
   check   looks for broken shards, duplicate documents, and held-out text in the training data; exits with code 1 if it
           finds any
-  plan    prints for each phase (a range of steps with the same weights) and each source: the tokens that the run would
+  plan    prints, for each phase (a range of steps with the same weights) and source, the tokens that the run would
           read, the source's share of the samples, and its epochs by the end of the phase
 
 recipe=NAME is a recipe, a path ending in .yaml, or a run folder.  Without it, the settings are those of llama_small,
 and the ids in the data are not compared with the model's vocabulary size.
 
---allow-import M lets a run in recipe= import its own module M; it may be repeated.
+--allow-import M allows importing module M, which the run in recipe= names; it may be repeated.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class _Arguments:
     overrides: list[str] = field(default_factory=list)
     numbers: dict[str, int] = field(default_factory=lambda: {"--step": 1, "--samples": 2})
     """The values of the integer options; initially their defaults."""
-    is_full: bool = False
+    full_text: bool = False
     allow_import: list[str] = field(default_factory=list)
 
 
@@ -97,7 +97,7 @@ def _parse(arguments: Sequence[str]) -> _Arguments:
                 raise setting_error(key, text or None, "must be a whole number of at least 1", example=1)
             parsed.numbers[key] = int(text)
         elif argument == "--full":
-            parsed.is_full = True
+            parsed.full_text = True
         elif argument.startswith("-"):
             raise unknown_option_error(argument, [*parsed.numbers, "--full"], declared_keys())
         elif key == "recipe":
@@ -130,7 +130,7 @@ def _run(parsed: _Arguments) -> int:
     order = make_order(source, config)
     if parsed.command == "show":
         step, count = parsed.numbers["--step"], parsed.numbers["--samples"]
-        _show_samples(source, order, config, step=step, count=count, is_full=parsed.is_full)
+        _show_samples(source, order, config, step=step, count=count, full_text=parsed.full_text)
         return EXIT_FINISHED
     usages = usage_by_phase(order, config.train.global_batch_size, config.train.steps, source.seq_len)
     print_stdout("\n".join(_usage_lines(config, usages)))
@@ -162,7 +162,7 @@ _EDGE_CHARS = 60
 
 
 def _show_samples(
-    source: Source, order: SampleOrder, config: RunConfig, *, step: int, count: int, is_full: bool
+    source: Source, order: SampleOrder, config: RunConfig, *, step: int, count: int, full_text: bool
 ) -> None:
     """Print the first `count` samples of a step.
 
@@ -183,14 +183,14 @@ def _show_samples(
     for number, (position, index) in enumerate(zip(positions.tolist(), indices.tolist(), strict=True)):
         name = names[int(entries[SOURCE][number * rows_per_sample])] if SOURCE in entries else ""
         rows = range(number * rows_per_sample, (number + 1) * rows_per_sample)
-        lines = [line for row in rows for line in _sample_lines(entries, row, tokenizer, is_chat, is_full)]
+        lines = [line for row in rows for line in _sample_lines(entries, row, tokenizer, is_chat, full_text)]
         source_text, epoch = f", source {name}" if name else "", epochs(order, position)[name]
         header = f"step {step}, position {position}: sample {index}{source_text}, epoch {epoch:.4f}"
         print_stdout("\n".join([header, *lines, ""]))
 
 
 def _sample_lines(
-    entries: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, is_full: bool
+    entries: dict[str, NDArray[Any]], row: int, tokenizer: Tokenizer | None, is_chat: bool, full_text: bool
 ) -> Iterator[str]:
     """Yield the lines that show a row; see `_show_samples`."""
     tokens, is_target = entries["tokens"][row], entries["targets"][row] != IGNORE
@@ -213,21 +213,21 @@ def _sample_lines(
             yield f"  {start:>{width}}-{end - 1:<{width}}  padding"
             continue
         kind = "trained on" if is_target[start] else "ignored   "
-        text = _format_text(tokens[start:end], tokenizer, is_full)
+        text = _format_text(tokens[start:end], tokenizer, full_text)
         yield f"  {start:>{width}}-{end - 1:<{width}}  document {int(documents[start]) + 1}  {kind}  {text}"
 
 
-def _format_text(tokens: NDArray[Any], tokenizer: Tokenizer | None, is_full: bool) -> str:
+def _format_text(tokens: NDArray[Any], tokenizer: Tokenizer | None, full_text: bool) -> str:
     if tokenizer is None:
         items = (
-            tokens.tolist() if is_full or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
+            tokens.tolist() if full_text or len(tokens) <= 16 else [*tokens[:8].tolist(), "...", *tokens[-8:].tolist()]
         )
         return " ".join(map(str, items))
     text = tokenizer.decode(tokens)
     start = len(tokenizer.start_ids)
     prefix = "[begin] " if start and tuple(tokens[:start].tolist()) == tokenizer.start_ids else ""
     suffix = " [end]" if tokens[-1] == tokenizer.end_id else ""
-    if is_full or len(text) <= 2 * _EDGE_CHARS + 5:
+    if full_text or len(text) <= 2 * _EDGE_CHARS + 5:
         return prefix + repr(text) + suffix
     return f"{prefix}{text[:_EDGE_CHARS]!r} ... {text[-_EDGE_CHARS:]!r}{suffix}"
 

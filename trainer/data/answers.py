@@ -1,4 +1,4 @@
-"""Writes a file of answers, one line of JSON per prompt, in the order of the prompts.  A later command can resume it.
+"""Writes a file of answers, one line of JSON per prompt, in the order of the prompts.  A later command can add to it.
 
 The lines do not say which model and settings produced them, so FILE.provenance.json, next to FILE, records both.
 """
@@ -18,7 +18,7 @@ _FIX = "choose a file name that is not in use"
 
 
 class AnswerFile:
-    """A file of answers, either new or to be resumed.
+    """A file of answers, either new or to be continued.
 
     num_done: the number of prompts that were already answered when the file was opened.
     """
@@ -56,8 +56,8 @@ class AnswerFile:
         model: the path of the model, for messages.
         provenance: all settings, and under `weights` the checksum of the model's weights.
 
-        Raises UserError if the answers in the file were produced by another model or with other settings, or if what
-        produced them is not known.
+        Raises UserError if the answers in the file were produced by another model or with other settings, or if it is
+        not known what produced them.
         """
         provenance_path = self._path.with_name(f"{self._path.name}.provenance.json")
         if self._is_new:

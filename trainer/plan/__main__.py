@@ -19,7 +19,7 @@
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or
                      srun, also measure the links between ranks
-  --allow-import M   let a run given as recipe= import its own module M; may be repeated
+  --allow-import M   allow importing module M, which the run in recipe= names; may be repeated
 
 All configuration keys of trainer.run can be set.  Exit codes: 2 for a mistake in the input; 3 if the run does not fit,
 or if no choice of the `auto` settings does.  With exit code 3, a plan is still printed: for `auto` settings, the one

@@ -23,10 +23,10 @@ from trainer.config.initial_weights import cannot_quantize_random_weights_error
 from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
     CONFIG_JSON,
-    declared_by_folder,
     generic_model_of,
     model_config_of,
     read_config,
+    read_declared_model,
 )
 from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
@@ -284,7 +284,7 @@ def open_weights(
         return StateDictFile(Path(location.path), setting)
     if location.kind == "huggingface":
         if checks_fields:  # rejects a recipe that reads its own weights
-            declared = declared_by_folder(location.path, recipe, setting)
+            declared = read_declared_model(location.path, recipe, setting)
             source = SafetensorsFolder(location.path, recipe, model_config, setting)
         else:
             recipe_weights = (
