@@ -1,7 +1,8 @@
-"""Exceptions, exit codes, error messages, and the redaction of secrets in printed or stored text.
+"""Exceptions, exit codes, error messages, a wrapper for commands, and redaction of secrets in printed or stored text.
 
-Nearly every other module may import this one.  Text for a terminal, a log or a shared file passes through `printable`
-or `redact`, which mask credentials; `printable` also removes terminal control sequences.
+This module imports only `stopping` and `tables`, so nearly every other module may import it.  Text for a terminal, a
+log or a shared file passes through `printable` or `redact`, which mask credentials; `printable` also removes terminal
+control sequences.
 
 The error message for a setting (`setting_error`) names the setting, its value and the rule that the value breaks.  It
 may suggest a fix: the nearest legal value, the value that was probably meant, an example or an instruction.  A wrong
@@ -41,7 +42,7 @@ EXIT_DOES_NOT_FIT = 3
 EXIT_STOPPED = 75
 """The run was stopped on request; the same command resumes it (`EX_TEMPFAIL` in sysexits.h)."""
 EXIT_INTERRUPTED = 130
-"""The command was interrupted by Ctrl-C.  By the shells' convention, this is 128 plus the number of the signal."""
+"""The command was interrupted by Ctrl-C (by shell convention, 128 plus the number of the signal)."""
 
 
 class UserError(Exception):
@@ -57,7 +58,7 @@ class PeerFailed(Exception):
 
 
 _MAX_SHOWN_CHARS = 500
-"""Error messages show values of up to this many characters in full, and cut longer ones to half this length."""
+"""Error messages show values of up to this many characters in full, and truncate longer ones to half this length."""
 
 
 def print_stderr(text: str) -> None:

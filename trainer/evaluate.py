@@ -6,7 +6,7 @@
 
 A run is evaluated with its own settings, by default on one rank.  Any key can be overridden: data.eval_path selects
 other data, and eval.steps=0 evaluates on all of it.  --lm-eval evaluates on tasks of the lm_eval library, or on tasks
-defined by the YAML files in a folder; it first exports a run to a temporary folder, with its adapters merged.
+defined by the YAML files in a folder; a run is first exported to a temporary folder, with its adapters merged.
 """
 
 from __future__ import annotations
@@ -68,11 +68,11 @@ _EVALUATION_OVERRIDES = {
     "log.prometheus": "null",
     "log.profile_steps": "null",
 }
-"""Settings that replace the run's own: an evaluation runs on any number of ranks, and stores no results."""
+"""Settings that replace the run's own: an evaluation can run on any number of ranks, and stores no results."""
 
 
 _DISPLAYED_PATH_OPTION = "--shown-as"
-"""Internal option for spawned ranks: the path to display in place of the pinned path of their weights."""
+"""Internal option for spawned ranks: the path to display for the weights, instead of the pinned path that they read."""
 
 
 @dataclass(frozen=True)

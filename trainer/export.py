@@ -67,7 +67,7 @@ def export_checkpoint(
 
     A `target` ending in .pt or .safetensors is a plain state dict, which is built in memory; any adapters (LoRA) must
     be merged into it.  Any other target is a folder that `transformers` can load.  For a run with adapters, the folder
-    contains only these, in peft's format, unless they are merged.
+    contains only the adapters, in peft's format, unless they are merged.
 
     dtype: dtype of the exported weights; None for the stored dtypes.
     max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.

@@ -1,6 +1,6 @@
 """File utilities for atomic replacement, untrusted JSON, checksums, free disk space, and cache folders.
 
-After a crash, a file that is replaced atomically has either its entire old content or its entire new content.
+After a crash, a file that was being replaced atomically has either its entire old content or its entire new content.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 MAX_JSON_BYTES = 16 << 20
 """Maximum size in bytes of each of a model's JSON files, except tokenizer.json and the index of the weights.  Real
-files have at most a few megabytes."""
+files are a few megabytes at most."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
@@ -56,7 +56,7 @@ def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:
     nested too deeply, or is larger than `max_bytes`.
     """
     if (size := path.stat().st_size) > max_bytes:
-        raise ValueError(f"it has {size / 2**20:.0f} MiB, above the limit of {max_bytes / 2**20:.0f} MiB")
+        raise ValueError(f"its size is {size / 2**20:.0f} MiB, above the limit of {max_bytes / 2**20:.0f} MiB")
     return parse_json(path.read_bytes())
 
 

@@ -4,9 +4,9 @@
     python -m trainer.generate MODEL --chat TEXT
     python -m trainer.generate MODEL --prompts FILE --batch 16 --out FILE
 
-MODEL is the folder of a run or a checkpoint, a Hugging Face folder or name (org/name), or a GGUF file.  Uses one
-process, on a GPU if there is one.  A completion ends with an end-of-document or end-of-turn token, after --max-tokens
-tokens, or when the model's context is full.
+MODEL is a run folder, a checkpoint, a Hugging Face folder or repository (org/name), or a GGUF file.  Uses one process,
+on a GPU if there is one.  A completion ends at an end-of-document or end-of-turn token, after --max-tokens tokens, or
+when the model's context is full.
 """
 
 from __future__ import annotations

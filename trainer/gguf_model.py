@@ -4,7 +4,7 @@ GGUF's quantized weights cannot be trained, so they are dequantized to float32; 
 dtype.  The file's metadata becomes `config.json`, `tokenizer.json` and the other files of an ordinary model folder,
 which is what all other code sees.  The stored configuration of a run names the .gguf file, not the converted folder.
 
-Needs the library `gguf` (the extra `gguf`), which is imported when a file is converted.  Does not import torch.
+Needs the library `gguf` (the extra `gguf`), which is imported only when a file is converted.  Does not import torch.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
@@ -28,16 +28,16 @@ from trainer.stopping import raise_if_stop_requested
 
 _SUFFIX = ".gguf"
 _SOURCE_FILE = "made_from.json"
-"""Name of the file, in a converted folder, that records the path of the .gguf file.  This record is written once all
-files except the weights are complete."""
+"""Name of the file in a converted folder that records the path of the .gguf file.  It is written once all other files
+except the weights are complete."""
 _WEIGHTS_FILE = "model.safetensors"
 _VERSION = 2
-"""Version of the conversion.  Increment it when the conversion changes, so that folders of older versions are not
-reused."""
+"""Version of the conversion.  Increment it when the conversion changes, so that folders converted by older
+versions are not reused."""
 
 
 def is_gguf(path: str) -> bool:
-    """Return whether a path is that of a .gguf file, or of a folder with exactly one such file and no safetensors."""
+    """Return whether a path is a .gguf file, or a folder with exactly one such file and no safetensors files."""
     return "://" not in path and _find_file(Path(path).expanduser()) is not None
 
 

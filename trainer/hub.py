@@ -1,7 +1,7 @@
 """Resolves names of Hugging Face Hub repositories to commits, downloads files into the local cache, and uploads models.
 
-`model.path=org/name` and `data.path=hf://datasets/org/name` name repositories.  A name is resolved to a commit when a
-run first starts, and the run keeps that commit: in its stored configuration, the model is `hf://org/name@<commit>`.
+`model.path=org/name` and `data.path=hf://datasets/org/name` refer to repositories.  A name is resolved to a commit when
+a run first starts, and the run keeps that commit: in its stored configuration, the model is `hf://org/name@<commit>`.
 Files are stored in the cache layout of `huggingface_hub` (in `blobs/`, named by checksum, with links to them in
 `snapshots/<commit>/`), so that other programs can use them too.  `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN`
 and `HF_HUB_OFFLINE` work as usual.
@@ -52,9 +52,9 @@ _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 _MAX_TRIES = 5
 """Maximum number of attempts to download a file; an attempt that receives data resets the count."""
 _NUM_CONNECTIONS = 4
-"""Maximum number of files of a repository that are downloaded at the same time."""
+"""Maximum number of a repository's files that are downloaded at the same time."""
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-"""Errors of the local disk, after which downloads are not retried."""
+"""Local disk errors, after which downloads are not retried."""
 _PROGRESS_S = 10.0
 """Seconds between progress messages during a download."""
 
@@ -73,7 +73,7 @@ class HubName:
     revision: a branch, tag or commit; None for the default branch.
     path: a file, folder or glob in the repository; empty for all files.
     options: what follows `?` in the name.
-    text: the name as the user wrote it, for messages; empty if no user did.
+    text: the name as the user wrote it, for messages; empty if it did not come from a user.
     """
 
     kind: Kind

@@ -31,9 +31,9 @@ class FileLock:
     def make_exclusive(self) -> bool:
         """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
 
-        If it returns False, the shared lock is released, as flock(2) does on most file systems: if all holders call
-        this at the same time, the last one succeeds.  If each kept its share, all could fail, and nobody would clean
-        up.  Raises OSError if the file system has no locks.
+        If it returns False, the shared lock has been released (flock(2) itself does so on most file systems), so that
+        if all holders call this at the same time, the last one succeeds.  If each kept its share, all could fail, and
+        nobody would clean up.  Raises OSError if the file system has no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -30,13 +30,13 @@ IGNORE = -100
 """Target value of positions without a loss (PyTorch's default `ignore_index`)."""
 
 _CHUNK_BYTES = 64 * 2**20
-"""Default limit on the bytes of a chunk's fp32 logits: enough for full-speed matmuls on a CPU, yet little memory."""
+"""Default limit on the size of a chunk's fp32 logits: enough for full-speed matmuls on a CPU, yet little memory."""
 
 _GPU_CHUNK_ROWS = 2048
 """On a GPU, a chunk may have this many rows even if its logits then exceed `_CHUNK_BYTES`.
 
-Each chunk reads and writes the full gradient of the weight, about 10 bytes per element, and computes 6 FLOPs per
-element and row: at 4 TB/s and 800 TFLOP/s, the memory traffic takes as long as the FLOPs of 330 rows.
+Each chunk reads and writes the full gradient of the weight, about 10 bytes per element, and takes 6 FLOPs per element
+and row: at 4 TB/s and 800 TFLOP/s, the memory traffic takes as long as the FLOPs of 330 rows.
 """
 
 
@@ -58,7 +58,7 @@ _recorded_losses: ContextVar[list[torch.Tensor] | None] = ContextVar("recorded_l
 
 @contextmanager
 def row_losses() -> Iterator[list[torch.Tensor]]:
-    """Yield a list, to which each cross-entropy inside the block appends its sum per sequence, (B,) in fp64.
+    """Yield a list to which each cross-entropy inside the block appends its sum per sequence, (B,) in fp64.
 
     Only cross-entropies that return a single sum are recorded, not those inside `by_row` or `replace_loss`.
     """

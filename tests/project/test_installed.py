@@ -89,7 +89,7 @@ def test_init_writes_a_working_project(installed: Installed, tmp_path: Path) -> 
         ("my model", "NAME=my model: must be a valid Python module name"),
         ("llama", "NAME=llama: is the name of another module or model\n  for example: my_llama"),
         ("json", "NAME=json: is the name of another module or model"),
-        ("there", "NAME=there: there exists already"),
+        ("there", "NAME=there: there already exists"),
     ],
 )
 def test_invalid_names_are_rejected(

@@ -1,7 +1,6 @@
-"""The ranks of a run: their process group, devices and mesh, and the messages between them.
+"""The ranks of a run: their rendezvous, process groups, devices and meshes, and the messages between them.
 
-Small messages use a gloo group, which on GPUs is separate from the model's groups, so that they never wait for the
-device.
+Small messages never wait for the device: on GPUs, they use a gloo group that is separate from the model's groups.
 """
 
 from __future__ import annotations
@@ -49,12 +48,12 @@ if TYPE_CHECKING:
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
 OUTER, EXPERT, INNER = "outer", "expert", "inner"
-"""Names of the two axes into which `shard` is split: (outer, expert) for experts that are divided among ranks, and
+"""Names of the axes into which `shard` is split: (outer, expert) for experts that are divided among ranks, or
 (outer, inner) for stacked parameters whose matrices are split by rows."""
 
 
 def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
-    """Return `mesh` with its last axis split into (outer, inner), where `inner` has `num_inner` consecutive ranks.
+    """Return `mesh` with its last axis split into (outer, inner); each inner group has `num_inner` consecutive ranks.
 
     Collective: creates the process groups of all axes of the result.
     """
@@ -63,15 +62,15 @@ def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
 
 
-_ANSWER_S = 5.0
-"""Time limit for a response from the store, in seconds."""
+_STORE_TIMEOUT_S = 5.0
+"""Timeout of requests to the store, in seconds."""
 
 
 class World(Channel):
     """All ranks of a run, and the rank, device and process group of this process.
 
     Opens the process group (gloo on CPU, NCCL on CUDA) unless one is already open, as under Ray Train.  `close` closes
-    the group only if it was opened here.  Collective: all ranks must create a World.
+    the group only if this object opened it.  Collective: all ranks must create a World.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -126,7 +125,7 @@ class World(Channel):
     @property
     def timed_store(self) -> TimedStore | None:
         """The store with timeouts, for messages without collectives; None if this process has not opened one."""
-        return None if self._store is None else TimedStore(self._store, _ANSWER_S)
+        return None if self._store is None else TimedStore(self._store, _STORE_TIMEOUT_S)
 
     def set_timeout(self, timeout_s: float) -> None:
         """Set the timeout of this rank's process groups, except those with their own timeout.

@@ -1,12 +1,12 @@
 """Mixture-of-experts layers: expert parallelism, grouped matmuls, and load balancing.
 
 A model runs its experts through `apply_experts`, and its recipe names the modules that hold them (`Recipe.experts`).
-Such a model also supports expert parallelism (`mesh.expert`), where the experts are divided among consecutive ranks:
-`apply_experts` then sends tokens to the ranks of their experts, and the results back.
+Such a model also supports expert parallelism (`mesh.expert`), in which the experts are divided among consecutive
+ranks: `apply_experts` then sends tokens to the ranks of their experts, and returns the results to the tokens' ranks.
 
 To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns their `Load` (from
-`load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its child module, a
-`Balance`, and adds the result to its loss.  This package does not depend on any particular recipe.
+`load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its `Balance`
+module, and adds the result to its loss.  This package does not depend on any particular recipe.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs.
 """
@@ -38,7 +38,7 @@ from trainer.experts.grouped import GROUPED_MM, TORCH_GROUPED_MM, fake_tensors, 
 from trainer.experts.parallel import find_experts, observe_experts, shard_experts, simulate_expert_group
 
 Choice = TopKExperts
-"""The old name of `TopKExperts`, which keeps working for one version."""
+"""Deprecated alias of `TopKExperts`; remove it in the next release."""
 
 __all__ = [
     "ADAPTERS",

@@ -22,10 +22,10 @@ from torch import nn
 from trainer.experts.grouped import grouped_mm, packed_grouped_mm
 
 ADAPTER_NAME = "default"
-"""Name of a layer's adapter.  A layer has only one here; peft supports several."""
+"""Name of a layer's adapter.  Here, a layer has only one; peft supports several."""
 
 ADAPTERS = "adapters"
-"""Name of an expert module's child that holds its adapters."""
+"""Name of the child module that holds an expert module's adapters."""
 
 
 class ExpertFactor(nn.Module):
@@ -46,9 +46,9 @@ class ExpertFactor(nn.Module):
 
 
 class ExpertAdapter(nn.Module):
-    """All experts' LoRA adapters for the matrices under one name in `matrices`: x @ W.T + scaling * x @ A.T @ B.T.
+    """All experts' LoRA adapters for the matrices listed under a name in `matrices`: x @ W.T + scaling * x @ A.T @ B.T.
 
-    `forward` only returns x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the initial output
+    `forward` returns only x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the initial output
     equals that of the experts alone.
     """
 

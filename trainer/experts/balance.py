@@ -1,4 +1,4 @@
-"""Measures the load of experts, and balances it with auxiliary router losses and with biases in expert selection.
+"""Measures the load of experts, and balances it with auxiliary router losses and by biasing the selection of experts.
 
 Tokens per expert are counted as integers over the global batch (for `sequence_loss`, over each sequence), so the counts
 do not depend on how the mesh and the micro-batches divide the tokens.
@@ -21,14 +21,14 @@ from trainer.distributed.world import World
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
-"""Key of the state of `ExpertBalance` in a checkpoint.  The state is the number of tokens of each expert in the last
-step that was not skipped."""
+"""Key in a checkpoint for the state of `ExpertBalance`: the number of tokens routed to each expert in the last step
+that was not skipped."""
 
 
 class TopKExperts(nn.Module):
-    """Chooses the experts of each token: those with the highest scores.
+    """Selects each token's experts: those with the highest scores.
 
-    With a bias, the experts with the highest sums of score and bias are chosen, but their weights depend only on the
+    With a bias, the experts with the highest sums of score and bias are selected, but their weights depend only on the
     scores.  If `Balance.rate` is set, `ExpertBalance` raises or lowers each bias by this rate after each step that is
     not skipped (Wang et al. 2024, arXiv:2408.15664; DeepSeek-V3, arXiv:2412.19437, equation 16).  The bias is a
     persistent buffer in fp32: it is saved in checkpoints, and used in evaluation and generation.
@@ -58,7 +58,7 @@ class Load(NamedTuple):
     """The load of a layer's experts, counting only tokens with targets; see `load_of`."""
 
     choices: torch.Tensor
-    """(B, E), the number of tokens in each sequence routed to each expert (int64)."""
+    """(B, E), the number of each sequence's tokens that were routed to each expert (int64)."""
     probs: torch.Tensor | None
     """(B, E), the sum over these tokens of the router's probability for each expert, in the dtype of the probabilities;
     None if `load_of` was not given them."""

@@ -28,12 +28,12 @@ GROUP_ATTRIBUTE = "expert_group"
 
 @dataclass
 class Estimate:
-    """Assumptions about the router's choices, used by the planner, which routes no real tokens."""
+    """Statistics of the router's choices for the planner, which routes no real tokens."""
 
     imbalance: float = 1.0
-    """Number of rows on the busiest rank, relative to the mean over ranks."""
+    """Assumed number of rows on the busiest rank, relative to the mean over ranks."""
     fill_fraction: float = 1.0
-    """Fraction of the rows in the buffers of `gather` that hold tokens; set when the model runs with that method."""
+    """With `gather`, the fraction of buffer rows that hold tokens; set when the model runs."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class ExpertGroup:
     name: str = ""
     """Name of the process group, for `trainer.distributed.exchange`."""
     estimate: Estimate | None = None
-    """Set only by the planner: replaces the split sizes of `exchange`; `gather` sets its `fill_fraction`."""
+    """Set only by the planner.  `exchange` derives its split sizes from it; `gather` sets its `fill_fraction`."""
     observer: Callable[..., None] | None = None
-    """Called with the arguments of `apply_experts` except `experts`, then the result.  None outside the self-check."""
+    """Called with the arguments of `apply_experts` except `experts`, and the result.  None outside the self-check."""
 
 
 def apply_experts(

@@ -1,4 +1,4 @@
-"""Grouped matmuls: each row is multiplied by the matrix of its group, such as its expert.
+"""Grouped matmuls: each row is multiplied by the matrix of its group (for example, of its expert).
 
 Group sizes are known only on the device, so these matmuls are custom operators: fake tensors, compiled code and
 activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.
@@ -26,15 +26,15 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 
     `ends_E[e]` (int32) is the exclusive end row of group e; the last group ends with the last row.  If `ends_E` has one
     entry more than there are matrices, the last group has no matrix: the results and gradients of its rows are zero.
-    On a GPU in bfloat16, with K and N multiples of 8, one kernel computes the product without host sync; otherwise
+    On a GPU in bfloat16, with K and N multiples of 8, one kernel computes the product without a host sync; otherwise
     there is one matmul per group, and the host reads `ends_E`.
     """
     num_groups = weight_EKN.shape[0]
     if _has_kernel(x_MK, weight_EKN):
         out_MN = F.grouped_mm(x_MK, weight_EKN, offs=ends_E[:num_groups])
         if ends_E.shape[0] > num_groups:  # the kernel does not write these rows
-            is_empty_M = torch.arange(x_MK.shape[0], device=x_MK.device) >= ends_E[num_groups - 1]
-            out_MN.masked_fill_(is_empty_M[:, None], 0)
+            has_no_matrix_M = torch.arange(x_MK.shape[0], device=x_MK.device) >= ends_E[num_groups - 1]
+            out_MN.masked_fill_(has_no_matrix_M[:, None], 0)
         return out_MN
     out_MN = x_MK.new_empty(x_MK.shape[0], weight_EKN.shape[2])
     for group, rows in enumerate(_rows(ends_E)):
@@ -47,9 +47,9 @@ def grouped_mm(x_MK: torch.Tensor, weight_EKN: torch.Tensor, ends_E: torch.Tenso
 
 @torch.library.custom_op("meshtrainer::grouped_outer", mutates_args=())
 def grouped_outer(x_MK: torch.Tensor, y_MN: torch.Tensor, ends_E: torch.Tensor) -> torch.Tensor:
-    """Return x.T @ y for the rows of each group, (E, K, N).  Rows after the last group are ignored.
+    """Return x.T @ y for the rows of each group, (E, K, N).
 
-    `ends_E` is as in `grouped_mm`, but without an extra entry.
+    `ends_E` is as in `grouped_mm`, but has no extra entry; rows after the last group are ignored.
     """
     if _has_kernel(x_MK, y_MN):
         return F.grouped_mm(x_MK.t(), y_MN, offs=ends_E)

@@ -23,7 +23,7 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the expert modules of `model` by name: those that `recipe.experts` names, or none if it is None.
+    """Return the expert modules of `model` by name: those that `recipe.experts` names; empty if it is None.
 
     Raises UserError if the pattern matches no module, if a module has no parameters, or if the parameters of a module
     do not all have the same first dimension.
@@ -55,8 +55,8 @@ def _matches_pattern(name: str, pattern: str) -> bool:
 def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:
     """Divide the experts in `modules` among the ranks of `mesh`, which has one axis.
 
-    The modules' parameters become DTensors with consecutive experts on each rank.  Before that, they must be on the
-    meta device, and the number of experts must be a multiple of the mesh's size.
+    The modules' parameters become DTensors with consecutive experts on each rank.  They must still be on the meta
+    device, and the number of experts must be a multiple of the mesh's size.
     """
     size = mesh.size()
     group = ExpertGroup(size, mesh.get_local_rank(), method, register_group(mesh.get_group(), EXPERT))

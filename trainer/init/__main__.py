@@ -1,6 +1,6 @@
 """Create a project of your own: a model, its recipe, a test, and a Slurm batch file.
 
-meshtrainer init mine            writes the folder mine/
+meshtrainer init mine            creates the folder mine/
 cd mine && meshtrainer run recipe=mine.yaml
 """
 
@@ -17,7 +17,7 @@ from trainer.files import writing_to
 from trainer.recipe import all_recipes
 
 _NAME = "my_model"
-"""The model's name in the template's file names and file contents, which the new project's name replaces."""
+"""The model's name in the template's file names and contents.  The name of the new project replaces it."""
 
 
 def write_project(name: str, parent: Path) -> Path:
@@ -39,7 +39,7 @@ def write_project(name: str, parent: Path) -> Path:
         raise UserError(f"NAME={name}: is the name of another module or model\n  for example: my_{module}")
     folder = parent / name
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"NAME={name}: {folder} exists already\n  to fix: give another name, or remove it")
+        raise UserError(f"NAME={name}: {folder} already exists\n  to fix: choose another name, or remove the folder")
     with writing_to("NAME", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(Path(str(resources.files("trainer.init"))).joinpath("template").iterdir()):
@@ -54,7 +54,7 @@ def write_project(name: str, parent: Path) -> Path:
 def command_line(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     parser = CommandParser(prog="python -m trainer.init", description=__doc__)
-    parser.add_argument("name", metavar="NAME", help="name of the folder and of its model")
+    parser.add_argument("name", metavar="NAME", help="name of the project folder and of the model")
 
     def create() -> int:
         arguments = parser.parse_args(argv)

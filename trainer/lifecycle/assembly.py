@@ -1,4 +1,4 @@
-"""Assembles a run: creates the parts of a Trainer other than its model, optimizer and data, in dependency order."""
+"""Assembles a run: creates all parts of a Trainer except its model, optimizer and data, in dependency order."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 @dataclass
 class TrainingRun:
-    """The parts of a Trainer other than its model, optimizer and data.
+    """All parts of a Trainer except its model, optimizer and data.
 
-    `assemble_run` sets the `init=False` fields last, in the order below: each of these parts may use those before it.
+    `assemble_run` sets the `init=False` fields last, in the order below: each of these parts may use the previous ones.
     """
 
     config: RunConfig
@@ -69,7 +69,7 @@ class TrainingRun:
 
     @contextmanager
     def fitting(self) -> Iterator[None]:
-        """Call `begin_fit` of all callbacks before the block, the body of `Trainer.fit`, and `end_fit` after it."""
+        """Call every callback's `begin_fit` before the block (the body of `Trainer.fit`) and its `end_fit` after it."""
         for callback in self.callbacks:
             callback.begin_fit()
         try:
@@ -80,7 +80,7 @@ class TrainingRun:
 
     @contextmanager
     def looping(self) -> Iterator[None]:
-        """Call `end_loop` of all callbacks after the block, the loop of `Trainer.steps`."""
+        """Call every callback's `end_loop` after the block (the loop of `Trainer.steps`)."""
         has_failed = True
         try:
             yield

@@ -5,7 +5,7 @@ fresh weights, the state that a recurrent layer carries across a document bounda
 So comparing the model's outputs is not enough.  The check runs the model itself, for any recipe, in two ways:
 
 1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
-   A token that takes no part in a computation gets exact zeros in any dtype; a token that does gets nonzero values,
+   A token that takes no part in a computation gets exactly zero in any dtype; a token that does gets nonzero values,
    however small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is
    tested even if the next weight is zero, as in fresh adapters and some projections.
 2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two rows hold the
@@ -61,10 +61,10 @@ def check_documents(world: World, model: nn.Module, loader: object, config: RunC
     """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
 
     The message names up to three modules, if they can be found.  Also raises UserError if compiled blocks would have to
-    separate documents in recurrent layers of transformers.  A no-op if documents do not share rows, or with a custom
-    loader.
+    separate documents in recurrent layers of transformers.  Does nothing if documents do not share rows, or if the
+    loader is a custom one.
 
-    Collectives: a forward and backward pass over two rows of at most 320 tokens, then either another of the same or a
+    Collectives: a forward and backward pass over two rows of at most 320 tokens, then either another such pass or a
     forward pass over two rows of at most 256 tokens, and a gather; only the gather if the model takes no documents.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):

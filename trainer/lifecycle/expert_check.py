@@ -1,4 +1,4 @@
-"""Checks, for expert parallelism, that the experts' gradients are right and that the right ranks compute each expert.
+"""Checks, for expert parallelism, that the experts' gradients are correct and that the right ranks compute each expert.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
 computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
@@ -37,7 +37,7 @@ from trainer.model.gradients import gradient_sync, reshard
 from trainer.model.parameters import local, local_box
 from trainer.sequence import full_sequences
 
-_NUM_TOKENS = 32
+_MAX_TOKENS_PER_ROW = 32
 """Maximum number of test tokens per row.  On each rank, the test input is one row, or two if samples are pairs."""
 
 _GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -96,7 +96,7 @@ def check_experts(world: World, model: nn.Module, mesh: DeviceMesh, loader: obje
     modules, observer = find_experts(model, config.recipe), _Observer()
     probe = _LinearityProbe()
     handle = next(iter(modules.values())).register_forward_hook(probe.run)
-    batch = loader.first_tokens(min(_NUM_TOKENS, config.data.seq_len))
+    batch = loader.first_tokens(min(_MAX_TOKENS_PER_ROW, config.data.seq_len))
     targets = torch.where(batch["targets"] == IGNORE, batch["tokens"], batch["targets"])
     if config.objective.outputs:  # the new head's outputs are not tokens
         targets = targets % config.objective.outputs

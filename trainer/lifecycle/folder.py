@@ -1,7 +1,8 @@
-"""Manages the run folder (its owner, configuration, status and earlier attempts' files), and handles its loss.
+"""Manages the run folder: its owner, configuration, status and earlier attempts' files.
 
-Of a run's ranks, only rank 0 writes, and only after the run's settings have been validated.  `record_end` writes for a
-launcher, after its ranks have exited.
+If the folder is deleted, renamed or replaced during the run, the run continues in another one (`Relocation`).  Of a
+run's ranks, only rank 0 writes, and only after the run's settings have been validated.  A launcher writes after its
+ranks have exited (`record_end`).
 """
 
 from __future__ import annotations

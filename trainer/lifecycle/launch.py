@@ -1,4 +1,4 @@
-"""Starts `nproc` ranks on this machine through torch's elastic launcher, and reports how they ended if they cannot.
+"""Starts `nproc` ranks on this machine through torch's elastic launcher, and reports how they ended if they could not.
 
 Also redirects the output of a dry run, which stops before the first step, to a temporary folder (`dry_run_config`).
 """
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     """Start `nproc` workers through torch's elastic launcher, wait for them, and return the run's exit code.
 
-    command: each worker's arguments for the Python interpreter.
+    command: the arguments with which each worker runs the Python interpreter.
     """
     import logging
 

@@ -8,7 +8,8 @@
 A user error or a stop request before `begin` leaves an existing run unchanged: there is no transition and no record.
 A standalone evaluation (`without_writing`) enters `ended` at once and writes nothing.
 
-This module also abandons steps whose data does not arrive after a stop request, and runs the command `run.on_end`.
+This module also abandons a step or an evaluation that waits for data after a stop request, and runs the command
+`run.on_end`.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ is not listed for a phase is a bug."""
 
 
 class Lifecycle:
-    """One run in this process: its phase, its folder, stop requests, and its end.
+    """The run in this process: its phase and folder, how it handles stop requests, and how it ends.
 
     As one of `World.failure_listeners`, it is called from other threads: by the failure watch (`peer_failed`,
     `before_exit`) after another rank has failed or the launcher has died, and by the watchdog (`main_thread_hung`).

@@ -1,6 +1,7 @@
 """Selects and loads the checkpoint that a run resumes from, and moves aside the files that the run supersedes.
 
-`EarlierAttempts` compares the records in the run folder with the run's checkpoints, to detect missing checkpoints.
+`EarlierAttempts` compares the records in the run folder with the run's checkpoints, to detect missing checkpoints and
+copied folders.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Resume:
         is_running: whether training has begun, so that this load is a rollback.
 
         Returns None for a fresh start.  Raises UserError if there is no checkpoint at `path`, if it is incompatible, or
-        if the folder's records do not match its checkpoints (`EarlierAttempts`); TrainingFailed if none is good.
+        if the folder's records do not match its checkpoints (`EarlierAttempts`), and TrainingFailed if all are damaged.
         If the message cannot show all differences, it names a file that does.
         """
         self._world.agreed(self.earlier_attempts.check_checkpoint_dir)

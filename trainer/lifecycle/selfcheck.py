@@ -1,6 +1,6 @@
-"""The self-check before the first step verifies across all ranks that the run is set up as configured.
+"""The self-check, which verifies across all ranks, before the first step, that the run is set up as configured.
 
-It finds errors that would otherwise stay silent: a parameter that FSDP does not manage is trained separately on each
+It finds errors that would otherwise go unnoticed: a parameter that FSDP does not manage is trained separately on each
 rank, replicas that differ stay different, and samples that two ranks read count twice.
 
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
@@ -45,7 +45,7 @@ from trainer.model.parameters import local_box, mesh_of, tied_names
 from trainer.sequence import current_slices, use_slices
 
 DATA = "data"
-"""The entry of `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
+"""The entry in `Trainer.exempt_from_selfcheck` that skips the check of the samples."""
 
 _PER_RANK_KEYS = ("run.threads", "data.cache_dir", "data.num_workers")
 """Configuration keys that may differ between ranks, because they do not affect the results."""

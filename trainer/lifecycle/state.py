@@ -56,8 +56,8 @@ class TrainState:
         self.eval_pending = False
         """True if the evaluation at this step was interrupted; `fit` repeats the evaluation after the next start."""
         self.evaluation: dict[str, float] = {}
-        """This step's evaluation results that are finite (the losses and `eval.metric`), keyed by field name; empty
-        until the evaluation has run."""
+        """The finite results of this step's evaluation (the losses and `eval.metric`), keyed by field name; empty until
+        the evaluation has run."""
         self.model, self.random, self.skips = model, random_state, skips
         names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self.parts: dict[str, Stateful] = {
@@ -66,7 +66,7 @@ class TrainState:
             "counters": _Counters(self),
             "skipped_updates": skips,
         }
-        """Parts whose values are the same on all ranks or sharded (DTensors), and can be restored on any mesh."""
+        """Parts whose values are the same on all ranks, or sharded (DTensors), so they can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
         """Parts that differ between ranks, restored only on the same number of ranks.  On another number, `restart` is
         called on those that have this method; others forbid resuming."""

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
     """Return the size of each axis of a run's mesh by name.  `replicate` comes first, with size 1 if the mesh lacks it.
 
-    The sizes of context-parallel and expert-parallel groups are added as `context` and `expert` if above 1.
+    The sizes of context-parallel and expert-parallel groups are added as `context` and `expert` if they are above 1.
     """
     groups = {CONTEXT: config.context, EXPERT: config.expert}
     in_use = {name: size for name, size in groups.items() if size > 1}

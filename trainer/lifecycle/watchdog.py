@@ -1,17 +1,18 @@
 """The watchdog detects hangs and names the ranks that the others wait for.
 
 Every rank tracks its phase, and a thread watches the clock.  If a step, a save or an evaluation makes no progress for
-too long, all ranks report their phase and stack through the rendezvous store, since some of them are blocked in a
-collective.  Rank 0 prints one table and names the ranks that the others wait for, and the run fails on all ranks.
+too long, all ranks report their phase and stack through the rendezvous store, not in a collective, since some of them
+are blocked in one.  Rank 0 prints one table and names the ranks that the others wait for, and the run fails on all
+ranks.
 
 Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line; each forward pass restarts
 it.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), the time between two forward
 passes of an evaluation, and starting or writing a profile.  `checkpoint.timeout_s` covers the time for which training
 is blocked by a save, and the whole duration of a background save.  A rank that waits for another rank's evaluation,
-save or profile gets the same limit.  A run's start and a custom loop's code between steps have no limit, but other
-ranks that already wait inside a step do.
+save or profile gets that rank's limit.  A run's start and a custom loop's code between steps have no limit, but a rank
+that already waits inside a step has the step's limit.
 
-Not covered: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
+Limitations: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
 it does not respond.  If it is rank 0, there is no common table: each other rank prints its own status, reports that
 rank 0 does not answer, and exits.  If the process group was initialized by the caller, there is no store for messages:
 each rank reports only on itself and does not exit.
@@ -46,7 +47,7 @@ from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
 
-_CHECK_S = 0.5
+_CHECK_INTERVAL_S = 0.5
 """Seconds between checks of the limits."""
 _CHECKS_PER_POLL = 4
 """One in this many checks of the limits also polls the store for another rank's request that all ranks report."""
@@ -55,11 +56,12 @@ _ANSWER_S, _VERDICT_S = 6.0, 15.0
 `_VERDICT_S`: seconds that the other ranks wait for the verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
 """Seconds that this process waits before it exits: up to `_GRACE_S` each for the failure to be recorded and for the
-flight recorder's dump, and up to `_SAVE_GRACE_S` for a save in flight that is not stuck."""
+flight recorder's dump, up to `_SAVE_GRACE_S` for a save in flight that is not stuck, and then, except on rank 0,
+`_GRACE_S` for rank 0 to record and print the failure."""
 _SUSPENDED_S = 5.0
 """If two consecutive checks are more than this many seconds apart, the process is assumed to have been suspended."""
 _MAX_FRAMES = 12
-"""Maximum number of frames in a printed stack."""
+"""Maximum number of stack frames to print."""
 _TIMED_OUT = "a collective has timed out"
 _IN_BACKGROUND = "a save in the background"
 
@@ -187,7 +189,7 @@ class Watchdog(Callback):
 
     def _watch(self) -> None:
         last_check, num_checks, stop_event = time.monotonic(), 0, self._stop_event
-        while not stop_event.wait(_CHECK_S):
+        while not stop_event.wait(_CHECK_INTERVAL_S):
             suspended_s = time.monotonic() - last_check
             last_check, num_checks = time.monotonic(), num_checks + 1
             if suspended_s > _SUSPENDED_S:  # the process was suspended, for example by Slurm

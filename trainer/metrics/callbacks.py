@@ -52,7 +52,10 @@ class Callback:
         """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, even if it raised an exception.  Must not be collective."""
+        """Called when `Trainer.fit` ends, even if it raised an exception, unless a `begin_fit` did.
+
+        Must not be collective.
+        """
 
     def begin_step(self, step: int) -> None:
         """Called when `step` starts, before its micro-batches are taken from the loader."""

@@ -28,7 +28,7 @@ _SMOOTHING = 0.7
 """Weight of the old value in the moving average of the step time, from which the remaining time is estimated."""
 
 _PHASE_LABELS = {"evaluate": "evaluating", "save": "saving", "profile": "profiling"}
-"""Status bar labels of the phases outside a step."""
+"""Status bar labels for the phases outside a step."""
 
 
 class ConsoleWriter(RecordWriter):

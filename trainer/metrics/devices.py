@@ -1,4 +1,4 @@
-"""Specifications of common accelerators, from data sheets except for the memory sizes.  Does not import torch.
+"""Specifications of common accelerators, taken from data sheets except for the memory sizes.  Does not import torch.
 
 Compute rates and bandwidths are theoretical peaks; the planner estimates the fraction that kernels achieve.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-_H100, _MI300X = "nvidia.com/en-us/data-center/h100", "amd.com/en/products/accelerators/instinct/mi300"
+_H100_URL, _MI300X_URL = "nvidia.com/en-us/data-center/h100", "amd.com/en/products/accelerators/instinct/mi300"
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,15 @@ DEVICES = (
     Device(
         "h200", "H200", 989e12, 67e12, 1979e12, 139.8, 4.8e12, 450e9, 64e9, 700, "nvidia.com/en-us/data-center/h200"
     ),
-    Device("h100", "H100", 989e12, 67e12, 1979e12, 79.1, 3.35e12, 450e9, 64e9, 700, f"{_H100} (SXM)"),
-    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 1513e12, 79.1, 2.0e12, 64e9, 64e9, 350, f"{_H100} (PCIe)"),
+    Device("h100", "H100", 989e12, 67e12, 1979e12, 79.1, 3.35e12, 450e9, 64e9, 700, f"{_H100_URL} (SXM)"),
+    Device("h100-pcie", "H100 PCIe", 756e12, 51e12, 1513e12, 79.1, 2.0e12, 64e9, 64e9, 350, f"{_H100_URL} (PCIe)"),
     Device(
         "b200", "B200", 2250e12, 75e12, 4500e12, 178, 7.7e12, 900e9, 64e9, 1000, "nvidia.com/en-us/data-center/dgx-b200"
     ),
     Device(
         "l40s", "L40S", 362e12, 91.6e12, 733e12, 44.4, 0.864e12, 32e9, 32e9, 350, "nvidia.com/en-us/data-center/l40s"
     ),
-    Device("mi300x", "MI300X", 1307e12, 163.4e12, 2615e12, 191.7, 5.3e12, 448e9, 64e9, 750, _MI300X),
+    Device("mi300x", "MI300X", 1307e12, 163.4e12, 2615e12, 191.7, 5.3e12, 448e9, 64e9, 750, _MI300X_URL),
     Device(
         "rtx4090", "RTX 4090", 165e12, 82.6e12, 330e12, 23.5, 1.01e12, 32e9, 32e9, 450, "nvidia.com, Ada whitepaper"
     ),

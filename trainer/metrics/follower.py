@@ -51,7 +51,7 @@ class Row:
     time: float
     """Time of the first record, in seconds since the Unix epoch."""
     values: dict[str, float] = field(default_factory=dict)
-    """The values of the fields, by `<kind>/<field>`."""
+    """The values of the fields, keyed by `<kind>/<field>`."""
     changed_at: float = 0.0
     """Time at which the last record was added, by `time.monotonic`."""
     has_evaluation: bool = False

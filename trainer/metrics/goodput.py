@@ -1,8 +1,8 @@
-"""Computes goodput, the fraction of a run's wall time spent in productive steps, and where the rest of the time went.
+"""Computes goodput, the fraction of a run's wall time spent in productive steps, and breaks down the rest of the time.
 
 The times cover all attempts of the run.  They are computed from the records in `metrics.jsonl`, whether or not an
-attempt wrote an end record.  What a killed attempt did after its last record is unknown: those steps are not counted as
-lost, and their time counts as part of the gap before the next attempt.
+attempt wrote an end record.  What a killed attempt did after its last record is unknown: any steps after it are not
+counted as lost, and their time counts as part of the gap before the next attempt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Goodput:
     lost_s: float = 0.0
     """Time in steps that were repeated after a crash, or skipped because the loss or gradient was not finite."""
     start_s: float = 0.0
-    """Time from the start of a process to its start record, just before its first step, excluding loading."""
+    """Time from the start of each process to its start record, just before its first step, excluding `load_s`."""
     load_s: float = 0.0
     """Time spent restoring checkpoints or reading initial weights before the start record."""
     save_s: float = 0.0
@@ -51,9 +51,9 @@ class Goodput:
     last_time: float = 0.0
     """Time of the last record, in seconds since the Unix epoch."""
     boot_id: str = ""
-    """ID of the machine's boot during which the last attempt ran; empty if unknown."""
+    """Boot ID of the machine on which the last attempt ran; empty if unknown."""
     boot_time: float = 0.0
-    """Time of the boot `boot_id`, according to the clock of the last attempt's machine."""
+    """Time of that boot, in seconds since the Unix epoch, according to the machine's clock."""
 
     @property
     def other_s(self) -> float:

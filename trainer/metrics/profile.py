@@ -53,8 +53,8 @@ class Profile(Callback):
         self._recording: _Recording | None = None
 
     def start_note(self, step: int) -> str:
-        """Return a note for the start if a run that continues after `step` will write no profile or no memory snapshot,
-        otherwise an empty string.
+        """Return a note to print at the start if a run whose last completed step is `step` will write no profile or no
+        memory snapshot; otherwise an empty string.
         """
         if self._config.log.profile_steps is None:
             return ""

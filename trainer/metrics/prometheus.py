@@ -1,7 +1,7 @@
-"""Serves a run's current state to Prometheus, in its text format: `http://HOST:PORT/metrics`, on rank 0.
+"""Serves a run's current state in Prometheus's text format at `http://HOST:PORT/metrics`, on rank 0.
 
-The endpoint exposes what alerts and dashboards need: whether the run makes progress, how well it trains, and where its
-time goes.  Everything else is in `metrics.jsonl`.
+The endpoint exposes what alerts and dashboards need: whether the run is making progress, how well it trains, and where
+its time goes.  Everything else is in `metrics.jsonl`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _GAUGES = (
 
 
 class Prometheus(RecordWriter):
-    """Serves the metrics over HTTP.  If the port cannot be used, it warns and serves nothing."""
+    """Serves the metrics over HTTP.  If the port cannot be used, only prints a warning."""
 
     def __init__(self, port: int, run: str, warn: Callable[[str], None]) -> None:
         """Start serving.  port: 0 for any free port.  run: the run's name, attached to every metric as a label."""

@@ -1,4 +1,4 @@
-"""Metrics records (the lines of `metrics.jsonl`), functions to read them, the writers' base class, and a clock."""
+"""Metrics records (the lines of `metrics.jsonl`), functions that read them, the writers' base class, and a clock."""
 
 from __future__ import annotations
 

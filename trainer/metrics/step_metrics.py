@@ -47,7 +47,7 @@ class Update:
     def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the time, by `time.perf_counter`, at which the device finished the step.  Waits for the device.
 
-        Returns None if the loss and the norm were computed on the host: the step then ended when the host returned.
+        Returns None if the loss and the norm were computed on the host: the step then ended when the host finished it.
 
         previous: the previous step; None for the first.
         previous_end: the time at which the previous step ended.

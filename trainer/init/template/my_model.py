@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.down = nn.Linear(4 * config.width, config.width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Return x (B, T, width) after this block."""
+        """Return the output for the input x; both are (B, T, width)."""
         heads = self.qkv(self.norm_1(x)).unflatten(-1, (3, self.num_heads, -1))
         q, k, v = heads.permute(2, 0, 3, 1, 4)  # each (B, heads, T, head_dim)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)

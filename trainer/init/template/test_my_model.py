@@ -1,4 +1,4 @@
-"""Checks that the model is causal and that it learns.  Run: python -m pytest."""
+"""Checks that the model is causal and that it learns.  Run it with python -m pytest."""
 
 from pathlib import Path
 
