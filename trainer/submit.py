@@ -1,4 +1,4 @@
-"""Submit a run to a cluster, as a job generated from the recipe.
+"""Submit a run to a cluster as a job generated from the recipe, or run it on this machine.
 
     meshtrainer submit slurm recipe=llama3_8b mesh.shard=node        sbatch
     meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply of a JobSet
@@ -6,7 +6,7 @@
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
 On a cluster, the number of nodes is given by --nodes, or follows from a mesh of fixed size in the settings.  Otherwise
-it is the smallest power of two for which the planner says that the run fits (1 with run.device=cpu).  Settings are
+it is the smallest power of two with which the run fits, according to the planner (1 with run.device=cpu).  Settings are
 checked before the job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that it will end
 the job, and resumes from that checkpoint.
 """
@@ -42,7 +42,7 @@ from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
 _MAX_NODES = 512
-"""The largest number of nodes to try if neither --nodes nor the mesh gives the number."""
+"""The largest number of nodes to try if neither --nodes nor the mesh determines it."""
 
 
 @dataclass(frozen=True)

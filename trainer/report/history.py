@@ -29,7 +29,7 @@ Column = NDArray[np.float64]
 _PERFORMANCE = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
 TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE, "time")
 EVAL_COLUMNS = ("step", "loss", "bits_per_byte", "time")
-"""The fields of `train` and `eval` records that are columns of every run's tables."""
+"""The fields of `train` and `eval` records that `RecordedRun` holds as columns for every run."""
 _STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 
@@ -48,7 +48,7 @@ class Attempt:
     wall_s: float = 0.0
     """Wall time of the attempt in seconds; 0 if unknown."""
     update_s: float = 0.0
-    """Seconds of the wall time that were spent on steps that count."""
+    """The part of the wall time that was spent on steps that count, in seconds."""
 
     @property
     def resumed_step(self) -> int:
@@ -73,7 +73,7 @@ class RecordedRun:
     state: str
     """The state in `status.json`, or `killed` if that says `running` but the process is gone.
 
-    If the file is missing or cannot be read, the last attempt's outcome in its end record, else `unknown`."""
+    If the file is missing or unreadable, the outcome in the last attempt's end record, or `unknown` without one."""
     reason: str
     train: dict[str, Column]
     """Columns of the `train` records in step order, with NaN for values that are null or missing."""

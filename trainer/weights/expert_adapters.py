@@ -2,7 +2,7 @@
 
 In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`), and its
 factors are two matrices.  A is (E x R, in): the R rows of each expert are consecutive.  B is (out, R x E): for each
-index into the rank R, the columns of all experts are consecutive.  If several parameters of a module have adapters,
+of the R components, the columns of all experts are consecutive.  If several parameters of a module have adapters,
 each adapter wraps the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1
 and later, `ParamWrapper`.
 

@@ -57,7 +57,7 @@ from trainer.weights.exporting import ModelFiles, read_model_files, read_tokeniz
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
 MODEL_FILES = "origin"
-"""Key, in the state of a checkpoint, of the small files that came with the model (`ModelFiles`).
+"""The key in a checkpoint's state for the small files that came with the model (`ModelFiles`).
 
 The value must not change, since existing checkpoints use it."""
 
