@@ -1,9 +1,9 @@
 """Supervises a run inside a Slurm batch job: `python -m trainer.slurm recipe=NAME [section.key=value ...]`.
 
 A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
-ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped early, and
-gives up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether
-it requeued the job, in RUN_DIR/attempts.log.
+ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped early, and gives
+up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether it
+requeued the job, in RUN_DIR/attempts.log.
 
 The overrides are those of `trainer.run`; options may come before, between or after them.  Environment variables, with
 numeric defaults in parentheses:

@@ -6,8 +6,8 @@ takes effect in three stages:
 1. Immediately, the handler records the signal.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt
    for Ctrl-C.  In a training run it raises StopRequested only inside an `interruptible` block, which may be interrupted
    anywhere.  At safe points, long loops call `raise_if_stop_requested`, which raises StopRequested after a signal.
-2. RAISE_AFTER_S seconds after the signal, the exception is raised in the main thread, even if that is blocked or in
-   library code.
+2. RAISE_AFTER_S seconds after the signal, StopRequested (or KeyboardInterrupt) is raised in the main thread, even if
+   that thread is blocked or in library code.
 3. EXIT_AFTER_S seconds after the signal, the process calls `ImmediateStop.before_exit` if it is set, deletes partially
    written files, and exits.  By then, the main thread is usually in a long call that runs no Python code: it is
    tokenizing a huge text, compiling, or waiting for a collective.

@@ -46,7 +46,7 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 class Generation:
     """The memory that generating text within a step takes in addition to the training state, in bytes per rank.
 
-    texts: the number and lengths of the generated texts, in words.
+    texts: a description of the generated texts that gives their number and lengths.
     weights: the gathered weights.
     cache: the KV cache of all sequences at their full length.
     temporaries: the peak size of the tensors that a forward pass, or sampling after it, allocates temporarily.

@@ -1,4 +1,4 @@
-"""Traces one micro-batch of a model on fake tensors: which kernels run, and which memory is allocated and freed.
+"""Traces one micro-batch of a model on fake tensors: the kernels that run, and the memory that is allocated and freed.
 
 The model runs forward and backward, unsharded, on one imaginary rank, and the points where FSDP would gather and reduce
 are recorded.  In a long series of identical blocks, only the first and last few are run, and the events of the others

@@ -6,8 +6,10 @@ once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
 The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
-finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.  Among plans that
-are about equally fast, it takes the one that needs the least memory; among group sizes, the smallest.
+finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
+
+Among group sizes that are about equally fast, the search takes the smallest; among plans with the same group sizes, it
+takes the one that needs the least memory.
 """
 
 from __future__ import annotations

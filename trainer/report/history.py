@@ -38,7 +38,7 @@ class Attempt:
     """One attempt of a run: from its start record to its end record or, without one, to its last record."""
 
     start: Mapping[str, Any]
-    """The start record, without numeric fields whose value is invalid."""
+    """The start record, without the numeric fields whose values are invalid."""
     last_step: int = 0
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""

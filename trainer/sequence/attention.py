@@ -51,8 +51,8 @@ _gpu_kernels: KernelContext | None = None
 def use_gpu_attention(kernels: KernelContext) -> Iterator[None]:
     """Inside the block, compute attention as on a GPU, without materializing causal masks.  Used for planning.
 
-    kernels: creates a context that imitates GPU kernels; functions wrapped by `with_current_kernels` enter it again
-    when they run in the backward pass.
+    kernels: creates a context that imitates GPU kernels; functions wrapped by `with_current_kernels` enter such a
+    context again when they run in the backward pass.
     """
     global _gpu_kernels
     previous, _gpu_kernels = _gpu_kernels, kernels
@@ -63,7 +63,7 @@ def use_gpu_attention(kernels: KernelContext) -> Iterator[None]:
 
 
 def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an attention function that may run again in the backward pass, so that it uses the kernels active now."""
+    """Wrap an attention function that may run again in the backward pass, so that it then uses the current kernels."""
     kernels = _gpu_kernels
     if kernels is None:
         return function

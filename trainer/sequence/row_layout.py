@@ -1,4 +1,6 @@
-"""The layout of a batch's rows: slices under context parallelism, needed logits, documents, and the generation cache.
+"""The layout of a batch's rows: slices under context parallelism, packed documents, and the generation cache.
+
+Also lets a caller declare that it needs only the logits of each row's last token (`last_logits_only`).
 
 Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (in `DocumentRows`, documents), L tokens in
 the longest document, K key and value heads, H head size, D width, M tokens in all rows, R rows to keep.

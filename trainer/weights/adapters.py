@@ -27,7 +27,7 @@ from trainer.model.lora import name_without_adapters, parse_adapter, transposed_
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.recipe import Recipe, Transposed
-from trainer.weights.expert_adapters import ExpertMatrix, PeftFactors, peft_prefixes, target_parameters
+from trainer.weights.expert_adapters import ExpertAdapterPart, PeftFactors, peft_prefixes, target_parameters
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -198,7 +198,7 @@ class MergedSource:
         transposed: Collection[str] = (),
         packings: Mapping[str, Packing] | None = None,
         dtype: torch.dtype | None = None,
-        experts: Mapping[str, ExpertMatrix] | None = None,
+        experts: Mapping[str, ExpertAdapterPart] | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
         self._head_names = {name for name in adapters.shapes if is_score_name(name)}
