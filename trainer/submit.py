@@ -42,7 +42,7 @@ from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
 _MAX_NODES = 512
-"""The largest number of nodes to try if neither --nodes nor the mesh determines it."""
+"""The largest number of nodes to try if the number is determined neither by --nodes nor by the mesh."""
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read
 
 Column = NDArray[np.float64]
 
-_PERFORMANCE = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
-TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE, "time")
+_PERFORMANCE_FIELDS = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
+TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE_FIELDS, "time")
 EVAL_COLUMNS = ("step", "loss", "bits_per_byte", "time")
 """The fields of `train` and `eval` records that `RecordedRun` holds as columns for every run."""
 _STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
