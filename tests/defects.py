@@ -626,7 +626,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "gate-and-up-merged-with-the-same-rows",
         "adapters-of-experts",
-        "find_matrices",
+        "find_adapter_parts",
         "start = stop",
         "start = 0",
     ),

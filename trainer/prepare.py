@@ -1,15 +1,16 @@
 """Tokenize text into shards for training: `python -m trainer.prepare FILE... --out DIR/NAME`.
 
 Reads text and source code (one document per file), .jsonl (one per line), .json arrays, .csv, parquet and Arrow (one
-per record or row), and token files from other trainers.  Inputs are local files or URLs; text, .jsonl, .json and .csv
-files may be compressed.  The input may be larger than memory.  The shards get their final names only when all of them
-are complete.  If the command is killed, run it again to resume; run it several times at once to share the work.
-Training reads the shards with `data.source=tokens`; `trainer.data.shards` describes their format.
+per record or row), and token files from other trainers.  Inputs are local files or URLs, except that token files and
+uncompressed .json files must be local.  Text, .jsonl, .json and .csv files may be compressed.  The input may be larger
+than memory.  The shards get their final names only when all of them are complete.  If the command is killed, run it
+again to resume; run it several times at once to share the work.  Training reads the shards with `data.source=tokens`;
+`trainer.data.shards` describes their format.
 
-With --show N, prints the conversations in the first N records of chat files instead, with their targets marked.
+With --show N, prints the conversations in the first N records of chat files instead, with the target tokens marked.
 """
 
-# Does not import torch, which loads slowly, and whose threads would not survive the fork of the worker processes.
+# This module does not import torch: torch loads slowly, and its threads would not survive the fork of the workers.
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ from trainer.errors import (
 from trainer.files import writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
-"""Keys of the `data` section that are options of this command, used only with --show."""
+"""Keys of the `data` section that are also options of this command; only --show uses them."""
 
 _SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
 

@@ -1,8 +1,8 @@
-"""Recipes, which describe models to the trainer, and their registry.  (The YAML files in conf/ are recipe files.)
+"""Recipes, which describe models to the trainer; their registry; and the declaration of configuration keys.
 
 A recipe consists of data and functions that do not depend on the mesh or the rank.  Importing a built-in recipe does
 not import torch: the recipe only names the module that defines the model, and that module is imported when the model is
-built.
+built.  The YAML files in conf/, called recipe files, are something else: they configure runs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of tensors, identified by their names in the recipe's model.  Reading needs no process group.
+    """A source of tensors, which go by their names in the recipe's model.  Reading needs no process group.
 
     description: where the weights are, for messages.
     shapes: the shape of every tensor, by name.  A tied weight may appear under one of its names or under all of them.
@@ -61,7 +61,7 @@ class WeightSource(Protocol):
     def read(self, name: str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """Return rows [start, stop) along dimension 0, on the CPU; a scalar is returned whole.
 
-        stop: None reads to the end.
+        stop: None to read to the end.
 
         The tensor may be a view of the source's memory and must not be modified.
         """

@@ -1,4 +1,4 @@
-"""List the runs in a folder, with the progress, the losses and the next command of each.
+"""List the runs in a folder, with the progress and losses of each, and what to do next.
 
     python -m trainer.runs              the runs in runs/ and its subfolders
     python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example those of a sweep
@@ -54,7 +54,8 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Training loss: the mean over the steps of the last `train` record; None without such a record."""
+    """Training loss in the last `train` record: the mean over its steps or, if that is missing, the loss of its last
+    step; None if both are missing."""
     eval_loss: float | None
     """Loss of the last evaluation; None before the first."""
     goodput: float | None

@@ -1,19 +1,19 @@
 """Supervises a run inside a Slurm batch job: `python -m trainer.slurm recipe=NAME [section.key=value ...]`.
 
 A batch file requests resources from Slurm and runs this command; see launch/slurm.sbatch.  The command starts the
-ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped before its end, and
-gives up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether
-it requeued the job, in RUN_DIR/attempts.log.
+ranks with `srun`, tells them when the job's time limit is near, requeues the job if the run stopped early, and gives
+up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether it
+requeued the job, in RUN_DIR/attempts.log.
 
 The overrides are those of `trainer.run`; options may come before, between or after them.  Environment variables, with
 numeric defaults in parentheses:
 
-  RECIPE, RUN_DIR     used if the arguments have no recipe= or run.dir= (default of RUN_DIR: runs/<name of the job>)
-  REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings, exit code 2 (torchrun has only
-                      one code for all failures, so with --torchrun the job is requeued after these errors too)
+  RECIPE, RUN_DIR     used if the arguments lack recipe= or run.dir= (RUN_DIR itself defaults to runs/<job name>)
+  REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings (exit code 2); with --torchrun,
+                      requeue after such errors too, since torchrun has only one exit code for all failures
   REQUEUE=no          never requeue
   MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
-  LEAVE_S             time limit in seconds for ranks to exit once one rank has exited or the run has ended (60)
+  LEAVE_S             grace period in seconds for ranks to exit once one rank has exited or the run has ended (60)
 
 Does not import torch.
 """
@@ -52,7 +52,7 @@ STEP_NAME = "ranks"
 
 @dataclass
 class Signals:
-    """The signals that this job has received: USR1 (the time limit is near) or TERM (see `is_cancelled`)."""
+    """Which signals this job has received: USR1 (the time limit is near), TERM (see `is_cancelled`), or both."""
 
     stop_requested: bool = False
     """Whether at least one of the signals has arrived."""

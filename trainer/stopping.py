@@ -1,18 +1,19 @@
-"""Ends a process that has nothing to save within seconds of a signal, whatever it is doing.
+"""Ends a process within seconds of a signal, whatever it is doing, if it has nothing to save.
 
-A training run stops this way until its first step; most other commands do so until they end.  A signal takes effect in
-three stages:
+This applies to a training run until its first step has ended, and to most other commands until they exit.  A signal
+takes effect in three stages:
 
-1. Immediately, the handler records it.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt for
-   Ctrl-C; in a training run only in work that can be interrupted anywhere (`interruptible`).  At safe points, long
-   loops call `raise_if_stop_requested`, which then raises StopRequested.
-2. RAISE_S seconds after the signal, StopRequested is raised in the main thread, even if it is waiting, reading, or in
-   a library.
-3. END_S seconds after the signal, the process calls `ImmediateStop.before_exit` if it is set, deletes partially written
-   files and exits.  Usually the main thread is then in a long call that runs no Python code, such as a tokenizer on a
-   huge text, a compiler, or a collective.
+1. Immediately, the handler records the signal.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt
+   for Ctrl-C.  In a training run it raises StopRequested only inside an `interruptible` block, which may be interrupted
+   anywhere.  At safe points, long loops call `raise_if_stop_requested`, which raises StopRequested after a signal.
+2. RAISE_AFTER_S seconds after the signal, StopRequested (or KeyboardInterrupt) is raised in the main thread, even if
+   that thread is blocked or in library code.
+3. EXIT_AFTER_S seconds after the signal, the process calls `ImmediateStop.before_exit` if it is set, deletes partially
+   written files, and exits.  By then, the main thread is usually in a long call that runs no Python code: it is
+   tokenizing a huge text, compiling, or waiting for a collective.
 
-This module imports neither torch nor other modules of this package, so that signals are caught before slow imports.
+This module imports neither torch nor other modules of this package, so that the handlers are installed before slow
+imports.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-RAISE_S, END_S = 1.5, 3.0
-"""Seconds from the signal to the second and to the third stage."""
+RAISE_AFTER_S, EXIT_AFTER_S = 1.5, 3.0
+"""Delays of stages 2 and 3 after the signal, in seconds."""
 
 _RERAISE_S = 0.05
 """Seconds after which StopRequested is raised again if the interpreter has swallowed it (see `_on_unraisable`)."""
 
 _HOOK_TIMEOUT_S = 1.0
-"""Time limit for `before_exit` in seconds, because that hook may hang on a disk."""
+"""Time limit for `before_exit` in seconds, because that hook may block on disk I/O."""
 
 
 def exit_on_signals(command: str) -> None:
-    """Let signals end this process immediately while it only imports modules and has nothing to clean up.
+    """Let signals end this process immediately while it is still importing modules and has nothing to clean up.
 
     command: the name of the command, such as `run` or `export`.  The command installs its own handlers when it starts.
     """
@@ -50,7 +51,7 @@ def exit_on_signals(command: str) -> None:
 
 
 _command: list[str] = []
-"""A list of one item, the name of the command that this process runs; empty until `exit_on_signals` is called."""
+"""Holds the name of the command that this process runs; empty until `exit_on_signals` is called."""
 
 
 def exit_immediately(number: int, frame: object) -> NoReturn:
@@ -173,9 +174,9 @@ class ImmediateStop:
         number = 0
         while number not in self._numbers and not self._is_cancelled.is_set():
             number = os.read(self._read_fd, 1)[0]
-        if not self._is_cancelled.wait(RAISE_S):
+        if not self._is_cancelled.wait(RAISE_AFTER_S):
             self._raise_in_main_thread(number)
-        if not self._is_cancelled.wait(END_S - RAISE_S):
+        if not self._is_cancelled.wait(EXIT_AFTER_S - RAISE_AFTER_S):
             with self._lock:
                 if not self._is_cancelled.is_set():
                     self._end(signal.Signals(number).name)

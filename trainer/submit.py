@@ -1,14 +1,14 @@
-"""Submit a run to a cluster, as a job generated from the recipe.
+"""Submit a run to a cluster as a job generated from the recipe, or run it on this machine.
 
     meshtrainer submit slurm recipe=llama3_8b mesh.shard=node        sbatch
     meshtrainer submit k8s --image REGISTRY/IMAGE recipe=llama3_8b   kubectl apply of a JobSet
     meshtrainer submit local recipe=llama_small                      run here, by default on all GPUs
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-On a cluster, the number of nodes is given by --nodes, or follows from a mesh of fixed size in the settings.  Otherwise
-it is the smallest power of two for which the planner says that the run fits (1 with run.device=cpu).  Settings are
-checked before the job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that it will end
-the job, and resumes from that checkpoint.
+On a cluster, the number of nodes is given by --nodes, or follows from the mesh in the settings if its size is fixed.
+Otherwise it is the smallest power of two with which the run fits, according to the planner (1 with run.device=cpu).
+Settings are checked before the job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that
+it will end the job, and resumes from that checkpoint.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
 _MAX_NODES = 512
-"""The largest number of nodes to try if neither --nodes nor the mesh gives the number."""
+"""The largest number of nodes to try if the number is determined neither by --nodes nor by the mesh."""
 
 
 @dataclass(frozen=True)

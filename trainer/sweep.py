@@ -57,10 +57,10 @@ _MAX_RUNS = 1000
 """Maximum number of runs in a sweep."""
 
 _POLL_S = 0.5
-"""Seconds between checks on the active runs."""
+"""Seconds between checks of the active runs."""
 
 _MAX_NAME_LENGTH = 150
-"""Maximum number of characters in a run's name, before a number is added to make it unique."""
+"""Maximum number of characters in a run's name before a number is added to make it unique."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Functions that split URLs into path and query, detect globs, remove credentials, and open fsspec file systems.
+"""Functions that split and join URLs, detect globs, copy or remove credentials, and open fsspec file systems.
 
 In an http(s) URL, `?` starts the query, and only the path can contain the wildcards `*` and `[...]`.  Other URLs
 (s3://, gs://, memory://) have no query, and in them `?` is a wildcard too.
@@ -14,14 +14,14 @@ from typing import Any
 from trainer.errors import PASSWORD_IN_URL, is_secret_parameter
 
 _KEY_SCHEMES = ("s3", "s3a")
-"""Schemes for which fsspec takes the key and the secret as options, not from the URL."""
+"""Schemes for which fsspec takes the access key and the secret as options, not from the URL."""
 _SIGNATURE = re.compile(r"[?&](?:x-amz-signature|x-goog-signature|signature|sig)=", re.IGNORECASE)
 _SIGNATURE_PARAMETER = re.compile(
     r"(?:x-(?:amz|goog)-.*|expires|signature|key-pair-id|policy|awsaccesskeyid|googleaccessid"
     r"|s[a-z]|ske|sks|skt|skv|skoid|sktid|sig|spr|sip|rsc[a-z])$",
     re.IGNORECASE,
 )
-"""Query parameters that change when a URL is signed again: those of AWS, Google, CloudFront and Azure (SAS)."""
+"""Matches query parameters that change when a URL is signed again: those of AWS, Google, CloudFront and Azure (SAS)."""
 
 
 def is_http(url: str) -> bool:

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
 MAX_EXPONENT = 0.3
-"""After the steps, activations may grow at most as this power of the width.  Without muP, the exponent is usually 0.5
-or more."""
+"""The check fails if activations after the steps grow faster than the width to this power.  Without muP, the exponent
+is usually 0.5 or more."""
 
 
 def command_line(argv: Sequence[str] | None = None) -> int:

@@ -107,7 +107,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
     inside = max((size for size in sizes if 1 < size <= per_node), default=1)
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
-        yield make_plan(config, plan.mesh, plan.machine, plan.probe.on_other_mesh(config))
+        yield make_plan(config, plan.mesh, plan.machine, plan.probe.with_config(config))
 
 
 def _more_replicas(plan: Plan) -> Plan | None:

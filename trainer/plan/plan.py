@@ -2,9 +2,9 @@
 
 For example:
 
-machine = find_machine("h100")
-plan = make_plan(load_config("llama3_70b"), MeshShape(8, 64), machine)
-plan.memory.peak.total, plan.time.total_s
+    machine = find_machine("h100")
+    plan = make_plan(load_config("llama3_70b"), MeshShape(8, 64), machine)
+    plan.memory.peak.total, plan.time.total_s
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ _SIZES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True)
 class Generation:
-    """The memory that generation inside a step needs besides the training state, in bytes per rank.
+    """The memory that generating text within a step takes in addition to the training state, in bytes per rank.
 
-    texts: a description of the generated texts: their number and lengths.
+    texts: a description of the generated texts that gives their number and lengths.
     weights: the gathered weights.
     cache: the KV cache of all sequences at their full length.
-    temporaries: the peak of what a forward pass, or sampling after it, allocates in addition.
+    temporaries: the peak size of the tensors that a forward pass, or sampling after it, allocates temporarily.
     """
 
     texts: str
@@ -68,9 +68,9 @@ class Plan:
     trace: Trace
     layout: Layout
     probe: Probe
-    """Produced the trace; reused to trace the same model with other settings."""
+    """The probe that produced the trace, kept so that the same model can be traced with other settings."""
     generation: Generation | None = None
-    """Set by `with_generation`; no configuration key says that a program generates inside its steps."""
+    """Set by `with_generation`, since no configuration key says whether a run generates text within its steps."""
 
     @property
     def num_micro_batches(self) -> int:

@@ -1,10 +1,10 @@
-"""Traces one micro-batch of a model on fake tensors: the memory it allocates and saves, and the kernels it runs.
+"""Traces one micro-batch of a model on fake tensors: the kernels that run, and the memory that is allocated and freed.
 
 The model runs forward and backward, unsharded, on one imaginary rank, and the points where FSDP would gather and reduce
 are recorded.  In a long series of identical blocks, only the first and last few are run, and the events of the others
 are copied from them, so tracing 126 layers takes about as long as tracing four.  The result is a `Trace`, from which
-the planner simulates a step with any sizes of `mesh.replicate` and `mesh.shard` and any resharding, without running the
-model again.  Each combination of context-parallel and expert-parallel group sizes needs its own trace.
+the planner simulates a step with any `mesh.replicate`, `mesh.shard` and resharding, without running the model again.
+Each combination of context-parallel and expert-parallel group sizes needs its own trace.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from trainer.sequence import use_slices
 
 
 class Probe:
-    """Builds a configuration's model once, on the meta device, and traces micro-batches of it."""
+    """Builds a configuration's model once, on the meta device, and traces it on micro-batches."""
 
     def __init__(self, config: RunConfig, device_type: str, imbalance: float = 1.0) -> None:
         """`device_type`: `cpu`, or `cuda` to trace with a GPU's fused kernels.  For `imbalance`, see `Machine`."""
@@ -54,8 +54,8 @@ class Probe:
         self._model = build_network(config)
         self._traces: dict[tuple[int, int | str, float], Trace] = {}  # by the arguments of `trace`
 
-    def on_other_mesh(self, config: RunConfig) -> Probe:
-        """Return a probe of the same model for a configuration with another `mesh` or `train` section."""
+    def with_config(self, config: RunConfig) -> Probe:
+        """Return a probe of the same model for a configuration whose `mesh` or `train` section differs."""
         other = copy.copy(self)
         other.config, other._traces = config, {}
         return other
@@ -67,10 +67,10 @@ class Probe:
 
     @cached_property
     def _attended_length(self) -> float:
-        """Number of tokens over which attention is counted.
+        """The sequence length, in tokens, for which the FLOPs of attention are counted.
 
-        With `data.documents=masked`, the length of the document that a token belongs to, averaged over tokens;
-        otherwise, or if the data cannot be read, the sequence length.
+        With `data.documents=masked`, this is the length of the document that a token belongs to, averaged over tokens;
+        otherwise, or if the data cannot be read, it is `data.seq_len`.
         """
         data, length = self.config.data, None
         if data.arrangement == "masked":

@@ -1,13 +1,15 @@
 """Resolves settings that are `auto` to the fastest values that fit in memory.
 
-The search evaluates candidates with the planner instead of trial launches.  One candidate takes milliseconds, except
+The search evaluates candidates with the planner, not with trial launches.  One candidate takes milliseconds, except
 that each combination of micro-batch size, checkpointing, offloading, and context and expert group sizes must be traced
 once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
 The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
-finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.  Among plans that
-are about equally fast, it takes the one that needs the least memory; among group sizes, the smallest.
+finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
+
+Among group sizes that are about equally fast, the search takes the smallest; among plans with the same group sizes, it
+takes the one that needs the least memory.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ _MIN_IMPROVEMENT = 1e-6
 _MAX_UNITS = 16
 """Units are tuned one by one only in models with at most this many; in larger models, a single unit hardly matters."""
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
-"""Fractions of blocks to try on a GPU for `train.offload_activations=auto`, besides `none`."""
+"""Fractions of blocks to try offloading on a GPU with `train.offload_activations=auto`, besides `none`."""
 
 
 class NothingFits(UserError):
@@ -61,7 +63,7 @@ class PlannedChoice:
 def chosen_settings(config: RunConfig) -> dict[str, object]:
     """Return the settings that may be `auto`, by key, with their values in `config`.
 
-    `mesh.expert` is left out if the recipe declares no experts for the model, unless it is `auto`.
+    `mesh.expert` is included only if it is `auto` or the recipe declares experts for the model.
     """
     has_experts = config.recipe.declares_experts(config.model) or config.mesh.expert == AUTO
     return {
@@ -124,7 +126,7 @@ def _with_context(config: RunConfig, mesh: MeshShape, machine: Machine, probe: P
 def _with_experts(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe) -> PlannedChoice:
     """Return the best choice over all sizes of expert-parallel groups, if that setting is `auto`."""
     if config.mesh.expert != AUTO:
-        return _Search(config, mesh, machine, probe.on_other_mesh(config)).best()
+        return _Search(config, mesh, machine, probe.with_config(config)).best()
     return _smallest_near_fastest((possible_choices(config, mesh, machine.rates.ranks_per_node),), mesh, machine, probe)
 
 

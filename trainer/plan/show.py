@@ -36,7 +36,10 @@ https://jfly.uni-koeln.de/color/."""
 
 
 def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
-    """Print the plan as tables that fit the terminal.  choice: how `auto` settings were resolved, if any."""
+    """Print the plan as tables that fit the terminal's width.
+
+    choice: how the `auto` settings were resolved; None if there were none.
+    """
     width = terminal_width()
     for line in _heading(plan):
         print_stdout(textwrap.fill(line, width, subsequent_indent="  ", break_on_hyphens=False))

@@ -39,9 +39,9 @@ Operation = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 @dataclass(frozen=True)
 class Teacher:
-    """The teacher model in distillation, which is frozen and only runs forward passes.
+    """The teacher model in distillation.  It is frozen and runs only forward passes.
 
-    num_bytes: bytes that a rank holds: its shards, and the output projection, which stays gathered for the loss.
+    num_bytes: memory per rank in bytes: its shards, and the output projection, which stays gathered for the loss.
     flops: FLOPs of the teacher's forward pass over one rank's micro-batch.
     """
 

@@ -27,9 +27,9 @@ EventKind = Literal[
     "block_forward",  # a block's forward pass starts
     "block_return",  # a block's forward pass returns
     "block_backward",  # a block's backward pass starts
-    "activation_offload",  # copies to the host start
-    "activation_reload",  # copies back to the device start
-    "activation_reload_wait",  # the backward pass waits for the earliest of these copies
+    "activation_offload",  # activations start being copied to the host
+    "activation_reload",  # activations start being copied back to the device
+    "activation_reload_wait",  # the backward pass waits for the earliest pending copy back
 ]
 
 

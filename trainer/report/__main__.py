@@ -3,10 +3,10 @@
     python -m trainer.report <run folder> [--out report.html]     one run: the page and report.png, in the run folder
     python -m trainer.report <run folder> <run folder> ...        several runs: ./comparison.html and .png
     python -m trainer.report <run folder> --watch                 keep updating the page during training
-    python -m trainer.report <run folder> --serve [PORT]          serve the page on localhost, and write no file
+    python -m trainer.report <run folder> --serve [PORT]          serve the page on localhost, and write no files
 
-While a run is in progress, its page reloads itself.  Reports also work for runs that were killed.  To see a served page
-on another machine, forward the port with the ssh command that --serve prints.
+While a run is in progress, its page reloads itself.  Reports also work for runs that were killed.  To view a served
+page from another machine, forward the port with the ssh command that --serve prints.
 """
 
 from __future__ import annotations

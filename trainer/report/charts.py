@@ -21,7 +21,7 @@ from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.history import Column, RecordedRun
 
 NUM_COLUMNS = 400
-"""Maximum number of columns to which a long series is reduced.  A series of up to twice as many values is unchanged."""
+"""Maximum number of columns of a long series once reduced.  A series of up to twice as many values is not reduced."""
 
 COLORS = {
     "ink": "#1b1f24",
@@ -39,8 +39,8 @@ COLORS = {
 """Colors by name, the same as in the light theme of the page's style sheet.  Most hues are from the colorblind-safe
 palette of Okabe and Ito (https://jfly.uni-koeln.de/color/)."""
 RUN_COLORS = ("blue", "red", "green", "pink", "orange", "sky", "olive", "black")
-"""Colors of the compared runs, in order; they repeat if there are more runs."""
-PART_STYLES = {
+"""Colors of the compared runs, in order; they repeat if there are more runs than colors."""
+TIME_PART_STYLES = {
     "update_s": ("steps that count", "blue"),
     "lost_s": ("steps lost or skipped", "red"),
     "eval_s": ("evaluation", "green"),
@@ -55,7 +55,7 @@ PART_STYLES = {
 
 @dataclass(frozen=True)
 class Columns:
-    """A series reduced to columns: for each column, its mean x and the mean, minimum and maximum of its values.
+    """A series reduced to columns: for each column, the mean x, and the mean, minimum and maximum of the values.
 
     A series that is not reduced has one column per value.
     """
@@ -367,7 +367,7 @@ def _draw_time_bar(figure: Any, run: RecordedRun) -> None:
     axes = figure.add_subplot()
     axes.set_axis_off()
     total, left = run.goodput.wall_s, 0.0
-    for name, (label, color) in PART_STYLES.items():
+    for name, (label, color) in TIME_PART_STYLES.items():
         seconds = getattr(run.goodput, name)
         if total > 0 and seconds > 0.0005 * total:
             text = f"{label} {100 * seconds / total:.1f}%"

@@ -26,10 +26,10 @@ from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read
 
 Column = NDArray[np.float64]
 
-_PERFORMANCE = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
-TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE, "time")
+_PERFORMANCE_FIELDS = ("tokens_per_s", "step_s", "data_s", "mfu", "peak_memory_gib")
+TRAIN_COLUMNS = ("step", "loss", "grad_norm", "lr", "tokens", *_PERFORMANCE_FIELDS, "time")
 EVAL_COLUMNS = ("step", "loss", "bits_per_byte", "time")
-"""The fields of `train` and `eval` records that are columns of every run's tables."""
+"""The fields of `train` and `eval` records that `RecordedRun` holds as columns for every run."""
 _STANDARD_FIELDS = frozenset((*TRAIN_FIELDS, *EVAL_FIELDS))
 
 
@@ -38,7 +38,7 @@ class Attempt:
     """One attempt of a run: from its start record to its end record or, without one, to its last record."""
 
     start: Mapping[str, Any]
-    """The start record, without numeric fields whose value is invalid."""
+    """The start record, without the numeric fields whose values are invalid."""
     last_step: int = 0
     lost_steps: int = 0
     """Number of steps that the next attempt had to repeat."""
@@ -48,7 +48,7 @@ class Attempt:
     wall_s: float = 0.0
     """Wall time of the attempt in seconds; 0 if unknown."""
     update_s: float = 0.0
-    """Seconds of the wall time that were spent on steps that count."""
+    """The part of the wall time that was spent on steps that count, in seconds."""
 
     @property
     def resumed_step(self) -> int:
@@ -73,7 +73,7 @@ class RecordedRun:
     state: str
     """The state in `status.json`, or `killed` if that says `running` but the process is gone.
 
-    If the file is missing or cannot be read, the last attempt's outcome in its end record, else `unknown`."""
+    If the file is missing or unreadable, the outcome in the last attempt's end record, or `unknown` without one."""
     reason: str
     train: dict[str, Column]
     """Columns of the `train` records in step order, with NaN for values that are null or missing."""

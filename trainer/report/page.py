@@ -19,7 +19,7 @@ from urllib.parse import quote
 from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
 from trainer.metrics.console import readable_count, readable_duration
-from trainer.report.charts import PART_STYLES, RUN_COLORS
+from trainer.report.charts import RUN_COLORS, TIME_PART_STYLES
 from trainer.report.history import NUM_POINTS, RecordedRun, page_data
 
 MISSING = "&ndash;"
@@ -146,7 +146,7 @@ def _time_bar(run: RecordedRun) -> str:
     if goodput.fraction is None:
         return ""
     bar, items = [], []
-    for name, (label, color) in PART_STYLES.items():
+    for name, (label, color) in TIME_PART_STYLES.items():
         seconds = getattr(goodput, name)
         share = seconds / goodput.wall_s
         if share >= 0.0005:

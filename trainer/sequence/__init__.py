@@ -1,6 +1,6 @@
-"""Operations across tokens: attention, linear attention, convolutions and positions.
+"""Operations that mix tokens or number their positions: attention, linear attention, convolutions and positions.
 
-A model that uses only these functions to mix tokens or number their positions keeps packed documents separate: with
+A model that mixes tokens and numbers positions only with these functions keeps packed documents separate.  With
 `attend`, a token attends only to itself and earlier tokens in its own document; `gated_delta_rule` and
 `causal_convolution` reset their state at the start of each document, and `positions` restarts from 0.  Without
 documents, each row is one document.  Such a model also supports context parallelism, where each rank holds a slice of
@@ -80,12 +80,12 @@ def attend(
         than 1 (OpenAI 2025, "gpt-oss-120b & gpt-oss-20b Model Card", arXiv:2508.10925, section 2.2).
 
     Without documents, attention is plain causal attention.  With them, on a GPU in half precision and without dropout,
-    one kernel processes all documents, with no host sync if the batch has `cu_seqlens`.  On a CPU, a loop over the
-    documents computes only what is needed, unless they are tiny.  All other batches with documents, including those in
-    compiled code on a CPU, use a mask.  A window shorter than the sequence is computed block by block, with a mask for
-    each block.
+    one kernel processes all documents, with no host sync if the batch has `cu_seqlens`.  On a CPU, unless the
+    documents are tiny, a loop over them computes only what is needed.  All other batches with documents, including
+    those in compiled code on a CPU, use a mask.  A window shorter than the sequence is computed block by block, with a
+    mask for each block.
 
-    With context parallelism T is the length of a slice.  Collectives among the ranks that share a sequence: an
+    With context parallelism, T is the length of a slice.  Collectives among the ranks that share a sequence: an
     all-gather of keys and values, repeated in the backward pass unless activations are kept, and one reduce-scatter in
     the backward pass.  With `mesh.context_method=heads` instead: two all-to-alls forward and two backward.
     """

@@ -2,8 +2,8 @@
 slice of the sequence.
 
 Shape suffixes: B batch, T tokens in a full sequence, t tokens in a slice, S tokens in a piece, L tokens in a document,
-M tokens in all rows, Q queries, N query heads, K key and value heads, n and k heads on one rank, H head size, C slices,
-W window.  The head size of values may be smaller than that of keys; the output has the head size of values.
+M tokens in all rows, Q queries, N query heads, K key and value heads, n and k the same on one rank, H head size, C
+slices, W window.  The head size of values may be smaller than that of keys; the output has the head size of values.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ _gpu_kernels: KernelContext | None = None
 
 @contextmanager
 def use_gpu_attention(kernels: KernelContext) -> Iterator[None]:
-    """Inside the block, compute attention as on a GPU, without materializing causal masks; for plans on fake tensors.
+    """Inside the block, compute attention as on a GPU, without materializing causal masks.  Used for planning.
 
-    kernels: creates a context that imitates GPU kernels; functions wrapped by `with_current_kernels` enter it again
-    when they run in the backward pass.
+    kernels: creates a context that imitates GPU kernels; functions wrapped by `with_current_kernels` enter such a
+    context again when they run in the backward pass.
     """
     global _gpu_kernels
     previous, _gpu_kernels = _gpu_kernels, kernels
@@ -63,7 +63,7 @@ def use_gpu_attention(kernels: KernelContext) -> Iterator[None]:
 
 
 def with_current_kernels(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Wrap an attention function that may run again in the backward pass, so that it uses the kernels active now."""
+    """Wrap an attention function that may run again in the backward pass, so that it then uses the current kernels."""
     kernels = _gpu_kernels
     if kernels is None:
         return function

@@ -1,8 +1,8 @@
 """The recurrent state of linear attention, passed from one chunk of tokens to the next by differentiable operators.
 
-Within a chunk, everything is computed with matmuls; a loop passes the state from chunk to chunk.  Each loop is
-one operator, so that autograd keeps only the states that it needs, and neither `torch.compile` nor the planner unrolls
-the thousands of iterations over a long sequence.
+Within a chunk, everything is computed with matmuls; a loop passes the state from chunk to chunk.  Each loop is one
+operator, so that autograd keeps only the states that it needs, and so that neither `torch.compile` nor the planner
+unrolls the thousands of iterations that a long sequence takes.
 
 A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may have fewer columns
 than states; they are then added to the last columns only.
@@ -46,7 +46,7 @@ def last_state(
 ) -> torch.Tensor:
     """Return the state after the last chunk, (B, N, H, X), given the initial one.
 
-    Keeps no other states.  The backward pass recomputes them for one group of about sqrt(C) chunks at a time.
+    No other states are kept.  The backward pass recomputes them for one group of about sqrt(C) chunks at a time.
     """
     for index in range(decay_BNC.shape[2]):
         state_BNHX = _after_chunk(index, decay_BNC, keys_BNCSH, seen_BNCSH, writes_BNCSE, state_BNHX)

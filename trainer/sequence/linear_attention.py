@@ -30,11 +30,11 @@ _CHUNK_TOKENS = 64
 def causal_convolution(
     x_BTD: torch.Tensor, weight_DW: torch.Tensor, documents: Documents | None = None
 ) -> torch.Tensor:
-    """Return the causal convolution of each channel with its taps, within documents: (B, T, D).
+    """Return the causal convolution of each channel with its taps, within each document, of shape (B, T, D).
 
     The last tap belongs to the current token.
 
-    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice.
+    With a `Cache`, the tokens continue those of earlier calls.  With context parallelism, T is the length of a slice.
     Collectives: one all-gather of the last W - 1 tokens of each piece, and one reduce-scatter in the backward pass.
     """
     num_before = weight_DW.shape[1] - 1
@@ -52,7 +52,7 @@ def causal_convolution(
         return _convolve(x_BTD, weight_DW, None if documents is None else documents.positions_BT)
     pieces_BTD = _split_pieces(slices, x_BTD)
     ends_PBWD = _gather_pieces(slices, pieces_BTD[:, -num_before:])
-    # Concatenated, since W - 1 tokens span several pieces if these are shorter.
+    # Concatenated, since W - 1 tokens span several pieces if the pieces are shorter than that.
     ends_BTD = F.pad(ends_PBWD.transpose(0, 1).flatten(1, 2), (0, 0, num_before, 0))
     starts = [index * ends_PBWD.shape[2] for index in _piece_indices(slices)]
     before_BWD = torch.cat([ends_BTD[:, start : start + num_before] for start in starts])
@@ -90,7 +90,7 @@ def gated_delta_rule(
     exp(g) S, then moves the value that k reads towards v: S + b k (v - k S).  The token's output is q S for its query
     q.  Computed in float32; the result has the dtype of `v_BTNE`.
 
-    With a `Cache`, tokens follow those of earlier calls.  With context parallelism, T is the length of a slice.
+    With a `Cache`, the tokens continue those of earlier calls.  With context parallelism, T is the length of a slice.
     Collectives: one all-gather of H x (H + E) numbers per head and piece, and one reduce-scatter in the backward pass.
     """
     inputs = [tensor.float() for tensor in (q_BTNH, k_BTNH, v_BTNE, decay_BTN, beta_BTN)]

@@ -18,9 +18,9 @@ def apply_by_document(
     """Return the output of a causal layer whose state is reset at the start of each document, (B, T, D).
 
     layer: maps (N, L, D) to (N, L, D).  It is called with one document per row, padded with zeros: once for documents
-    of 1 token, once for 2 to 3 tokens, once for 4 to 7 and so on, so that less than half of the tokens are padding.
-    The host needs the documents' lengths: one host sync per batch on a GPU.  If each row is one document, the layer is
-    called once, with the rows as they are.
+    of 1 token, once for those of 2 or 3, once for those of 4 to 7, and so on, so that less than half of the tokens are
+    padding.  The host needs the documents' lengths: one host sync per batch on a GPU.  If each row is one document, the
+    layer is called once, with the rows as they are.
     """
     if len(documents.cu_seqlens) == x_BTD.shape[0] + 1:  # each row is one document
         return layer(x_BTD)

@@ -1,4 +1,6 @@
-"""The layout of the rows of a batch: slices under context parallelism, packed documents, and the generation cache.
+"""The layout of a batch's rows: slices under context parallelism, packed documents, and the generation cache.
+
+Also lets a caller declare that it needs only the logits of each row's last token (`last_logits_only`).
 
 Shape suffixes: B batch, T time, S tokens so far, Q queries, N query heads (in `DocumentRows`, documents), L tokens in
 the longest document, K key and value heads, H head size, D width, M tokens in all rows, R rows to keep.
@@ -73,9 +75,9 @@ _needs_last_logits_only = False
 
 @contextmanager
 def last_logits_only() -> Iterator[None]:
-    """Declare that inside the block only the logits of each row's last token are needed, as after a prompt.
+    """Declare that only the logits of each row's last token are needed inside the block, as after a prompt.
 
-    A model may return the others too.  A head that calls `needed_for_logits` does not compute them.
+    A model may return the other logits too.  A head that calls `needed_for_logits` does not compute them.
     """
     global _needs_last_logits_only
     previous, _needs_last_logits_only = _needs_last_logits_only, True

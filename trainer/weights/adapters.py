@@ -1,8 +1,8 @@
 """Identifies the base weights of LoRA adapters, merges adapters into them, and exports adapters in peft's format.
 
-The checkpoint of a LoRA run does not hold the base weights, unless they were randomly initialized.  It identifies them
-by their path and a checksum: they are read from that path unless another is given, and the checksum shows whether they
-are the same.
+The checkpoint of a LoRA run does not hold the base weights, unless they were randomly initialized.  It records their
+path and a checksum: they are read from that path unless another is given, and the checksum shows whether they have
+changed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainer.model.lora import name_without_adapters, parse_adapter, transposed_
 from trainer.model.network import HuggingFaceNames
 from trainer.model.packed import Packing
 from trainer.recipe import Recipe, Transposed
-from trainer.weights.expert_adapters import ExpertMatrix, PeftFactors, peft_prefixes, target_parameters
+from trainer.weights.expert_adapters import ExpertAdapterPart, PeftFactors, peft_prefixes, target_parameters
 from trainer.weights.exporting import (
     ADAPTER_CONFIG,
     ADAPTER_WEIGHTS,
@@ -41,18 +41,16 @@ from trainer.weights.exporting import (
 from trainer.weights.sources import WeightSource, row_blocks
 
 BASE = "base"
-"""Key, in the state of a checkpoint, of the entry that identifies the base weights under the adapters."""
+"""The key in a checkpoint's state for the entry that identifies the base weights under the adapters."""
 
 REFERENCE = "reference"
-"""Key, in the state of a checkpoint, of the entry that identifies the weights of a separate reference model."""
+"""The key in a checkpoint's state for the entry that identifies the weights of a separate reference model."""
 
 
 class BaseWeights(StatePart):
     """Identifies weights that a run does not train: the base of its adapters, its reference model or its teacher.
 
-    Does not hold the weights.
-
-    Part of the run's state, the same on all ranks.
+    Does not hold the weights.  Part of the run's state, and the same on all ranks.
 
     path: where the weights were loaded from; empty for random weights, which checkpoints then contain.
     checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
@@ -200,7 +198,7 @@ class MergedSource:
         transposed: Collection[str] = (),
         packings: Mapping[str, Packing] | None = None,
         dtype: torch.dtype | None = None,
-        experts: Mapping[str, ExpertMatrix] | None = None,
+        experts: Mapping[str, ExpertAdapterPart] | None = None,
     ) -> None:
         self.description, self.adapters = adapters.description, adapters
         self._head_names = {name for name in adapters.shapes if is_score_name(name)}

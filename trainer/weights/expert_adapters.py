@@ -2,7 +2,7 @@
 
 In peft's format, the adapter of an expert parameter belongs to the parameter's module (`target_parameters`), and its
 factors are two matrices.  A is (E x R, in): the R rows of each expert are consecutive.  B is (out, R x E): for each
-index into the rank R, the columns of all experts are consecutive.  If several parameters of a module have adapters,
+of the R components, the columns of all experts are consecutive.  If several parameters of a module have adapters,
 each adapter wraps the previous one as its `base_layer`, in the order of the module's parameters.  Source: peft 0.19.1
 and later, `ParamWrapper`.
 
@@ -23,7 +23,7 @@ from trainer.weights.sources import WeightSource
 
 
 @dataclass(frozen=True)
-class ExpertMatrix:
+class ExpertAdapterPart:
     """The part of an adapter that belongs to one parameter of the experts; an adapter may span several parameters.
 
     adapter: the adapter's name, `<experts>.adapters.<matrix>`.
@@ -47,22 +47,22 @@ class ExpertMatrix:
         return product.transpose(1, 2) if self.is_transposed else product
 
 
-def find_matrices(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertMatrix]:
-    """Return the `ExpertMatrix` of each expert parameter that has an adapter in `adapters`, by the parameter's name.
+def find_adapter_parts(model: nn.Module, adapters: Collection[str]) -> dict[str, ExpertAdapterPart]:
+    """Return the adapter part of each expert parameter that has an adapter in `adapters`, by the parameter's name.
 
     model: the model without adapters.
     adapters: the names of the adapters.
     """
-    matrices = {}
+    parts = {}
     for module_name, module in model.named_modules():
         is_transposed = bool(getattr(module, "is_transposed", False))
         for matrix, parameters in matrices_of(module).items():
             adapter, start = f"{module_name}.{ADAPTERS}.{matrix}", 0
             for name in parameters if adapter in adapters else ():
                 stop = start + module.get_parameter(name).shape[2 if is_transposed else 1]
-                matrices[f"{module_name}.{name}"] = ExpertMatrix(adapter, (start, stop), is_transposed)
+                parts[f"{module_name}.{name}"] = ExpertAdapterPart(adapter, (start, stop), is_transposed)
                 start = stop
-    return matrices
+    return parts
 
 
 def peft_prefixes(

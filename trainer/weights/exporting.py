@@ -66,9 +66,9 @@ class ModelFiles(StatePart):
     Part of a run's state, the same on all ranks.  Training does not need these files, but exports include them, even if
     the folder that training started from no longer exists.
 
-    files: contents of the files that came with the initial weights, else of those in `model.path`, by name; empty if
-        neither has any.
-    tokenizer: contents of the files of the run's own tokenizer (`data.tokenizer`), with its chat template
+    files: the contents, by name, of the files that came with the initial weights or, if there are none, of those in
+        `model.path`; may be empty.
+    tokenizer: the contents, by name, of the files of the run's own tokenizer (`data.tokenizer`), with the chat template
         (`data.chat_template`) if that is set; empty for `bytes` without a template.
     """
 

@@ -52,12 +52,12 @@ from trainer.weights.adapters import (
     without_adapters,
     wrong_base_message,
 )
-from trainer.weights.expert_adapters import find_matrices
+from trainer.weights.expert_adapters import find_adapter_parts
 from trainer.weights.exporting import ModelFiles, read_model_files, read_tokenizer
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 
 MODEL_FILES = "origin"
-"""Key, in the state of a checkpoint, of the small files that came with the model (`ModelFiles`).
+"""The key in a checkpoint's state for the small files that came with the model (`ModelFiles`).
 
 The value must not change, since existing checkpoints use it."""
 
@@ -66,7 +66,7 @@ def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load
     """Allocate a model that is on the meta device, and fill it: randomly, or with the weights that its recipe provides.
 
     load_later: whether `load_initial_weights`, `load_base` or a checkpoint will load the weights; if so, nothing is
-        loaded here, and the base weights are not filled if `train.init_from` or the recipe names them.
+        loaded here, and the base weights are left uninitialized if `train.init_from` or the recipe names them.
     """
     recipe = config.recipe
     source = recipe.initial_weights(config.model)
@@ -327,7 +327,7 @@ def with_merged_adapters(
     model = build_meta_model(recipe, model_config)
     transposed = transposed_layers(model)
     packings: dict[str, Packing] = {}
-    experts = find_matrices(model, adapted)
+    experts = find_adapter_parts(model, adapted)
     if str(base_dtype) in CODE_BITS and not into_original:
         expert_adapters = {matrix.adapter for matrix in experts.values()}
         layers = {name.replace(f".{ADAPTERS}.", ".") if name in expert_adapters else name for name in adapted}

@@ -65,7 +65,7 @@ def model_card(
         *("", "## Losses", "", *_losses(records, step), ""),
     ]
     if base_name:
-        unknown = "The base model does not state it; ask its authors before you use or share this model"
+        unknown = "The base model does not state a license; ask its authors before you use or share this model"
         statement = f"It is {license_name}" if license_name else unknown
         lines += ["## License", "", f"The license of {base_name} applies to models derived from it. {statement}.", ""]
     return "\n".join(lines)

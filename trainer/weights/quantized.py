@@ -38,10 +38,10 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 def with_dequantized(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
-    """Return `readers` with the readers of each quantized weight replaced by one that dequantizes the rows it reads.
+    """Return `readers`, with the readers of each quantized weight replaced by one that dequantizes the rows it reads.
 
-    readers: for each tensor by name, its file and its reader (from safetensors' `get_slice`).
-    quantization: the entry `quantization_config` of config.json.
+    readers: the file and the reader of each tensor, by name (readers are from safetensors' `get_slice`).
+    quantization: the value of `quantization_config` in config.json.
 
     Raises UserError for other formats, for an invalid block shape, and for weights whose scales are missing or do not
     fit their shape.

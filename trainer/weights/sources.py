@@ -52,7 +52,7 @@ def fill(
     """Copy the weights of `source` into `model`, in place, in the dtypes or quantized formats of the model's weights.
 
     only: a predicate on the names of the model's weights; None copies all weights.  If given, only weights for which
-        it is true are copied; the source may lack the others, or have additional ones.
+        it is true are copied; the source may lack the others, and may contain additional tensors.
 
     The model must be materialized, and may be sharded.  Each rank reads only the rows that it holds, a block at a time;
     if a tensor is sharded along another dimension, it reads all rows.  Persistent buffers that the source lacks keep
