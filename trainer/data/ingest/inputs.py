@@ -22,7 +22,7 @@ from trainer.data.shards import ShardManifest
 from trainer.errors import UserError, setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
-"""How a file is read: `records` are .json, .csv and .tsv files, `tokens` are other trainers' token files."""
+"""How a file is read: `records` are .json, .csv and .tsv files; `tokens` are other trainers' token files."""
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 

@@ -64,7 +64,7 @@ class RemoteFile:
     version: str | None = None
 
 
-class ShardCache:
+class RemoteFileCache:
     """A folder of cached files, with at most `limit` bytes (None: unlimited).  Thread-safe and process-safe.
 
     The limit is exceeded only if files that are needed now, or that are never evicted, need more.
