@@ -51,7 +51,7 @@ from trainer.renamed import Renamed
 from trainer.sequence import compute_cu_seqlens
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries of the source.
+"""`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries from the source.
 
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
 within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries

@@ -3,9 +3,8 @@
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
 names and sizes of the sources, the seed and the phases so far.  It does not depend on the number of ranks or workers,
 and depends on the batch size only through the positions at which phases begin.  Later phases never change the samples
-at earlier positions.
-The order must never change between versions: runs resume from a position, so a different order would silently repeat
-some samples and skip others.
+at earlier positions.  The order must never change between versions: runs resume from a position, so a different order
+would silently repeat some samples and skip others.
 
 A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
 blocks of 1024 from the start of each phase, and each complete block contains exactly as many samples from each source

@@ -33,8 +33,8 @@ class BadRecord(ValueError):
 def is_record_file(path: str | Path) -> bool:
     """Return whether a .json, .csv or .tsv file holds records.
 
-    An uncompressed .json file is judged by its first _HEAD_BYTES.  Compressed files, .csv and .tsv files are assumed to
-    hold records.  Returns False for any other suffix.  Raises OSError if a .json file cannot be read.
+    An uncompressed .json file is judged by its first _HEAD_BYTES.  Compressed .json files and all .csv and .tsv files
+    are assumed to hold records.  Returns False for any other suffix.  Raises OSError if a .json file cannot be read.
     """
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
@@ -47,7 +47,7 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines are numbered too.
+    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines count too.
 
     name: the name of the file, whose suffix determines the format: CSV for .csv and .tsv, otherwise JSON.
 

@@ -42,7 +42,7 @@ class FailureWatch(threading.Thread):
     ) -> None:
         """Start the thread.
 
-        parent: the launcher's PID; None if no launcher outlives this process.
+        parent: the launcher's PID; None if there is no launcher that outlives this process.
         listeners: notified as soon as a failure is noticed, and again before the exit.
         """
         super().__init__(name="failure-watch", daemon=True)

@@ -55,7 +55,7 @@ class StopRequest:
         self._deadline: float | None = None
         self._reason: str | None = None
         self.exits_on_sigterm = False
-        """True after another rank has failed: SIGTERM then ends the process at once, as it may be stuck in a collective."""
+        """True after another rank has failed: SIGTERM then ends the process at once, as it may hang in a collective."""
         self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False

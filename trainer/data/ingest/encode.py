@@ -42,7 +42,7 @@ class Engine(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
-        """Return the ids of UTF-8 texts."""
+        """Return the ids of UTF-8 texts, and how many each text has."""
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:

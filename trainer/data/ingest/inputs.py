@@ -1,6 +1,6 @@
 """Finds the files that match a path, folder or glob, opens them, and counts or rejects bad documents.
 
-Finding files reads only their names, sizes and times, and the first bytes of index files and .json files.
+Finding files reads only their names, sizes and modification times, and the first bytes of index files and .json files.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .json, .csv, .md or a source code suffix (optionally followed by .gz or .zst), .parquet, .arrow, or "
     ".bin (from another trainer)"
 )
-"""The supported file types, as error messages and help texts list them."""
+"""The supported file types, as listed in error messages and help texts."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""

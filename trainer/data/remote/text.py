@@ -36,7 +36,7 @@ class RemoteText:
     folder: Path
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the files at their local paths, where they may not have been downloaded yet.
+        """Return the files at their local paths; some may not have been downloaded yet.
 
         A file has a new path whenever its size or version on the server changes.
 

@@ -47,7 +47,7 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts, in seconds; pauses start at one second and double."""
 
 FEW_TRIES = 3
-"""Maximum number of attempts to look up, list or peek at files, whose URL may be wrong, or to use a slow server."""
+"""Maximum attempts to look up, list or peek at files, whose URL may be wrong, or to read a slow server's files."""
 
 MANY_TRIES = 12
 """Maximum number of attempts to download a file that has been found; the pauses take about 6 minutes in total."""
