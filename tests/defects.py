@@ -1193,8 +1193,8 @@ DEFECTS: list[Defect] = [
         "nohup-overruled",
         "closed-terminal",
         "caught_signals",
-        "if number not in _KEPT_IF_IGNORED or",
-        "if number in _KEPT_IF_IGNORED or",
+        "if number not in _KEEP_IGNORED or",
+        "if number in _KEEP_IGNORED or",
         by_campaign=True,
     ),
     Defect(

@@ -1,7 +1,7 @@
-"""Distillation: the Trainer for objectives that match a teacher's next-token distribution.
+"""The Trainer for distillation, whose objectives match a teacher's next-token distribution.
 
-The teacher is either a frozen model, sharded like the student, or a folder in which `trainer.teach` has stored the
-teacher's top-k log-probabilities.
+The distribution comes either from a frozen model, sharded like the student, or from a folder in which `trainer.teach`
+has stored the teacher's top-k log-probabilities.
 
 Shape suffixes: n tokens in a chunk, N tokens in a micro-batch, D model width, V vocabulary size, k stored tokens.
 """
@@ -30,11 +30,11 @@ from trainer.trainer import Trainer
 from trainer.weights.loading import load_base, load_initial_weights
 
 TEACHER = "teacher"
-"""Key in a checkpoint's state, under which the identity of the teacher's weights is stored."""
+"""Key under which a checkpoint's state stores the identity of the teacher's weights."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Maximum bytes of one model's fp32 logits in a chunk, unless a single token needs more.  Several tensors of this size
-are in memory at the same time."""
+"""Maximum bytes of one model's fp32 logits for a chunk, unless those of a single token take more.  Several tensors of
+this size are in memory at the same time."""
 
 
 class DistillationTrainer(Trainer):
@@ -58,7 +58,7 @@ class DistillationTrainer(Trainer):
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
         """Return the sharded model of `config` (None: this run's).
 
-        The run's own model is built after its teacher, unless the teacher's outputs are stored in files.  Collective.
+        For the run's own model, builds the teacher first, unless its outputs are stored in files.  Collective.
         """
         if config is None:
             config_of_teacher = self.world.agreed(lambda: teacher_config(self.config))

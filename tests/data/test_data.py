@@ -661,7 +661,7 @@ def test_stdlib_cache_is_in_the_configured_folder(small_stdlib: Path, tmp_path: 
 
     message = message_of(DataSection(cache_dir=str(tmp_path / "file")))  # set explicitly: no other folder is tried
     assert message.startswith(f"data.cache_dir={tmp_path / 'file'}: ")
-    assert message.endswith("to fix: give a writable folder")
+    assert message.endswith("to fix: choose a writable folder")
 
     shutil.rmtree(private)
     private.symlink_to(tmp_path)  # created by another user

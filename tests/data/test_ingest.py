@@ -224,8 +224,8 @@ def test_json_without_records_is_named_as_such(tmp_path: Path, content: str, cap
     path = tmp_path / "a.json"
     path.write_text(content)
     assert run(path, "--out", tmp_path / "out") == 2
-    assert f"INPUT={path}: holds no records: .json files are an array of objects" in capsys.readouterr().err
-    with pytest.raises(UserError, match=r"data\.path=\S+/a\.json: holds no records: .json files are an array"):
+    assert f"INPUT={path}: holds no records: a .json file must be an array of objects" in capsys.readouterr().err
+    with pytest.raises(UserError, match=r"data\.path=\S+/a\.json: holds no records: a .json file must be an array"):
         find_chats("data.path", str(path))
     with pytest.raises(UserError, match=r"a\.json is neither a manifest of token shards nor a file of documents"):
         open_source(settings(tmp_path, path), 257, "train")
@@ -418,7 +418,7 @@ def test_a_bad_record_is_named(tmp_path: Path, name: str, content: str, message:
 
 
 def test_records_longer_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer.data.records._BLOCK", 7)
+    monkeypatch.setattr("trainer.data.records._BLOCK_CHARS", 7)
     texts = ["x" * 100, "ü" * 30, "}{[],"]
     (tmp_path / "a.json").write_text(json.dumps([{"text": text} for text in texts], ensure_ascii=False))
     assert texts_in(tmp_path, tmp_path / "a.json") == texts

@@ -211,9 +211,9 @@ class _OwnCache:
     caches: dict[int, Any] = {}
 
     def __init__(self, folder: Path, owner: int) -> None:
-        from trainer.data.remote.cache import ShardCache
+        from trainer.data.remote.cache import RemoteFileCache
 
-        self.cache = self.caches.setdefault(owner, ShardCache(folder, None))
+        self.cache = self.caches.setdefault(owner, RemoteFileCache(folder, None))
 
 
 def test_next_shards_are_prefetched(tmp_path: Path, server: Server) -> None:

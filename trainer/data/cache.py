@@ -1,10 +1,10 @@
 """On-disk cache for data that is built once, then shared by all processes and later runs.
 
-- `in_writable_folder` chooses the folder.  Tokenized text (`ingest`) uses only this, since many processes build its
-  parts at the same time.
+- `in_writable_folder` chooses the folder.  Tokenized text (`ingest`) uses only `in_writable_folder`, since many
+  processes build its parts at the same time.
 - `build_entry` takes a lock, builds an entry that does not exist yet under a temporary name, flushes it to disk, and
   renames it.  An entry therefore appears under its name only once it is complete.  A corrupt entry is reported, removed
-  and rebuilt.  Downloaded shards and text (`remote.cache`), which have separate folders, use only this.
+  and rebuilt.  Downloaded shards and text (`remote.cache`), which have folders of their own, use only `build_entry`.
 - `get_or_build` combines the two.  It caches tokenized chats, the tokens of Python's standard library (the built-in
   data, `stdlib.py`), the packing of documents into rows, and lists of remote shards.
 
@@ -44,7 +44,7 @@ _DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 def in_writable_folder(
     cache_dir: str | None, content: str, use: Callable[[Path], Entry], input_bytes: int = 0
 ) -> Entry:
-    """Return `use(folder)` for the first cache folder with which `use` raises no OSError.
+    """Return `use(folder)` for the first cache folder for which `use` raises no OSError.
 
     content: what is stored in the folder, for messages.
     input_bytes: the total size of the files to tokenize, for messages; 0 if nothing is tokenized.
@@ -52,7 +52,7 @@ def in_writable_folder(
     Raises UserError if there is no such folder.
     """
     error = setting_error(
-        "data.cache_dir", cache_dir, f"there is no writable folder for {content}", fix="give a writable folder"
+        "data.cache_dir", cache_dir, f"there is no writable folder for {content}", fix="choose a writable folder"
     )
     for folder in find_cache_folders(cache_dir):
         try:
@@ -66,7 +66,7 @@ def storage_error(cache_dir: str | None, content: str, folder: Path, error: OSEr
     """Return the UserError for an OSError in a cache folder; see `in_writable_folder` for the arguments."""
     if error.errno not in _DISK_FULL:
         rule = f"{content} cannot be stored there ({error})"
-        return setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
+        return setting_error("data.cache_dir", cache_dir, rule, fix="choose a writable folder")
     reason = "your quota is used up"
     if error.errno == errno.ENOSPC:
         free_mb = 0.0

@@ -23,7 +23,7 @@ from trainer.data.shards import Shard, ShardError
 from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.data.tokenizer import tokenizer_of
 
-Report = Callable[[str], None]
+Reporter = Callable[[str], None]
 Hashes = NDArray[np.uint64]
 
 _GRAM_TOKENS = 32
@@ -31,12 +31,12 @@ _GRAM_TOKENS = 32
 _STRIDE = 16
 """Distance in tokens between the starts of consecutive n-grams of the training data."""
 _CHUNK_TOKENS = 1 << 16
-"""Approximate number of tokens to read at once: few enough that hashing them stays in the CPU's caches."""
+"""Approximate number of tokens to read at once: few enough for the hashing to stay within the CPU's caches."""
 _MAX_LISTED = 10
 """Maximum number of duplicates, and of held-out samples found in the training data, to list; all are counted."""
 
 
-def check_data(data: DataSection, vocab_size: int | None, report: Report) -> int:
+def check_data(data: DataSection, vocab_size: int | None, report: Reporter) -> int:
     """Report the problems in the data, and return their number.  If shards are broken, nothing else is checked.
 
     vocab_size: see `open_source`.
@@ -179,7 +179,7 @@ def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
 # -- duplicate documents ----------------------------------------------------------------------------------------------
 
 
-def _report_duplicates(shards: list[Shard], report: Report) -> int:
+def _report_duplicates(shards: list[Shard], report: Reporter) -> int:
     """Report identical documents across all shards, and return the number of documents that repeat an earlier one."""
     starts, hashes = [], []
     for shard in shards:
@@ -272,7 +272,7 @@ def _sample_chunks(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[
         yield entries["tokens"].ravel(), entries["targets"].ravel() == IGNORE
 
 
-def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Report) -> int:
+def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Reporter) -> int:
     """Report held-out samples that share text with the training data, and return their number."""
     index, leaks = _HeldOutIndex(held_out), dict[int, tuple[int, int]]()
     hasher, seq_len = _Hasher(train.vocab_size), train.seq_len

@@ -1,11 +1,11 @@
 """Loaders that yield a rank's micro-batches for training and for evaluation.
 
-The order of the samples does not depend on the number of ranks or workers.  Training counts positions in an endless
-sequence of samples (see `mixture`).  With a global batch size of G, step s reads the G positions that start at s * G,
-where s is counted from 0.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.
-Resuming therefore needs only one integer, the number of samples consumed by finished steps, which is valid on any mesh.
-It is stored with a fingerprint of the data and, for a mixture, the phases, since a position means a different
-sample in other data or in another order.
+The order of the samples does not depend on the number of ranks or workers.  Training reads an endless sequence of
+samples (see `mixture`).  With a global batch size of G, step s (from 0) reads the G samples at positions s * G to
+(s + 1) * G - 1.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.  Resuming
+therefore needs only one integer, valid on any mesh: the number of samples consumed by finished steps.  It is stored
+with a fingerprint of the data and, for a mixture, the phases, since the same position refers to a different sample in
+other data or in another order.
 
 Ranks are plain integers in this module, which issues no collectives.
 """
@@ -51,7 +51,7 @@ from trainer.renamed import Renamed
 from trainer.sequence import compute_cu_seqlens
 
 Batch: TypeAlias = "dict[str, Tensor]"
-"""`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries of the source.
+"""`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries from the source.
 
 B is the micro-batch size times `Source.rows_per_sample`.  A batch with `documents` (the number of each token's document
 within its row, from 0, same shape) also has `cu_seqlens`: see `trainer.sequence`.  With context parallelism, entries
@@ -62,8 +62,8 @@ class TrainLoader:
     """An endless iterator over this rank's micro-batches.
 
     Its state advances when the last micro-batch of a step is handed out, however far workers have prefetched, so a
-    state saved between two steps is exact.  A state can be loaded on a different number of ranks or workers, and with a
-    different micro-batch size or global batch size.  The global random number generators are not used.
+    state saved between two steps is exact.  A state can be loaded with a different number of ranks or workers,
+    micro-batch size or global batch size.  The global random number generators are not used.
     """
 
     of, beginning, take_back = Renamed("from_config"), Renamed("first_tokens"), Renamed("rewind_step")

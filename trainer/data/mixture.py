@@ -3,18 +3,17 @@
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
 names and sizes of the sources, the seed and the phases so far.  It does not depend on the number of ranks or workers,
 and depends on the batch size only through the positions at which phases begin.  Later phases never change the samples
-at earlier positions.
-The order must never change between versions: runs resume from a position, so a different order would silently repeat
-some samples and skip others.
+at earlier positions.  The order must never change between versions: runs resume from a position, so a different order
+would silently repeat some samples and skip others.
 
 A single source is read in a different pseudorandom permutation in each epoch.  In a mixture, positions are grouped into
-blocks of 1024 from the start of each phase, and each complete block has exactly the number of samples of each source
-that the source's weight prescribes.  (A phase with the same counts as the previous one continues it.)  Each phase has
-one pattern, a shuffled list of 1024 sources; each of its blocks is that pattern, rotated by a pseudorandom offset.  The
-rotated pattern determines the source at a position.  Let k be the number of samples read from that source earlier,
-which follows from the pattern and from the counts of earlier blocks and phases.  Then the sample at the position is the
-k-th, from 0, of the source's own sequence, which is reshuffled in each epoch.  So all samples of a source are read
-before any of them is repeated, whatever the phases.
+blocks of 1024 from the start of each phase, and each complete block contains exactly as many samples from each source
+as the source's weight prescribes.  (A phase with the same counts per block as the previous phase continues it.)  Each
+phase has one pattern, a shuffled list of 1024 entries that each name a source; each of its blocks is that pattern,
+rotated by a pseudorandom offset.  The rotated pattern determines the source at a position.  Let k be the number of
+samples read from that source earlier, which follows from the pattern and from the counts of earlier blocks and phases.
+Then the sample at the position is the one at index k in the source's own sequence, which is reshuffled in each epoch.
+So all samples of a source are read before any of them is repeated, whatever the phases.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def make_order(source: Source, config: RunConfig) -> SampleOrder:
     """Return the order in which a run reads its training data.
 
     Raises UserError if the run would read a source more than `data.max_epochs` times (None: no limit), if the phases
-    are invalid, or if the weights default to the sizes of the sources and one is too small (see `Mixture`).
+    are invalid, or if the weights default to the sizes of the sources and a source is too small (see `Mixture`).
     """
     order: SampleOrder = Permutation(len(source), config.data.seed)
     if isinstance(source, MixedSource):

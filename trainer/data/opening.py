@@ -2,11 +2,11 @@
 
 `open_source` handles each kind of data: chats, synthetic patterns, standard library text, mixtures, and paths of token
 shards or text.  `find_shards` finds the shards at a path or URL, which may name token shards, a manifest, files of text
-or records, a folder or glob of them, or a dataset on the Hub.  Text is tokenized into the cache (`data.cache_dir`) on
-first use; later processes and runs find the shards there.  `resolve_from_data` computes the row length and the number
-of steps from the data.
+or records, a folder or glob of any of these, or a dataset on the Hub.  Text is tokenized into the cache
+(`data.cache_dir`) on first use; later processes and runs find the shards there.  `resolve_from_data` computes the row
+length and the number of steps from the data.
 
-This module does not import torch: the source is opened to check the data settings before any process is spawned.
+This module does not import torch, since the source is opened to check the data settings before any process is spawned.
 """
 
 from __future__ import annotations
@@ -535,7 +535,7 @@ def _check_size(
         rule = f"one sample needs {data.seq_len + 1} tokens, but {key}={location} holds {source.num_targets + 1}"
         raise setting_error("data.seq_len", data.seq_len, rule, source.num_targets)
     if vocab_size is not None and source.vocab_size > vocab_size:
-        rule = f"the ids of {key}={location} (tokenizer {source.tokenizer}) need at least {source.vocab_size}"
+        rule = f"must be at least {source.vocab_size} for the ids of {key}={location} (tokenizer {source.tokenizer})"
         raise setting_error("model.vocab_size", vocab_size, rule, source.vocab_size)
 
 

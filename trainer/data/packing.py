@@ -1,12 +1,13 @@
 """Sources that respect the document boundaries of token shards: masked windows, one document per row, or packed rows.
 
-Document boundaries come from the shards' index, not from the tokens, since text may contain the end-of-document token.
+Document boundaries come from the shards' index files, not from the tokens, since text may contain the end-of-document
+token.
 
-A row layout lists the pieces of the token stream in each row.  A document that fits in a row is one piece, and a longer
-one is split into several; a document without targets has none.  The layout depends only on the lengths of the
-documents, their division into shards, the row length, and whether rows are packed.  With few documents, it is held in
-memory.  With many, it is stored in the cache and memory-mapped by all ranks of a node, so that even a billion documents
-need no private memory.
+A row layout lists, for each row, the pieces of the token stream that the row contains.  A document that fits in a row
+is one piece, and a longer one is split into several; a document without targets is omitted.  The layout depends only on
+the lengths of the documents, their division into shards, the row length, and whether rows are packed.  With few
+documents, it is held in memory.  With many, it is stored in the cache and memory-mapped by all ranks of a node, so that
+even a billion documents need no private memory.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from trainer.config import DataSection
 
 
-_NUM_SAMPLED_WINDOWS = 64
+_MAX_SAMPLED_WINDOWS = 64
 """Maximum number of windows from which `MaskedSource.attended` is estimated."""
 
 
@@ -42,7 +43,7 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     They hold the number of each token's document within its row, from 0, and the position of each token in that
     document.
 
-    is_start: True at the start of each document except the first of a row, (B, T).
+    is_start: (B, T), True at the start of each document except the first in a row.
     """
     index = np.arange(is_start.shape[1])
     starts = np.maximum.accumulate(np.where(is_start, index, 0), axis=1)
@@ -52,7 +53,7 @@ def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
 class MaskedSource(TokenSource):
     """The windows of `TokenSource`, with document boundaries: see `_document_entries`.
 
-    The parts of a document in different windows count as separate documents.  The last token of a document has no
+    Parts of a document that lie in different windows count as separate documents.  The last token of a document has no
     target.
     """
 
@@ -79,7 +80,7 @@ class MaskedSource(TokenSource):
     @cached_property
     def attended(self) -> float:  # type: ignore[override]
         """See `Source.attended`; estimated from evenly spaced windows."""
-        sampled = np.unique(np.linspace(0, len(self) - 1, _NUM_SAMPLED_WINDOWS).astype(np.int64))
+        sampled = np.unique(np.linspace(0, len(self) - 1, _MAX_SAMPLED_WINDOWS).astype(np.int64))
         entries: Any = self.batch(sampled)
         # The positions in a document of n tokens add up to n * (n - 1) / 2, so this is sum(n**2) / sum(n).
         return float(2.0 * entries["positions"].mean(dtype=np.float64) + 1.0)

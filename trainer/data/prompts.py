@@ -59,7 +59,7 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
 
 
 class ChatPrompts:
-    """Encodes conversations that the model is to answer, with a chat template and its generation prompt."""
+    """Encodes conversations for the model to answer, rendered with a chat template and its generation prompt."""
 
     def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
         """Load the template and the tokenizer.

@@ -1,4 +1,4 @@
-"""Reads records from .json, .csv and .tsv files one at a time, so that memory does not grow with the file.
+"""Reads records from .json, .csv and .tsv files one at a time, so that memory use does not grow with the file size.
 
 A .json file holds records if it is an array of objects, or has several lines with one object each.  Other JSON files,
 such as a model's configuration or a shard's metadata, hold none.
@@ -16,13 +16,13 @@ from typing import Any, TextIO
 _HEAD_BYTES = 4096
 """Number of bytes to inspect at the start of a file."""
 
-_BLOCK = 1 << 20
+_BLOCK_CHARS = 1 << 20
 """Minimum number of characters to read at once."""
 
 RECORD_SUFFIXES = (".json", ".csv", ".tsv")
 
 
-NO_RECORDS = "holds no records: .json files are an array of objects, or have several lines with one object each"
+NO_RECORDS = "holds no records: a .json file must be an array of objects, or have several lines with one object each"
 """The rule for messages about a .json file that is not a record file."""
 
 
@@ -33,8 +33,8 @@ class BadRecord(ValueError):
 def is_record_file(path: str | Path) -> bool:
     """Return whether a .json, .csv or .tsv file holds records.
 
-    An uncompressed .json file is judged by its first _HEAD_BYTES.  Compressed files, .csv and .tsv files are assumed to
-    hold records.  False for files with other suffixes.  Raises OSError if a .json file cannot be read.
+    An uncompressed .json file is judged by its first _HEAD_BYTES.  Compressed .json files and all .csv and .tsv files
+    are assumed to hold records.  Returns False for any other suffix.  Raises OSError if a .json file cannot be read.
     """
     name = str(path).lower()
     if name.removesuffix(".gz").removesuffix(".zst") != name:
@@ -47,7 +47,7 @@ def is_record_file(path: str | Path) -> bool:
 
 
 def records_in(name: str, file: TextIO) -> Iterator[tuple[int, Any]]:
-    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines are numbered too.
+    """Yield (number, record) for each record of an open file, numbered from 1; in CSV, blank lines count too.
 
     name: the name of the file, whose suffix determines the format: CSV for .csv and .tsv, otherwise JSON.
 
@@ -82,7 +82,7 @@ def _read_json(file: TextIO) -> Iterator[tuple[int, Any]]:
             raise BadRecord(f"the array does not end: the file is cut off after record {number}")
         if is_at_end:
             return
-        block = file.read(max(_BLOCK, len(text) - position))
+        block = file.read(max(_BLOCK_CHARS, len(text) - position))
         text, position, is_at_end = text[position:] + block, 0, not block
 
 

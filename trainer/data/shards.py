@@ -47,14 +47,14 @@ SUFFIXES = (".bin", ".idx", ".crc", ".json")
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
 """Maximum total bytes of token data that are verified completely when opened, which takes up to half a second.  In
-larger data, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
+larger datasets, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
 
 _PAGE_BYTES = 4096
-"""Bytes covered by each page checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so that
-verifying them costs no additional reads."""
+"""Bytes covered by each page checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so verifying
+them takes no additional reads."""
 
 _MAX_BYTES_WITHOUT_CRC = 1 << 22
-"""Maximum bytes of tokens for which no .crc is written; the shard is verified completely before it is first read."""
+"""Shards with at most this many bytes of tokens have no .crc, and are verified completely before the first read."""
 
 FileVersion: TypeAlias = "tuple[str, int, int]"
 """A version of a file: path, inode and change time (ctime, ns)."""

@@ -1,7 +1,8 @@
 """Sources give random access to samples by index; fingerprints identify the samples of a source.
 
-A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  Sources are told
-the sample order, ranks and batches only for prefetching (`Source.follow`).  This module does not import torch.
+A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  A source learns the
+sample order, the ranks and the batches only through `Source.follow`, which serves prefetching.  This module does not
+import torch.
 
 A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
 position means nothing for other data, since even a different number of samples gives a different order.  File names,
@@ -49,8 +50,8 @@ class Source(ABC):
 
     seq_len: tokens per row.
     vocab_size: exclusive upper bound on the token ids.
-    tokenizer: the name of the tokenizer that produced the tokens; None for tokens without text.
-    bytes_per_token: mean bytes of raw text per target over all samples; None without text.
+    tokenizer: the name of the tokenizer that produced the tokens; None for tokens that encode no text.
+    bytes_per_token: mean bytes of raw text per target over all samples; None if there is no text.
     attended: the mean, over all positions, of the length of a token's document within its row; 0 for padding.  Causal
         attention costs as much per token as in rows of this length without boundaries.  None if tokens attend to their
         whole row, which is equivalent to seq_len.

@@ -37,7 +37,7 @@ class SourceFile(NamedTuple):
 
 @functools.cache  # a training process looks them up several times
 def find_source_files(folder: Path) -> tuple[SourceFile, ...]:
-    """Return the source files in `folder`, at any depth outside excluded and linked folders, sorted by name."""
+    """Return the source files in `folder`, at any depth except in excluded or linked subfolders, sorted by name."""
     return tuple(sorted(_walk(str(folder), "")))
 
 

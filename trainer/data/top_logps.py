@@ -1,4 +1,4 @@
-"""Files with a teacher's top-k log-probabilities of the next token, for each token of a source's samples.
+"""Stores and loads a teacher's top-k log-probabilities of the next token, for each token of a source's samples.
 
 `python -m trainer.teach` writes a folder with three files: `ids.npy` (the k token ids: int32, shape (samples, seq_len,
 k)), `logps.npy` (their log-probabilities: float32, same shape), and `top.json`, which identifies the samples.  This
@@ -53,7 +53,7 @@ def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> 
     Raises UserError if the folder is complete.
     """
     if (folder / TOP_FILE).exists():
-        raise setting_error("--out", folder, "has been written already", fix="choose a new folder")
+        raise setting_error("--out", folder, "has already been written", fix="choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
     for name, dtype in (("ids", np.int32), ("logps", np.float32)):
         np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (num_samples, seq_len, num_top))

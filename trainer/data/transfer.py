@@ -1,7 +1,7 @@
 """Asynchronous transfers between host and device: batches to the device, and a step's metrics back to the host.
 
-The trainer reads most steps' metrics only after it has queued the next step, so that the device has work meanwhile.
-The host is at most one step ahead.
+The trainer reads most steps' metrics only after it has queued the next step, so that the device has work in the
+meantime.  The host is at most one step ahead.
 """
 
 from __future__ import annotations
@@ -49,20 +49,20 @@ class HostScalars:
     def __init__(self, *values: float | torch.Tensor) -> None:
         device = next((value.device for value in values if isinstance(value, torch.Tensor)), torch.device("cpu"))
         self.waited_s = 0.0
-        """Seconds that the first `read` waited; 0 before it."""
-        self._noticed_at: float | None = None
+        """Seconds that the first `read` waited; 0 until then."""
+        self._first_read_at: float | None = None
         self._has_waited = False
         self._values, self._arrival = _copy_to_host(stack_scalars(values, device))
 
     def read(self) -> list[float]:
         """Wait for the values and return them.  Host sync."""
-        if self._noticed_at is None:
+        if self._first_read_at is None:
             started = time.perf_counter()
             if self._arrival is not None:
                 self._has_waited = not self._arrival.query()
                 self._arrival.synchronize()
-            self._noticed_at = time.perf_counter()
-            self.waited_s = self._noticed_at - started
+            self._first_read_at = time.perf_counter()
+            self.waited_s = self._first_read_at - started
         return self._values.tolist()
 
     def arrived_at(self, previous: HostScalars | None, previous_arrived_at: float) -> float | None:
@@ -75,12 +75,12 @@ class HostScalars:
         previous_arrived_at: the time at which the earlier copy arrived.
         """
         self.read()
-        if self._arrival is None or self._noticed_at is None:
+        if self._arrival is None or self._first_read_at is None:
             return None
         if self._has_waited or previous is None or previous._arrival is None:
-            return self._noticed_at
+            return self._first_read_at
         since_previous_s = previous._arrival.elapsed_time(self._arrival) / 1000
-        return min(self._noticed_at, previous_arrived_at + since_previous_s)
+        return min(self._first_read_at, previous_arrived_at + since_previous_s)
 
 
 def stack_scalars(values: Sequence[float | torch.Tensor], device: torch.device) -> torch.Tensor:

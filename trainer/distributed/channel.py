@@ -26,7 +26,7 @@ class Channel:
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
-        """Open a new group, unless there is only one rank or `uses_default_group`.
+        """Open a new group, unless there is only one rank or `uses_default_group` is True.
 
         With `uses_default_group`, the default process group must be a gloo group.  An open group costs CPU time, even
         if it is idle: gloo runs a thread for it that wakes up a hundred times per second.

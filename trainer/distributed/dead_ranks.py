@@ -1,7 +1,7 @@
 """Finds out which ranks have died, and why.
 
 If a rank is killed, the other ranks only see a closed connection and raise generic network errors.  But the launcher
-learns the exit status, and ranks on the same machine can see that the process is dead.
+learns its exit status, and ranks on the same machine can see that the process is dead.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_NAMED = 4
 
 
 def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
-    """Describe how a rank ended, as far as its exit code tells.  exit_code: None if it is unknown."""
+    """Describe how a rank ended, as far as its exit code (None if unknown) reveals."""
     subject = f"rank {rank} (process {pid})"
     if exit_code is None:
         return f"{subject} has died"
@@ -40,9 +40,10 @@ def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
 
 
 def describe_killed(failures: Mapping[int, ProcessFailure]) -> str:
-    """Describe which ranks were killed first, and by which signals; "" if none was, or only by the launcher.
+    """Describe which ranks were killed first, and by which signals; "" if none were, or only by the launcher.
 
-    failures: how workers ended, as the launcher saw it, by rank.  A negative exit code is a signal, as in `subprocess`.
+    failures: for each rank, how its process ended as the launcher saw it.  A negative exit code is a signal, as in
+        `subprocess`.
     """
     first_death = min((failure.timestamp for failure in failures.values()), default=0)
     # Later deaths do not count: the launcher kills ranks that do not exit.

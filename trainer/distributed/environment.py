@@ -51,7 +51,7 @@ every descriptor up to the limit."""
 class Environment:
     """The rank of this process, and what its launcher reports about the run.
 
-    launcher: `single`, `nproc`, `torchrun`, `srun`, or `joined` (the process group was opened elsewhere).
+    launcher: `single`, `nproc`, `torchrun`, `srun`, or `joined` (other code had already initialized the process group).
     """
 
     launcher: str = "single"

@@ -1,7 +1,7 @@
 """Collectives inside a forward pass, as custom operators with gradients.
 
-Autograd, torch.compile, activation checkpointing and fake tensors treat each of these as one operator, whose output
-shape follows from its arguments alone.  Each operator waits for its collective; on a GPU, the current stream waits.
+Autograd, torch.compile, activation checkpointing and fake tensors treat each collective as one operator, whose output
+shape follows from its arguments alone.  Each operator waits for its collective (on a GPU, the current stream waits).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def register_group(group: dist.ProcessGroup, purpose: str) -> str:
 
 
 def purpose_of(frame: FrameType | None) -> str:
-    """Return the purpose of the group on which a thread is running one of these operators, or an empty string.
+    """Return the purpose of the group on which a thread is running one of these operators, or "" if it is running none.
 
     frame: the thread's innermost frame.
     """
@@ -56,7 +56,7 @@ def gather_parts(part: torch.Tensor, num_parts: int, group: str) -> torch.Tensor
 
 @torch.library.custom_op("meshtrainer::sum_parts", mutates_args=())
 def sum_parts(parts: torch.Tensor, group: str) -> torch.Tensor:
-    """Return the sum, of shape parts.shape[1:], of the parts that a group's ranks hold for this rank.
+    """Return the sum of the parts that all ranks of a group hold for this rank; its shape is parts.shape[1:].
 
     One reduce-scatter.  Backward: one all-gather.
     """

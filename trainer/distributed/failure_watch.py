@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainer.lifecycle.lifecycle import Lifecycle
 
 FAILURE = "meshtrainer/failure"
-"""Key in the store, under which the first failure of any rank is recorded."""
+"""Key under which the first failure of any rank is recorded in the store."""
 
 _POLL_S = 0.5
 """Seconds between polls of the store."""
@@ -23,7 +23,8 @@ _GRACE_S = 3.0
 """Seconds to wait for the main thread to exit before this thread ends the process."""
 
 _SAVE_TIMEOUT_S = 600.0
-"""Maximum seconds to wait for a checkpoint save in flight before this process exits; 0 after a StoreTimeout."""
+"""Maximum seconds to wait for a checkpoint save in flight before this process exits.  After a StoreTimeout, the process
+does not wait for the save."""
 
 
 class FailureWatch(threading.Thread):
@@ -41,8 +42,8 @@ class FailureWatch(threading.Thread):
     ) -> None:
         """Start the thread.
 
-        parent: the launcher's PID; None if no launcher outlives this process.
-        listeners: called at once after a failure, and again before the exit.
+        parent: the launcher's PID; None if there is no launcher that outlives this process.
+        listeners: notified as soon as a failure is noticed, and again before the exit.
         """
         super().__init__(name="failure-watch", daemon=True)
         self._rank, self._store = rank, store
@@ -58,9 +59,9 @@ class FailureWatch(threading.Thread):
             save_timeout_s = _SAVE_TIMEOUT_S
             try:
                 failure = self._failure()
-            except StoreTimeout as lost:
-                print_stderr(f"error: rank {self._rank}: lost rank 0: {lost}; this rank ends")
-                failure, save_timeout_s = f"lost rank 0: {lost}", 0.0
+            except StoreTimeout as error:
+                print_stderr(f"error: rank {self._rank}: lost rank 0: {error}; this rank exits")
+                failure, save_timeout_s = f"lost rank 0: {error}", 0.0
             except RuntimeError:
                 failure = "lost rank 0, which hosted the store"
             if failure:
@@ -78,7 +79,7 @@ class FailureWatch(threading.Thread):
         if self._parent is None or os.getppid() == self._parent:
             return ""
         message = f"rank {self._rank}: its parent process has died"
-        print_stderr(f"error: {message}; this rank ends")
+        print_stderr(f"error: {message}; this rank exits")
         return self._store.compare_set(FAILURE, "", message)
 
     def stop(self, wait: bool = True) -> None:

@@ -23,16 +23,16 @@ from trainer.errors import EXIT_FAILED, EXIT_STOPPED, PeerFailed
 from trainer.stopping import ImmediateStop, StopRequested, immediate_stop_signal, underlying_request
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
-"""Sent by, respectively, a launcher, Ctrl-C, Slurm, a closed terminal, and Ctrl-\\ (which also prints all stacks)."""
+"""Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints all stacks), respectively."""
 
-_KEPT_IF_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stay ignored if the parent ignored them, as `nohup` does, or a shell for its background jobs."""
+_KEEP_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals that stay ignored if the parent ignored them, as does `nohup`, or a shell starting a background job."""
 
 NOTICE = "notice"
 """Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that
 srun started, such as torchrun's agents, and not the ranks that those processes started.  A file reaches every rank."""
 
-_STALE, _STALE_OF_JOB = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
+_STALE_NOTICE, _STALE_JOB_NOTICE = "MESHTRAINER_STALE_NOTICE", "MESHTRAINER_JOB_STALE_NOTICE"
 """Environment variables that each hold a run folder and the identity of a notice meant for an earlier attempt; the
 identity is "" if there was none."""
 
@@ -55,7 +55,7 @@ class StopRequest:
         self._deadline: float | None = None
         self._reason: str | None = None
         self.exits_on_sigterm = False
-        """True after another rank has failed: SIGTERM then exits at once, since this rank may hang in a collective."""
+        """True after another rank has failed: SIGTERM then ends the process at once, as it may hang in a collective."""
         self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False
@@ -155,7 +155,7 @@ def caught_signals() -> list[signal.Signals]:
     return [
         number
         for number in STOP_SIGNALS
-        if number not in _KEPT_IF_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
+        if number not in _KEEP_IGNORED or signal.getsignal(number) is not signal.SIG_IGN
     ]
 
 
@@ -165,21 +165,21 @@ def note_stale_notice(run_dir: Path) -> None:
     In a batch job, a notice for this attempt may arrive before this command starts, so the stale notice is the one
     that `with_stale_notice` recorded.
     """
-    job_record = os.environ.get(_STALE_OF_JOB, "")
+    job_record = os.environ.get(_STALE_JOB_NOTICE, "")
     is_this_run = job_record.partition("\n")[0] == os.path.abspath(run_dir)
     notice_id = job_record.partition("\n")[2] if is_this_run else file_identity(run_dir / NOTICE)
-    os.environ[_STALE] = f"{run_dir}\n{notice_id}"
-    _taken_notices.discard(os.environ[_STALE])
+    os.environ[_STALE_NOTICE] = f"{run_dir}\n{notice_id}"
+    _taken_notices.discard(os.environ[_STALE_NOTICE])
 
 
 def with_stale_notice(env: Mapping[str, str], run_dir: Path) -> dict[str, str]:
     """Return the environment for the ranks that a batch job starts next: any notice that appears later is for them."""
-    return {**env, _STALE_OF_JOB: f"{os.path.abspath(run_dir)}\n{file_identity(run_dir / NOTICE)}"}
+    return {**env, _STALE_JOB_NOTICE: f"{os.path.abspath(run_dir)}\n{file_identity(run_dir / NOTICE)}"}
 
 
 def take_stale_notice(run_dir: Path) -> str:
     """Return the identity of the notice that existed at the start of the command or, if unknown, of the current one."""
-    record = os.environ.get(_STALE, "")
+    record = os.environ.get(_STALE_NOTICE, "")
     recorded_dir, _, notice_id = record.partition("\n")
     is_known = recorded_dir == str(run_dir) and record not in _taken_notices
     _taken_notices.add(record)

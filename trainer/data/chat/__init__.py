@@ -1,10 +1,10 @@
 """Chat data: reads conversations from files, and tokenizes them with a loss mask.
 
-formats    reads the records of chat files, and converts them from the common formats to conversations
+formats    reads the records of chat files in the common formats, and converts them to conversations
 template   renders chat templates as transformers does
 limits     limits the CPU time and memory used to render templates
 masking    converts conversations to tokens and loss masks
 store      caches tokenized conversations on disk
-source     data sources for conversations (packed or not), preference pairs and labeled conversations;
-           also reads conversations for display
+source     provides data sources for conversations (packed or not), preference pairs and labeled conversations,
+           and reads conversations for display
 """

@@ -1,4 +1,4 @@
-"""Reads JSONL, parquet, JSON and CSV files, and converts their records to conversations, completions and pairs.
+"""Reads JSONL, parquet, JSON and CSV files, and turns their records into conversations, completions and pairs.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  If a
 value in a record is invalid, the error gives its path in the record, such as `messages[2].role`.
@@ -29,8 +29,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 
 Message: TypeAlias = "Mapping[str, Any]"
 """A message: `role` (one of ROLES), `content` (text), and optional keys for the chat template, such as `tool_calls` or
-`reasoning_content`.  An optional `weight` of 0 excludes the message from the loss, except with
-`data.train_on=end`."""
+`reasoning_content`.  A `weight` of 0 excludes the message from the loss, unless `data.train_on=end`."""
 
 
 class BadChat(Exception):
@@ -49,8 +48,8 @@ class BadChat(Exception):
 class Conversation:
     """Messages in order, and the tools that the assistant may call.
 
-    first_trainable: index in `messages` before which assistant turns contain no targets; ignored if
-        `data.train_on` is `all` or `end`.
+    first_trainable: assistant turns before this index in `messages` contain no targets; ignored if `data.train_on`
+        is `all` or `end`.
     """
 
     messages: Sequence[Message]
@@ -60,7 +59,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Completion:
-    """A plain-text prompt and its completion, to which no chat template is applied."""
+    """A prompt and its completion as plain text, without a chat template."""
 
     prompt: str
     completion: str

@@ -9,8 +9,8 @@ access, but not how much CPU time and memory it uses.  Both are limited in two w
   rendering in this process is limited too.  The kernel limits its memory.  A watchdog thread limits its CPU time, by
   raising an exception in the rendering thread.
 
-The overhead for ordinary chats is negligible: one fork for the templates of a tokenizer, and a few microseconds per
-rendering.
+The overhead for ordinary chats is negligible: one fork per tokenizer, for all of its templates, and a few microseconds
+per rendering.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TemplateTimeout(BaseException):
 
 
 def try_in_child(work: Callable[[], str]) -> str:
-    """Call `work` in a forked child, and return the result or, if the child did not finish, the reason.
+    """Call `work` in a forked child, and return its result; if the child did not finish, return the reason instead.
 
     If the process cannot fork, returns "" without calling `work`.
     """

@@ -44,7 +44,7 @@ class EncodedSample:
     def truncated(self, num_tokens: int, targets_only_end: bool) -> EncodedSample:
         """Return the first `num_tokens` tokens; `spelled_token` is not kept.
 
-        targets_only_end: True if the last of these tokens becomes the only target; False to keep their targets.
+        targets_only_end: if True, the last of these tokens becomes the only target; otherwise the targets are kept.
         """
         loss_mask = self.loss_mask[:num_tokens]
         return EncodedSample(self.ids[:num_tokens], last_token_mask(len(loss_mask)) if targets_only_end else loss_mask)
@@ -58,10 +58,10 @@ def last_token_mask(num_tokens: int) -> NDArray[np.bool_]:
 class Encoder:
     """Encodes conversations as token ids with a loss mask.
 
-    train_on: which tokens are targets: those of all assistant turns (`assistant`), of the last one (`last`), of those
-        after the last user message (`completion`), all tokens (`all`), or only the last token (`end`).  Except for
-        `end`, no token of a message with weight 0 is a target.  In a `Completion`, all tokens are targets with `all`,
-        the last one with `end`, and otherwise those of the completion, not of its prompt.
+    train_on: the targets are the tokens of all assistant turns (`assistant`), of the last one (`last`), or of those
+        after the last user message (`completion`); all tokens (`all`); or only the last token (`end`).  Unless it is
+        `end`, no token of a message with weight 0 is a target.  In a `Completion`, the targets are all tokens (`all`),
+        only the last token (`end`), or otherwise the tokens of the completion but not of the prompt.
     template_name: the value of `data.chat_template`, for error messages.
     """
 

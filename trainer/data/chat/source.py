@@ -1,6 +1,6 @@
-"""Data sources for conversations (packed or not), preference pairs and labeled conversations.
+"""Provides data sources for conversations (packed or not), preference pairs and labeled conversations.
 
-Also reads the first conversations of files for display.
+Also reads the first conversations in a run's files, for display.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
     encoder = make_encoder(data)
     if vocab_size is not None and encoder.tokenizer.vocab_size > vocab_size:
         min_vocab_size = encoder.tokenizer.vocab_size
-        rule = f"the ids of data.tokenizer={data.tokenizer} need at least {min_vocab_size}"
+        rule = f"must be at least {min_vocab_size} for the ids of data.tokenizer={data.tokenizer}"
         fix = (
             "use the tokenizer that came with the weights; when training from scratch, "
             f"model.vocab_size={min_vocab_size} also works"

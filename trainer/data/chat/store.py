@@ -4,8 +4,8 @@ Each conversation is a document in a token shard.  Every stored value is 2 * id 
 returns both the token and its mask.  The two responses of a pair are consecutive documents.  With labels, each document
 starts with the additional value 2 * label.
 
-If several processes request the same files at once, on any machines that share the cache, one of them tokenizes the
-files while the others wait; see `get_or_build`.
+If several processes request the same files at once, even on different machines that share the cache, one of them
+tokenizes the files while the others wait; see `get_or_build`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from trainer.files import atomic_replace
 from trainer.stopping import StopRequested, raise_if_stop_requested
 
 _VERSION = 4
-"""Increment this when a code change gives the same files different tokens, so that older cache entries are not used."""
+"""Increment this when a code change alters the tokens of existing files, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
 """Total size of the files, in bytes, above which a message announces that they are being tokenized."""

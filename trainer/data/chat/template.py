@@ -33,7 +33,7 @@ from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Keys of tokenizer_config.json whose tokens templates can refer to, besides those in its `extra_special_tokens`."""
+"""Keys in tokenizer_config.json of special tokens that templates can use, besides those in `extra_special_tokens`."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates usually read one of the first two."""
@@ -54,9 +54,9 @@ class ChatTemplate:
     """A compiled chat template.  Raises jinja2.TemplateSyntaxError if a source is not valid Jinja.
 
     templates: Jinja sources by name: `default`, and optionally `tool_use` for conversations with tools.
-    tokens: special tokens by the names that templates use for them, for example {"eos_token": "</s>"}.
-    now: returns the current time, for templates that print the date; by default a fixed date, so that training data do
-        not change from day to day.
+    tokens: special tokens, keyed by the names that templates use for them, for example {"eos_token": "</s>"}.
+    now: returns the current time, for templates that print the date.  By default, the date is fixed, so that training
+        data do not change from day to day.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """Builds the token shards that a `BuildJob` describes, in this process, its workers and any other processes that join.
 
 The input is split into units, and each unit is written to separate shards.  Any number of processes, on any machines
-that share the output folder, can build in it at the same time, join late, or be killed.  File locks decide which
-process builds which unit; the kernel releases the locks of a process that dies.
+that share the output folder, can build in it at the same time, join late, or be killed without harm.  File locks decide
+which process builds which unit; the kernel releases the locks of a process that dies.
 """
 
 from __future__ import annotations

@@ -42,11 +42,11 @@ class Engine(ABC):
 
     @abstractmethod
     def encode(self, texts: Sequence[bytes]) -> IdsAndCounts:
-        """Return the ids of UTF-8 texts."""
+        """Return the ids of UTF-8 texts, and how many each text has."""
 
 
 def find_engine(tokenizer: Tokenizer) -> Engine:
-    """Return the fastest installed engine that gives the same ids as the reference on texts that expose differences."""
+    """Return the fastest installed engine that agrees with the reference on texts designed to expose differences."""
     reference = find_reference(tokenizer)
     if isinstance(tokenizer, FileTokenizer):
         for make in (_Gigatoken, _Tiktoken):
@@ -63,7 +63,7 @@ def find_reference(tokenizer: Tokenizer) -> Engine:
 
 
 def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Compare an engine with the reference on the beginning of some `texts`.  Raises TokenizationMismatch."""
+    """Raise TokenizationMismatch if an engine differs from the reference on the beginnings of some of the `texts`."""
     if engine is not reference and texts:
         sample = texts[:: -(-len(texts) // _MAX_SAMPLES)]
         starts = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]

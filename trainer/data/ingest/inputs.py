@@ -1,6 +1,6 @@
 """Finds the files that match a path, folder or glob, opens them, and counts or rejects bad documents.
 
-Finding files reads only their names, sizes and times, and the first bytes of index files and .json files.
+Finding files reads only their names, sizes and modification times, and the first bytes of index files and .json files.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from trainer.data.shards import ShardManifest
 from trainer.errors import UserError, setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
-"""How a file is read: `records` are .json, .csv and .tsv files, `tokens` are other trainers' token files."""
+"""How a file is read: `records` are .json, .csv and .tsv files; `tokens` are other trainers' token files."""
 
 Compression: TypeAlias = Literal["", "gz", "zst"]
 
@@ -52,7 +52,7 @@ SUPPORTED_SUFFIXES = (
     ".txt, .jsonl, .json, .csv, .md or a source code suffix (optionally followed by .gz or .zst), .parquet, .arrow, or "
     ".bin (from another trainer)"
 )
-"""The supported file types, as error messages and help texts list them."""
+"""The supported file types, as listed in error messages and help texts."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""

@@ -1,4 +1,4 @@
-"""Reads documents from text, JSONL, JSON and CSV files and tables (parquet, Arrow), and tokens from token files.
+"""Reads documents from text, JSONL, JSON, CSV, parquet and Arrow files, and tokens from token files.
 
 Document readers yield lists of documents, each as UTF-8 bytes.  A text file or JSONL line too long to hold in memory is
 yielded as a `LongDocument`, which reads the file again whenever its text is needed.  Readers of other trainers' token

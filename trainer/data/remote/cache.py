@@ -1,11 +1,11 @@
 """A cache of remote files (shards or text), in a folder shared by all processes on this machine.
 
-    NAME          a complete file, whose size and checksum were verified when it was downloaded
-    .NAME.crc     the checksum of NAME as downloaded, if its source provides none
+    NAME          a complete file; its size and, if known, its checksum were verified when it was downloaded
+    .NAME.crc     the checksum of NAME as downloaded, if none was published with it
     .NAME.part    a file being downloaded; the process that downloads it holds a lock on it
     .lock         locked while files are evicted
 
-The name of a shard file contains its size, so that a file being downloaded counts at its full size from the start.  If
+The name of a shard file contains its size, so a file being downloaded counts toward the limit at its full size.  If
 the cache is full, the token files needed furthest in the future are evicted first.  Index files are never evicted.
 
 Before a process first reads a file, it verifies the file's checksum.  A corrupt file is downloaded again.
@@ -64,7 +64,7 @@ class RemoteFile:
     version: str | None = None
 
 
-class ShardCache:
+class RemoteFileCache:
     """A folder of cached files, with at most `limit` bytes (None: unlimited).  Thread-safe and process-safe.
 
     The limit is exceeded only if files that are needed now, or that are never evicted, need more.
@@ -203,7 +203,7 @@ def _download(file: RemoteFile, checksum: int | None, path: Path) -> None:
 
 
 def checksum_path(path: Path) -> Path:
-    """Return the path of the file that stores the checksum of the file at `path`, if its source provides none."""
+    """Return the path of the file that stores the checksum of the file at `path`, if none was published with it."""
     return path.with_name(f".{path.name}.crc")
 
 

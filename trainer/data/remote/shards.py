@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import read_value, write_value
-from trainer.data.remote.cache import CacheFull, RemoteFile, ShardCache
+from trainer.data.remote.cache import CacheFull, RemoteFile, RemoteFileCache
 from trainer.data.remote.transport import MANY_TRIES, RemoteReadError, find_urls, map_urls, read_range, read_url
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardInfo, ShardManifest, ShardSet, parse_info
 from trainer.data.source import sample_content
@@ -136,7 +136,7 @@ def make_cache_subfolder(cache_dir: str | None, name: str) -> Path:
         except OSError as error:
             failure = error
     rule = f"{name} cannot be stored there ({failure})" if failure else f"no folder to store {name} in"
-    raise setting_error("data.cache_dir", cache_dir, rule, fix="give a writable folder")
+    raise setting_error("data.cache_dir", cache_dir, rule, fix="choose a writable folder")
 
 
 def _check_capacity(shards: Sequence[Shard], cache_gib: float) -> None:
@@ -165,15 +165,15 @@ class CacheSettings:
     limit: int | None
 
     @property
-    def cache(self) -> ShardCache:
+    def cache(self) -> RemoteFileCache:
         """This process's own cache: a forked process must not share the locks of its parent."""
         key = self, os.getpid()
         if key not in _CACHES:
-            _CACHES[key] = ShardCache(self.folder, self.limit)
+            _CACHES[key] = RemoteFileCache(self.folder, self.limit)
         return _CACHES[key]
 
 
-_CACHES: dict[tuple[CacheSettings, int], ShardCache] = {}
+_CACHES: dict[tuple[CacheSettings, int], RemoteFileCache] = {}
 """The caches of this process and, if it was forked, of its ancestors, keyed by settings and process ID."""
 
 

@@ -1,4 +1,4 @@
-"""Downloads remote text files and tables, and keeps them until shards have been built from them."""
+"""Finds and downloads remote text files and tables, and keeps them until shards have been built from them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from trainer.data.cache import read_value, write_value
 from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
-from trainer.data.remote.cache import RemoteFile, ShardCache, checksum_path
+from trainer.data.remote.cache import RemoteFile, RemoteFileCache, checksum_path
 from trainer.data.remote.shards import make_cache_subfolder
 from trainer.data.remote.transport import RemoteReadError, find_urls, map_urls, size_and_version_of, unusable_url_error
 from trainer.data.shards import ShardError
@@ -21,7 +21,7 @@ from trainer.stopping import raise_if_stop_requested
 from trainer.urls import has_pattern, split_query, with_credentials_of, without_credentials
 
 _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
-"""Suffixes of files that are expected to contain HTML or XML; in other files, a web page is an error."""
+"""Suffixes of files that are expected to contain HTML or XML; a web page in any other file is an error."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,9 @@ class RemoteText:
     folder: Path
 
     def inputs(self, key: str) -> list[InputFile]:
-        """Return the files at their local paths, where they may not have been downloaded yet.
+        """Return the files at their local paths; some may not have been downloaded yet.
 
-        A path changes if the size or the version of the file at its URL does.
+        A file has a new path whenever its size or version on the server changes.
 
         key: the setting that names the files, for messages.
         """
@@ -55,7 +55,7 @@ class RemoteText:
         Raises RemoteReadError if a file cannot be downloaded or is a web page, FileChanged if a file has changed since
         it was looked up, and OSError if the folder cannot be used.
         """
-        cache = ShardCache(self.folder, limit=None)
+        cache = RemoteFileCache(self.folder, limit=None)
         missing = [item for item in self.items if not cache.has(item.name)]
         if missing:
             size = sum(item.size for item in missing)

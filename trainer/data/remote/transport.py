@@ -1,4 +1,4 @@
-"""Lists, reads and downloads remote files: over HTTP with the standard library, at all other URLs with fsspec.
+"""Lists, reads and downloads remote files: over HTTP with the standard library, otherwise with fsspec.
 
 `with_retries` repeats failed attempts after increasing pauses, unless retrying is pointless, as for a missing file.
 """
@@ -47,15 +47,15 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts, in seconds; pauses start at one second and double."""
 
 FEW_TRIES = 3
-"""Maximum attempts to look up, list or peek at files, since their URL may be wrong, or to use a slow server."""
+"""Maximum attempts to look up, list or peek at files, whose URL may be wrong, or to read a slow server's files."""
 
 MANY_TRIES = 12
-"""Maximum number of attempts to download a file that was found before; the pauses take about 6 minutes in total."""
+"""Maximum number of attempts to download a file that has been found; the pauses take about 6 minutes in total."""
 
 _NUM_THREADS = 16
 """Maximum number of URLs that are read at the same time."""
 
-_BLOCK = 1 << 20
+_BLOCK_BYTES = 1 << 20
 """Maximum number of bytes to read at once."""
 
 _RETRY_STATUSES = (408, 425, 429)
@@ -331,7 +331,7 @@ def _body_blocks(response: http.client.HTTPResponse) -> Iterator[bytes]:
     """
     expected, count = response.length, 0
     window_start, count_at_start = time.monotonic(), 0
-    while block := response.read1(_BLOCK):  # returns the available data; `read` would wait for a full block
+    while block := response.read1(_BLOCK_BYTES):  # returns the available data; `read` would wait for a full block
         raise_if_stop_requested()
         count += len(block)
         yield block
