@@ -15,11 +15,13 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
 from trainer.data.records import NO_RECORDS, RECORD_SUFFIXES, is_record_file
-from trainer.data.shards import ShardManifest
 from trainer.errors import UserError, setting_error
+
+if TYPE_CHECKING:
+    from trainer.data.shards import ShardManifest
 
 Kind: TypeAlias = Literal["text", "jsonl", "records", "parquet", "arrow", "tokens"]
 """How a file is read: `records` are .json, .csv and .tsv files; `tokens` are other trainers' token files."""
