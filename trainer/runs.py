@@ -54,8 +54,8 @@ class RunSummary:
     step: int
     num_steps: int | None
     loss: float | None
-    """Training loss in the last `train` record: the mean over its steps or, if that is missing, the loss of its last
-    step; None if both are missing."""
+    """Training loss in the last `train` record: the mean over its steps or, if that is missing or not finite, the
+    loss of its last step; None if neither is finite."""
     eval_loss: float | None
     """Loss of the last evaluation; None before the first."""
     goodput: float | None

@@ -1,9 +1,9 @@
 """Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
-Both publish folders atomically, but in different ways.  In a file system, a folder is written under a temporary name,
-flushed to disk and renamed; if it replaces a folder, that one is renamed first.  An object store has no atomic rename:
-there the manifest is written last and acts as the commit, and a folder without a manifest is not a checkpoint.  Names
-are relative paths with forward slashes.
+Both publish folders atomically, but in different ways.  A local folder is written under a temporary name, flushed to
+disk and renamed; if it replaces an existing folder, the old one is renamed first.  Behind a URL there may be an object
+store, which has no atomic rename: there the manifest is written last and acts as the commit, and a folder without a
+manifest is not a checkpoint.  Names are relative paths with forward slashes.
 
 Data files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test
 without checksums, torch.distributed.checkpoint silently loaded wrong values after 169 of 200 random bit flips in a data
@@ -36,15 +36,15 @@ from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
-"""File name of the manifest.  A checkpoint without a manifest is incomplete."""
+"""File name of the manifest.  A checkpoint that has never had one is incomplete."""
 DAMAGED, SUPERSEDED, SUSPECT = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint.  The reason becomes the prefix of the checkpoint's new name, so its text must
 not change."""
 _QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{SUSPECT}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
-"""In a file system, prefixes of the temporary names of folders being written, deleted or replaced, respectively."""
+"""Prefixes of the temporary names of local folders that are being written, deleted or replaced."""
 _UNFINISHED = ".unfinished"
-"""In an object store, the name of the marker file in a folder that is being written or deleted."""
+"""Name of the marker file in a folder behind a URL that is being written or deleted."""
 
 
 class ReadableFile(Protocol):

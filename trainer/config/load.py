@@ -17,7 +17,7 @@ from trainer.config.keys import assign, check_limits, declared_keys, default_tre
 from trainer.config.passes import Keys, Resolution, objective_name, run_passes
 from trainer.config.recipe_files import find_recipe_file, keys_of_sections, missing_model_error, read_yaml
 from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG, check_imports, is_written_by_run, read_stored, refuse_masked
+from trainer.config.stored import CONFIG, check_imports, is_written_by_run, read_stored, reject_masked
 from trainer.errors import remember_secrets, setting_error
 from trainer.objective import find_objective
 from trainer.recipe import find_recipe
@@ -62,7 +62,7 @@ def load_with_origins(
     remember_secrets([tree, *resolution.assignments.values()])
     for key, value in keys_of_sections(tree, path):
         if key not in resolution.assignments:
-            refuse_masked(key, value, path)
+            reject_masked(key, value, path)
         resolution.values[key] = value
     return _build(resolution), resolution
 

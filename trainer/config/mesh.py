@@ -1,4 +1,4 @@
-"""Determines and checks the shape of the device mesh and the slices of context parallelism; checks the batch size.
+"""Determines and checks the shape of the device mesh and the context-parallel slices, and checks the batch size.
 
 Context parallelism splits each sequence among several ranks.
 """

@@ -31,8 +31,8 @@ _UNSUPPORTED_ENTRIES = {
     "compression_config": "compressed weights are not supported; convert them first",
     "auto_map": "needs custom model code, which is not run here",
 }
-"""Maps each entry of config.json that is refused to the reason.  A recipe can accept some (`HuggingFace.dropped`);
-the generic recipe `hf` accepts `auto_map`."""
+"""Entries of config.json that are not supported, each with the reason.  A recipe can accept some of them
+(`HuggingFace.dropped`); the generic recipe `hf` accepts `auto_map`."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:

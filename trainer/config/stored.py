@@ -67,7 +67,7 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
             check_import(key, value, allow_import)
 
 
-def refuse_masked(key: str, value: Any, path: Path) -> None:
+def reject_masked(key: str, value: Any, path: Path) -> None:
     """Raise UserError for a value with masked secrets in a run's stored configuration."""
     items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
     if not any(map(is_masked, items)):

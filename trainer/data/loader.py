@@ -4,8 +4,8 @@ The order of the samples does not depend on the number of ranks or workers.  Tra
 samples (see `mixture`).  With a global batch size of G, step s (from 0) reads the G samples at positions s * G to
 (s + 1) * G - 1.  Each data-parallel rank takes a contiguous slice of them and splits it into micro-batches.  Resuming
 therefore needs only one integer, valid on any mesh: the number of samples consumed by finished steps.  It is stored
-with a fingerprint of the data and, for a mixture, the phases, since the same position refers to a different sample in
-other data or in another order.
+with a fingerprint of the data and, for a mixture, the phases, since the same position refers to a different sample if
+the data or their order are different.
 
 Ranks are plain integers in this module, which issues no collectives.
 """

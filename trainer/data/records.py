@@ -23,7 +23,7 @@ RECORD_SUFFIXES = (".json", ".csv", ".tsv")
 
 
 NO_RECORDS = "holds no records: a .json file must be an array of objects, or have several lines with one object each"
-"""The rule for messages about a .json file that is not a record file."""
+"""The problem that a message states about a .json file without records."""
 
 
 class BadRecord(ValueError):
@@ -41,8 +41,8 @@ def is_record_file(path: str | Path) -> bool:
         return name.removesuffix(".gz").removesuffix(".zst").endswith(RECORD_SUFFIXES)
     if not name.endswith(".json"):
         return name.endswith(RECORD_SUFFIXES)
-    with open(path, "rb") as opened:
-        head = opened.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+    with open(path, "rb") as file:
+        head = file.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
     return re.match(rb"\[\s*[{\]]|\{[^\n]*\}[ \t\r]*\n\s*\{", head) is not None
 
 

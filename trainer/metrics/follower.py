@@ -1,7 +1,7 @@
 """Sends a run's metrics to its trackers (`trackers.py`), with one thread per tracker.
 
-Each thread follows `metrics.jsonl`, so the file serves as its queue: training never waits, memory does not grow while a
-server is unavailable, and the next attempt sends what a killed attempt could not.
+Each thread follows `metrics.jsonl`, so the file serves as its queue: no step waits, memory does not grow while a server
+is unavailable, and the next attempt sends what a killed attempt could not.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Row:
     values: dict[str, float] = field(default_factory=dict)
     """The values of the fields, keyed by `<kind>/<field>`."""
     changed_at: float = 0.0
-    """Time at which the last record was added, by `time.monotonic`."""
+    """Time at which the last record was added, as returned by `time.monotonic()`."""
     has_evaluation: bool = False
 
     def add(self, record: Mapping[str, Any]) -> None:

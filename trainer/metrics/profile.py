@@ -2,7 +2,7 @@
 
 Open traces in https://ui.perfetto.dev and memory snapshots in https://pytorch.org/memory_viz.  In addition to what
 torch's profiler records, a trace contains a range for each step, and a separate track for the phases of the run: a
-phase may start on one thread and end on another, so it fits in no thread's track.
+phase may start on one thread and end on another, so it does not fit into the track of any one thread.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Profile(Callback):
     It records nothing in other steps or on other ranks.  It calls no collectives.  While one rank writes its profile,
     the others wait for it in the next collective of the training loop.  File names contain the steps and the rank.
     Files are written atomically, and a failure to write one does not stop training.  If training ends early, the steps
-    recorded so far are written.  After an error on CUDA, only the memory snapshot is written, because the device may
+    recorded so far are written.  If a run on CUDA fails, only the memory snapshot is written, because the device may
     never finish its queued work.
     """
 
@@ -53,8 +53,9 @@ class Profile(Callback):
         self._recording: _Recording | None = None
 
     def start_note(self, step: int) -> str:
-        """Return a note to print at the start if a run whose last completed step is `step` will write no profile or no
-        memory snapshot; otherwise an empty string.
+        """Return a note to print at the start if this run will write no profile or no memory snapshot, otherwise "".
+
+        step: the last completed step, from which the run continues.
         """
         if self._config.log.profile_steps is None:
             return ""

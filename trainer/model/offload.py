@@ -1,4 +1,5 @@
-"""Activation offloading: moves the tensors that autograd saves to host memory until the backward pass needs them.
+"""Activation offloading: keeps the tensors saved by autograd in host memory until the backward pass
+needs them.
 
 When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
 on a separate stream; when the next block ends, the originals on the device are freed.  A block's tensors are copied

@@ -36,7 +36,7 @@ _CODE_SUFFIXES = (
     ".vue .proto .cmake .asm .s .f90 .f .zig .nim .dart .v .vhd .sv"
 )
 
-_KIND_OF_SUFFIX: dict[str, Kind] = {
+_KIND_BY_SUFFIX: dict[str, Kind] = {
     **dict.fromkeys((*_PROSE_SUFFIXES.split(), *_CODE_SUFFIXES.split()), "text"),
     ".jsonl": "jsonl",
     ".ndjson": "jsonl",
@@ -46,15 +46,15 @@ _KIND_OF_SUFFIX: dict[str, Kind] = {
     ".bin": "tokens",
 }
 
-_COMPRESSION_OF_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
+_COMPRESSION_BY_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 
 _COMPRESSIBLE_KINDS = ("text", "jsonl", "records")
 
 SUPPORTED_SUFFIXES = (
-    ".txt, .jsonl, .json, .csv, .md or a source code suffix (optionally followed by .gz or .zst), .parquet, .arrow, or "
-    ".bin (from another trainer)"
+    ".txt, .md, .jsonl, .json, .csv, the suffix of source code (each also with .gz or .zst), .parquet, .arrow, or .bin "
+    "(from another trainer)"
 )
-"""The supported file types, as listed in error messages and help texts."""
+"""The most common of the supported file types, as listed in error messages and help text."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
@@ -102,8 +102,8 @@ class InputFile:
 def kind_of(path: str) -> tuple[Kind, Compression] | None:
     """Return the kind and the compression of a file, judging by its name; None if its kind is not supported."""
     stem, suffix = os.path.splitext(path.lower())
-    compression = _COMPRESSION_OF_SUFFIX.get(suffix, "")
-    kind = _KIND_OF_SUFFIX.get(os.path.splitext(stem)[1] if compression else suffix)
+    compression = _COMPRESSION_BY_SUFFIX.get(suffix, "")
+    kind = _KIND_BY_SUFFIX.get(os.path.splitext(stem)[1] if compression else suffix)
     if kind is None or (compression and kind not in _COMPRESSIBLE_KINDS):
         return None
     return kind, compression
