@@ -1590,7 +1590,7 @@ DEFECTS: list[Defect] = [
         "meshes-outlive-their-groups",
         "trainers-in-turn",
         "World._destroy_group",
-        "_clear_sharding_prop_cache()",
+        "_forget_meshes()",
         "pass",
     ),
     Defect(

@@ -309,7 +309,7 @@ def test_a_bias_moves_the_choice_and_not_the_weights() -> None:
     assert weights.tolist() == [[pytest.approx(0.2)]]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_the_bias_evens_out_the_load(tmp_path: Path) -> None:
     """With data in which some tokens are frequent, the busiest expert has less to do with a bias than without."""
     skewed = ["data.source=stdlib", "model.vocab_size=257", "model.init_std=0.2"]

@@ -229,7 +229,7 @@ def test_short_plan_equals_the_full_one(share: str, monkeypatch: pytest.MonkeyPa
     assert short.time.total_s == pytest.approx(whole.time.total_s, rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_auto_offloads_if_that_is_faster_than_recomputing() -> None:
     """At 131,072 tokens, attention hides the copies, and is expensive to recompute."""
     shape = MeshShape(1, 8)

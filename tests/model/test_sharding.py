@@ -912,11 +912,9 @@ def train_compiled(runs: list[list[str]]) -> list[tuple[list[float], int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize(
-    "more", [[], pytest.param(["train.activation_checkpoint=selective"], marks=pytest.mark.campaign)]
-)
+@pytest.mark.parametrize("more", [[], ["train.activation_checkpoint=selective"]])
 def test_compiled_blocks_give_the_same_losses(more: list[str], tmp_path: Path) -> None:
     compiled = [*LLAMA, "train.compile=true", *more, f"run.dir={tmp_path}"]
     expected = plain_losses(load_config("llama_small", LLAMA), 5)

@@ -297,7 +297,6 @@ EVERY = [
 HERE = [
     ("dense", "normuon", "3"),
     ("experts", "muon", "2x2"),
-    ("dense", "small buckets", "replicas"),
 ]
 
 

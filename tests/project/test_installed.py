@@ -47,6 +47,7 @@ def test_contents_of_the_wheel(installed: Installed) -> None:
     assert project["project"]["dynamic"] == ["version"]
 
 
+@pytest.mark.campaign
 def test_the_first_commands(installed: Installed, tmp_path: Path) -> None:
     run = installed.run
     tiny = tiny_overrides("train.steps=4", "checkpoint.every=4")

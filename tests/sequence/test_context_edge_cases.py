@@ -131,13 +131,13 @@ FEW_ON_FOUR = [
 KINDS = ["beginnings", "one"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("ranks", "runs", "data", "num_steps"),
     [
         (2, FEW, "data.documents=masked", 3),
-        pytest.param(4, FEW_ON_FOUR, "data.documents=masked", 10, marks=CAMPAIGN),
-        pytest.param(4, FEW_ON_FOUR, "data.documents=joined", 10, marks=CAMPAIGN),
+        (4, FEW_ON_FOUR, "data.documents=masked", 10),
+        (4, FEW_ON_FOUR, "data.documents=joined", 10),
     ],
     ids=["2", "4 masked", "4 joined"],
 )
