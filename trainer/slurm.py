@@ -11,7 +11,7 @@ numeric defaults in parentheses:
   RECIPE, RUN_DIR     used if the arguments lack recipe= or run.dir= (RUN_DIR itself defaults to runs/<job name>)
   REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings (exit code 2); with --torchrun,
                       requeue after such errors too, since torchrun has only one exit code for all failures
-  REQUEUE=no          never requeue
+  REQUEUE=no          never requeue; the default is yes
   MAX_IDLE, MIN_STEPS stop requeuing after MAX_IDLE attempts in a row with fewer than MIN_STEPS steps each (3, 3)
   LEAVE_S             grace period in seconds for ranks to exit once one rank has exited or the run has ended (60)
 
@@ -228,7 +228,11 @@ def srun_command(options: argparse.Namespace, job: Job, env: Mapping[str, str]) 
     return [*srun, options.python, *job.train_command], env
 
 
-def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Signals) -> Job:
+def make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Signals | None = None) -> Job:
+    """Return the attempt that a command line and the environment variables of a batch job describe.
+
+    Raises UserError outside of a job, without a recipe, and for a variable or option with a value that it cannot have.
+    """
     if not env.get("SLURM_JOB_ID"):
         raise UserError(
             "trainer.slurm runs inside a Slurm job, and SLURM_JOB_ID is not set\n"
@@ -246,12 +250,16 @@ def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Sign
     if not job_settings["recipe"]:
         raise UserError("no recipe\n  for example: python -m trainer.slurm recipe=llama3_8b (or set RECIPE)")
 
-    def number(name: str, default: int) -> int:
+    def number(name: str, default: int, minimum: int = 0) -> int:
         text = env.get(name) or str(default)
         if not text.isdecimal():
             raise setting_error(name, text, "must be a whole number", example=default)
+        if int(text) < minimum:
+            raise setting_error(name, text, f"must be at least {minimum}", minimum)
         return int(text)
 
+    if options.nproc is not None and options.nproc < 1:
+        raise setting_error("--nproc", options.nproc, "must be at least 1", 1)
     array = env.get("SLURM_ARRAY_JOB_ID")
     return Job(
         recipe=job_settings["recipe"],
@@ -259,19 +267,39 @@ def _make_job(options: argparse.Namespace, env: Mapping[str, str], signals: Sign
         overrides=overrides,
         job_id=f"{array}_{env['SLURM_ARRAY_TASK_ID']}" if array else env["SLURM_JOB_ID"],
         restart=number("SLURM_RESTART_COUNT", 0),
-        requeue=env.get("REQUEUE", "yes") == "yes",
-        requeue_failed=env.get("REQUEUE_FAILED") == "1",
-        max_idle=number("MAX_IDLE", 3),
+        requeue=_parse_switch("REQUEUE", env.get("REQUEUE") or "yes", "yes", "no"),
+        requeue_failed=_parse_switch("REQUEUE_FAILED", env.get("REQUEUE_FAILED") or "0", "1", "0"),
+        max_idle=number("MAX_IDLE", 3, minimum=1),
         min_steps=number("MIN_STEPS", 3),
-        leave_s=number("LEAVE_S", 60),
-        signals=signals,
+        leave_s=number("LEAVE_S", 60, minimum=1),  # srun takes --wait=0 for no limit
+        signals=signals or Signals(),
     )
+
+
+def _parse_switch(name: str, text: str, on: str, off: str) -> bool:
+    """Return whether a variable is `on` rather than `off`.  Raises UserError for any other value."""
+    if text in (on, off):
+        return text == on
+    meant = {**dict.fromkeys(("1", "yes", "true", "on"), on), **dict.fromkeys(("0", "no", "false", "off"), off)}
+    raise setting_error(name, text, f"must be {on} or {off}", meant=meant.get(text.lower()))
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
     """Run the command line inside a batch job; return the job's exit code."""
     signals = Signals()
     signals.install()
+    options = make_parser().parse_intermixed_args(arguments)
+
+    def work() -> int:
+        job = make_job(options, os.environ, signals)
+        command, env = srun_command(options, job, os.environ)
+        return job.run(command, env)
+
+    return run_command(work)
+
+
+def make_parser() -> CommandParser:
+    """Return the parser of the command line."""
     parser = CommandParser(prog="python -m trainer.slurm", description=__doc__)
     launch_mode = parser.add_mutually_exclusive_group()
     launch_mode.add_argument(
@@ -285,14 +313,7 @@ def command_line(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value", help="recipe=NAME and overrides, as for trainer.run"
     )
-    options = parser.parse_intermixed_args(arguments)
-
-    def work() -> int:
-        job = _make_job(options, os.environ, signals)
-        command, env = srun_command(options, job, os.environ)
-        return job.run(command, env)
-
-    return run_command(work)
+    return parser
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def _check_widths(options: argparse.Namespace) -> int:
     settings = [setting for setting in options.settings if not setting.startswith("recipe=")]
     factors, page = _parse_factors(options.factors), Path(options.out)
     if page.suffix not in (".html", ".htm"):
-        raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
+        raise setting_error("--out", page, "must end in .html or .htm", page.with_suffix(".html"))
     if not page.absolute().parent.is_dir():
         raise setting_error("--out", page, f"there is no folder {page.parent}", fix="give a path in one that exists")
     if options.steps < 1:

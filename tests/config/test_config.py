@@ -507,6 +507,24 @@ def test_mesh_that_shards_unevenly_across_nodes_gets_a_warning() -> None:
     assert "mesh.shard=6 does not divide evenly into nodes of 4 ranks" in MeshShape(2, 6).advice(4)
 
 
+UNEVEN = [
+    (MeshShape(4, 6), 8, "some shard groups span 2 nodes"),
+    (MeshShape(2, 6), 4, "each shard group spans 2 nodes"),
+    (MeshShape(2, 20), 8, "each shard group spans 3 nodes"),
+    (MeshShape(8, 11), 8, "some shard groups span 3 nodes"),
+]
+
+
+@pytest.mark.parametrize(("shape", "local", "words"), UNEVEN)
+def test_warning_says_how_many_nodes_a_shard_group_spans(shape: MeshShape, local: int, words: str) -> None:
+    assert words in shape.advice(local)
+
+
+def test_shards_within_nodes_are_suggested_only_if_all_nodes_are_full() -> None:
+    assert "mesh.shard=node" in MeshShape(2, 20).advice(8)
+    assert "mesh.shard=node" not in MeshShape(1, 20).advice(8), "20 ranks do not divide into nodes of 8"
+
+
 def test_every_forbidden_difference_is_listed_at_once() -> None:
     stored = load_config("llama_small").to_yaml()
     overrides = ["model.dim=48", "run.seed=3", "data.seq_len=128", "optim.lr=1.0", "train.steps=5"]

@@ -320,6 +320,35 @@ def test_the_planner_says_when_an_expert_axis_pays() -> None:
     assert not list(advice_on_experts(make_plan(dense, shape, machine)))
 
 
+@pytest.mark.parametrize(
+    ("override", "reason"),
+    [
+        ("model.num_experts=9", "mesh.expert=2: must divide model.num_experts=9"),
+        ("fsdp.reshard_after_forward=2", "fsdp.reshard_after_forward=2: a number of ranks to reshard to cannot be"),
+    ],
+)
+def test_the_planner_says_why_no_expert_axis_is_possible(override: str, reason: str) -> None:
+    config = without_data(config_of("x", *LARGE, "train.global_batch_size=16", override))
+    (said,) = advice_on_experts(make_plan(config, MeshShape(1, 16), find_machine("h100")))
+    assert said.startswith(f"experts: of the sizes of mesh.expert (2, 4, 8, 16, 32, 64) none is possible: {reason}")
+    assert "\n" not in said
+
+
+def test_the_planner_says_if_an_expert_axis_would_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, shape = without_data(config_of("x", *LARGE, "train.global_batch_size=16")), MeshShape(1, 16)
+    plan = make_plan(config, shape, find_machine("h100"))
+    others = [make_plan(with_expert(config, size, "auto"), shape, find_machine("h100", 4)) for size in (8, 16)]
+    monkeypatch.setattr("trainer.plan.experts._alternatives", lambda _: iter(others))
+    (said,) = advice_on_experts(plan)
+    needed = min(other.needed_gib for other in others)
+    assert said.startswith("experts: dividing them among ranks (mesh.expert) would not fit in memory: at least ")
+    assert f"{needed:.4g} GiB" in said
+    fitting = [others[0], make_plan(with_expert(config, 16, "auto"), shape, find_machine("h100"))]
+    monkeypatch.setattr("trainer.plan.experts._alternatives", lambda _: iter(fitting))
+    (said,) = advice_on_experts(make_plan(config, shape, find_machine("h100", 12)))
+    assert said.startswith("experts: mesh.expert=16 "), "what does not fit is no help to a plan that does not"
+
+
 def test_the_break_even_depends_on_how_many_ranks_share_a_nodes_traffic() -> None:
     config = without_data(config_of("x", *LARGE, "train.global_batch_size=16"))
     plans = [make_plan(config, MeshShape(1, 16), find_machine("h100", ranks_per_node=ranks)) for ranks in (4, 8, 16)]

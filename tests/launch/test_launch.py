@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from tests.helpers.forked import REPOSITORY
-from trainer.slurm import count_idle
+from trainer.errors import UserError
+from trainer.slurm import Job, count_idle, make_job, make_parser
 
 FILES = sorted(path for path in (REPOSITORY / "launch").iterdir() if path.is_file())
 BATCH_FILES = [path for path in FILES if path.suffix == ".sbatch"]
@@ -240,6 +241,41 @@ def test_user_error_is_one_message(env: dict[str, str], message: str, stubs: Stu
     assert message in ran.stderr
     assert "Traceback" not in ran.stderr
     assert not (tmp_path / "run").exists()
+
+
+def job_of(*arguments: str, **env: str) -> Job:
+    return make_job(make_parser().parse_intermixed_args(["recipe=x", *arguments]), {"SLURM_JOB_ID": "7", **env})
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ({"REQUEUE": "1"}, "REQUEUE=1: must be yes or no\n  did you mean REQUEUE=yes?"),
+        ({"REQUEUE": "true"}, "REQUEUE=true: must be yes or no\n  did you mean REQUEUE=yes?"),
+        ({"REQUEUE": "0"}, "REQUEUE=0: must be yes or no\n  did you mean REQUEUE=no?"),
+        ({"REQUEUE": "always"}, "REQUEUE=always: must be yes or no"),
+        ({"REQUEUE_FAILED": "yes"}, "REQUEUE_FAILED=yes: must be 1 or 0\n  did you mean REQUEUE_FAILED=1?"),
+        ({"REQUEUE_FAILED": "2"}, "REQUEUE_FAILED=2: must be 1 or 0"),
+        ({"MAX_IDLE": "0"}, "MAX_IDLE=0: must be at least 1\n  nearest legal value: MAX_IDLE=1"),
+        ({"MAX_IDLE": "-1"}, "MAX_IDLE=-1: must be a whole number"),
+        ({"MIN_STEPS": "2.5"}, "MIN_STEPS=2.5: must be a whole number"),
+        ({"LEAVE_S": "0"}, "LEAVE_S=0: must be at least 1\n  nearest legal value: LEAVE_S=1"),
+        ({"NPROC": "0"}, "--nproc=0: must be at least 1"),
+    ],
+)
+def test_nonsense_in_a_variable_is_rejected(env: dict[str, str], message: str) -> None:
+    arguments = [f"--nproc={env.pop('NPROC')}"] if "NPROC" in env else []
+    with pytest.raises(UserError) as raised:
+        job_of(*arguments, **env)
+    assert str(raised.value).startswith(message)
+
+
+def test_values_that_the_variables_may_have() -> None:
+    assert (job_of().requeue, job_of().requeue_failed) == (True, False)
+    assert (job_of(REQUEUE="", REQUEUE_FAILED="", MAX_IDLE="")) == job_of(), "empty is as good as not set"
+    assert (job_of(REQUEUE="yes").requeue, job_of(REQUEUE="no").requeue) == (True, False)
+    assert (job_of(REQUEUE_FAILED="1").requeue_failed, job_of(REQUEUE_FAILED="0").requeue_failed) == (True, False)
+    assert (job_of(MIN_STEPS="0").min_steps, job_of(MAX_IDLE="1").max_idle, job_of(LEAVE_S="5").leave_s) == (0, 1, 5)
 
 
 LOG = """

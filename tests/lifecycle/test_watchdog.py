@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,7 @@ from tests.helpers.faults import Fault, start
 from tests.helpers.gate import wait_until
 from tests.helpers.ranks import CommandResult, run_command
 from trainer import load_config
-from trainer.distributed.channel import TimedStore
+from trainer.distributed.channel import StoreTimeout, TimedStore
 from trainer.lifecycle.watchdog import (
     _ANSWER_S,
     _SAVE_GRACE_S,
@@ -280,6 +281,32 @@ def test_rank_that_saves_within_its_limit_is_not_late(dog: Watchdog, capsys: pyt
         assert dog._num_reports == 1
         assert not dog._is_report_requested(), "next time there is a question of its own"
     assert capsys.readouterr().err == ""
+
+
+class _Unanswering:
+    """A store whose host is gone: its answers never come."""
+
+    def __init__(self, gate: threading.Event) -> None:
+        self._gate = gate
+
+    def get(self, key: str) -> bytes:
+        self._gate.wait()
+        return b""
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        self._gate.wait()
+
+
+def test_message_of_a_store_timeout_gives_the_whole_time_waited() -> None:
+    gate = threading.Event()
+    store = TimedStore(_Unanswering(gate), 0.02)  # type: ignore[arg-type]
+    try:
+        with pytest.raises(StoreTimeout, match=r"no answer for 0\.02 s$"):
+            store.get("key")
+        with pytest.raises(StoreTimeout, match=r"no answer for 0\.05 s$"):
+            store.wait("key", 0.03)
+    finally:
+        gate.set()
 
 
 def test_late_ranks() -> None:

@@ -267,7 +267,7 @@ def test_activations_do_not_grow_with_the_width(optimizer: str, tmp_path: Path) 
 def test_mistakes_in_the_command(tmp_path: Path) -> None:
     cases: list[tuple[list[Any], str]] = [
         ([*CHECK, "--factors=2"], "--factors=2: must be two or more"),
-        ([*CHECK, "--out=widths.png"], "--out=widths.png: must end in .html"),
+        ([*CHECK, "--out=widths.png"], "--out=widths.png: must end in .html or .htm"),
         ([*CHECK[1:]], "recipe: none is given"),
         (["recipe=llama_small"], "optim.base_model=null: must give the widths"),
     ]

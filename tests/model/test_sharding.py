@@ -358,6 +358,31 @@ def by_repetition(model: nn.Module) -> list[str]:
     return ["layers.*", "layers.1"]
 
 
+def by_text(model: nn.Module) -> str:
+    return "layers.*"
+
+
+def by_number_later(module: nn.Module) -> Any:
+    return 3 if isinstance(module, nn.Embedding) else True
+
+
+def failing_later(module: nn.Module) -> bool:
+    return module.dim > 0 if isinstance(module, nn.Embedding) else False  # type: ignore[operator]
+
+
+def failing_while_it_lists(model: nn.Module) -> Any:
+    yield "layers.*"
+    raise KeyError("head")
+
+
+class _Callable:
+    def __call__(self, model: nn.Module) -> bool:
+        raise KeyError("no name of its own")
+
+
+by_callable_object, no_function = _Callable(), 3
+
+
 def by_pair(model: nn.Module) -> list[Any]:
     return [("0", "1"), "2"]
 
@@ -386,11 +411,24 @@ def test_units(wrap: str) -> None:
     assert names_of("llama_small", LLAMA, wrap) == WRAPS[wrap]
 
 
-@pytest.mark.parametrize("wrap", ["by_number", "by_stranger", "by_repetition"])
+INVALID = {
+    "by_number": "must return a list of units, or a boolean, but returns an int",
+    "by_stranger": "not a submodule",
+    "by_repetition": "'layers.1' is in two units",
+    "by_text": "must return a list of units, or a boolean, but returns a str",
+    "by_number_later": "must return a boolean for each module, as it does for the model, but returns an int for",
+    "failing_later": "fails for tok_embeddings.*: AttributeError: .* has no attribute 'dim'",
+    "failing_while_it_lists": "fails: KeyError: 'head'",
+    "by_callable_object": "fails: KeyError: 'no name of its own'",
+    "no_function": "must be a function, not an int",
+}
+
+
+@pytest.mark.parametrize("wrap", INVALID)
 def test_invalid_units(wrap: str) -> None:
-    must_say = {"by_number": "not int", "by_stranger": "not a submodule", "by_repetition": "'layers.1' is in two units"}
-    with pytest.raises(UserError, match=must_say[wrap]):
+    with pytest.raises(UserError, match=INVALID[wrap]) as raised:
         names_of("llama_small", LLAMA, HERE + wrap)
+    assert str(raised.value).startswith(f"fsdp.wrap={HERE}{wrap}: ")
 
 
 def test_the_unit_of_each_tied_name_is_in_the_message() -> None:

@@ -23,7 +23,7 @@ from tests.helpers.plan_truth import CollectiveLog, StorageMeter, as_logged, met
 from tests.helpers.ranks import run_command, run_ranks, run_tiny
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, check_config, recipe_description, recipe_files, resolve_expert_method
-from trainer.plan.__main__ import command_line
+from trainer.plan.__main__ import command_line, default_num_ranks
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.probe import Probe
@@ -457,6 +457,32 @@ def run_plan(capsys: pytest.CaptureFixture[str], *arguments: str, exit_code: int
     stdout, stderr = capsys.readouterr()
     assert code == exit_code, stderr + stdout
     return stdout, stderr
+
+
+NUM_RANKS = [
+    (["train.global_batch_size=6"], 6),
+    (["train.global_batch_size=2", "mesh.context=4"], 8),
+    (["train.global_batch_size=6", "mesh.context=4"], 8),
+    (["train.global_batch_size=1", "mesh.context=4"], 4),
+    (["train.global_batch_size=1", "mesh.context=16"], 16),
+    (["train.global_batch_size=1", "mesh.context=4", "mesh.shard=4", "mesh.replicate=-1"], 4),
+    (["train.global_batch_size=9", "fsdp.reshard_after_forward=2"], 2),
+    (["train.global_batch_size=6", "mesh.replicate=3"], 6),
+    (["train.global_batch_size=6", "mesh.shard=2", "mesh.replicate=-1"], 6),
+    (["train.global_batch_size=8", "mesh.shard=node", "mesh.replicate=-1"], 8),
+]
+
+
+@pytest.mark.parametrize(("overrides", "expected"), NUM_RANKS)
+def test_number_of_ranks_that_the_mesh_leaves_open(overrides: list[str], expected: int) -> None:
+    config = without_data(load_config("llama_small", ["mesh.shard=-1", "train.micro_batch_size=1", *overrides]))
+    assert default_num_ranks(config, find_machine("h100")) == expected
+
+
+def test_number_of_ranks_suits_the_experts() -> None:
+    overrides = ["mesh.shard=-1", "mesh.expert=4", "train.micro_batch_size=1", "train.global_batch_size=12"]
+    config = without_data(load_config("qwen3_moe_small", overrides, needs_weights=False))
+    assert default_num_ranks(config, find_machine("h100")) == 4, "not 6, which mesh.expert=4 does not divide"
 
 
 @pytest.mark.campaign

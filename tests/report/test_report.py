@@ -551,9 +551,9 @@ def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "has no metrics.jsonl" in mistake(capsys, str(tmp_path / "folder"))
     assert "has no records" in mistake(capsys, str(empty))
     assert f"nearest legal value: run.dir={good}" in mistake(capsys, str(good / "metrics.jsonl"))
-    assert f"nearest legal value: --out={tmp_path / 'a.html'}" in mistake(
-        capsys, str(good), "--out", str(tmp_path / "a.png")
-    )
+    message = mistake(capsys, str(good), "--out", str(tmp_path / "a.png"))
+    assert "must end in .html or .htm" in message
+    assert f"nearest legal value: --out={tmp_path / 'a.html'}" in message
     assert "cannot be written" in mistake(capsys, str(good), "--out", str(tmp_path / "nowhere" / "a.html"))
     assert "has no metrics.jsonl" in mistake(capsys, str(good), str(tmp_path / "bare"))
     assert sorted(path.name for path in good.iterdir()) == ["metrics.jsonl"], "a mistake leaves nothing behind"

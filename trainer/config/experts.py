@@ -40,18 +40,22 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
     return config
 
 
+def expert_sizes(ranks_per_node: int) -> list[int]:
+    """Return the sizes of `mesh.expert` to consider, besides 1: the divisors of a node's ranks, 16, 32 and 64."""
+    return sorted({*(size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0), 16, 32, 64})
+
+
 def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each legal `mesh.expert` and, if `mesh.expert_method` is auto, each legal method.
 
     Size 1 comes first; its method does not matter and is left as configured.  If the model declares experts, the legal
-    sizes among 16, 32, 64 and the divisors of the number of ranks per node follow, in ascending order.
+    ones of `expert_sizes` follow.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:
         methods = ["gather", "exchange"]
-    sizes = [size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0]
     choices = [with_expert(config, 1, config.mesh.expert_method)]
-    for size in sorted({*sizes, 16, 32, 64}) if config.recipe.declares_experts(config.model) else []:
+    for size in expert_sizes(ranks_per_node) if config.recipe.declares_experts(config.model) else []:
         for method in methods:
             candidate = resolve_expert_method(with_expert(config, size, method), ranks_per_node)
             with contextlib.suppress(UserError):

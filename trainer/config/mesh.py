@@ -38,9 +38,13 @@ class MeshShape:
         """
         if self.num_ranks == local_world_size or not (self.shard % local_world_size and local_world_size % self.shard):
             return ""
+        first_ranks = range(0, self.num_ranks, self.shard)
+        spans = {(rank + self.shard - 1) // local_world_size - rank // local_world_size + 1 for rank in first_ranks}
+        groups = "some shard groups span" if len(spans) > 1 else "each shard group spans"
+        suggestion = "; mesh.shard=node shards within each node" if self.num_ranks % local_world_size == 0 else ""
         return (
-            f"mesh.shard={self.shard} does not divide evenly into nodes of {local_world_size} ranks: some shard "
-            "groups span two nodes, and all wait for the slowest; mesh.shard=node shards within each node"
+            f"mesh.shard={self.shard} does not divide evenly into nodes of {local_world_size} ranks: {groups} "
+            f"{max(spans)} nodes, and all wait for the slowest{suggestion}"
         )
 
 

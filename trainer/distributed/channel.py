@@ -162,9 +162,10 @@ class TimedStore:
 
         thread = threading.Thread(target=run, name="message", daemon=True)
         thread.start()
-        thread.join(self._limit_s + extra_s)
+        timeout_s = self._limit_s + extra_s
+        thread.join(timeout_s)
         if thread.is_alive():
-            raise StoreTimeout(f"no answer for {self._limit_s:g} s")
+            raise StoreTimeout(f"no answer for {timeout_s:g} s")
         if errors:
             raise errors[0]
         return results[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from trainer.errors import UserError, nearest
+from trainer.errors import UserError, nearest, setting_error
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.recipe import Recipe, Unit, import_object
@@ -46,7 +47,8 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
     are in the order of `named_modules`.
 
     Raises UserError for an entry that is not a module inside the model, for a module in two units, for units that would
-    separate tied parameters, and for a function that fails or returns neither units nor a boolean.
+    separate tied parameters, and for a user-defined function that fails for any module or returns neither a list of
+    units nor, for every module, a boolean.
     """
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
@@ -54,7 +56,7 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
         listed = recipe.units(model) if callable(recipe.units) else recipe.units
         source = f"recipe {recipe.name!r}: units"
     else:
-        listed = _units_by_function(model, import_object(wrap, "fsdp.wrap"))
+        listed = _units_by_function(model, wrap)
         source = f"fsdp.wrap={wrap}"
     units = [unit for entry in listed for unit in _resolve_unit(model, entry, source)]
     _check_units(model, units, source)
@@ -135,21 +137,52 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
         raise UserError(f"{source}: a unit is a module, a name, or a tuple of those, not {type(entry).__name__}")
 
 
-def _units_by_function(model: nn.Module, function: Callable[[nn.Module], Any]) -> Sequence[Unit]:
+def _units_by_function(model: nn.Module, path: str) -> Sequence[Unit]:
     """Return the units that a user-defined function lists, or the modules for which it returns True.
 
-    A function that returns booleans works as in FSDP1's `lambda_auto_wrap_policy`.
+    A function that returns booleans works as in FSDP1's `lambda_auto_wrap_policy`: it is called for the model, and then
+    for each module inside it.
     """
-    try:
+    function = import_object(path, "fsdp.wrap")
+    if not callable(function):
+        raise setting_error("fsdp.wrap", path, f"must be a function, not {_with_article(function)}")
+    with _reporting_failure(path):
         result = function(model)
-    except Exception as error:
-        raise UserError(f"fsdp.wrap: {function.__qualname__} fails: {type(error).__name__}: {error}") from error
     if isinstance(result, bool):
-        return [module for name, module in model.named_modules() if name and function(module)]
-    if not isinstance(result, Iterable):
-        rule = f"must return units or a boolean, not {type(result).__name__}"
-        raise UserError(f"fsdp.wrap: {function.__qualname__} {rule}")
-    return list(result)
+        return [module for name, module in model.named_modules() if name and _is_unit(function, path, name, module)]
+    if not isinstance(result, Iterable) or isinstance(result, str):
+        rule = f"must return a list of units, or a boolean, but returns {_with_article(result)}"
+        raise setting_error("fsdp.wrap", path, rule)
+    with _reporting_failure(path):  # a generator runs only now
+        return list(result)
+
+
+def _is_unit(function: Callable[[nn.Module], Any], path: str, name: str, module: nn.Module) -> bool:
+    place = f"{name}, of type {type(module).__name__}"
+    with _reporting_failure(path, f" for {place}"):
+        result = function(module)
+    if not isinstance(result, bool):
+        returned = f"returns {_with_article(result)} for {place}"
+        rule = f"must return a boolean for each module, as it does for the model, but {returned}"
+        raise setting_error("fsdp.wrap", path, rule)
+    return result
+
+
+@contextlib.contextmanager
+def _reporting_failure(path: str, place: str = "") -> Iterator[None]:
+    """Context manager that turns an exception of the user-defined function at `path` into a UserError."""
+    try:
+        yield
+    except Exception as error:
+        raise setting_error("fsdp.wrap", path, f"fails{place}: {type(error).__name__}: {error}") from error
+
+
+def _with_article(value: object) -> str:
+    """Return the name of a value's type with its article, as in "an int"; "None" for None."""
+    if value is None:
+        return "None"
+    name = type(value).__name__
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:

@@ -3,8 +3,8 @@
     python -m trainer.plan recipe=llama3_70b mesh.replicate=8 mesh.shard=64 device=h100
     python -m trainer.plan recipe=llama3_8b ranks=64 fsdp.reshard_after_forward=auto train.micro_batch_size=auto
 
-  ranks=N            number of ranks (default: mesh.replicate x mesh.shard; if one of them is -1, the largest multiple
-                     of the other that fits on one node and divides the global batch, or else the other itself)
+  ranks=N            number of ranks (default: mesh.replicate x mesh.shard; if one of them is -1, the largest number
+                     on one node that suits the other one, the global batch, mesh.context and mesh.expert)
   device=NAME        a100, h100, h100-pcie, h200, b200, l40s, mi300x, rtx4090, cpu (default: the GPU here, or h100);
                      or a variant of one: "{like: h100, power_w: 500, memory_gib: 96, memory_tb_s: 2.4}", also with
                      link_gb_s, bf16_tflops and fp8_tflops
@@ -28,6 +28,7 @@ that needs the least memory.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -44,12 +45,21 @@ from trainer.config import (
     recipe_files,
     resolve_context_method,
     resolve_expert_method,
+    smallest_mesh,
 )
 from trainer.config.command_line import missing_recipe_error, split_allow_import
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
 from trainer.data.opening import resolve_from_data
 from trainer.distributed.environment import find_environment
-from trainer.errors import EXIT_DOES_NOT_FIT, EXIT_FINISHED, print_stderr, print_stdout, run_command, setting_error
+from trainer.errors import (
+    EXIT_DOES_NOT_FIT,
+    EXIT_FINISHED,
+    UserError,
+    print_stderr,
+    print_stdout,
+    run_command,
+    setting_error,
+)
 from trainer.model.shard import check_sharding
 from trainer.plan.calibrate import calibrate
 from trainer.plan.experts import advice_on_balance, advice_on_experts
@@ -108,8 +118,8 @@ def _plan(arguments: list[str]) -> int:
         rule = "must be at least 1, since the busiest rank has at least the mean"
         raise setting_error("imbalance", options.imbalance, rule, 1)
     machine = replace(machine, imbalance=options.imbalance)
-    num_ranks = options.ranks or _num_ranks(config, machine)
     config = without_data(config)
+    num_ranks = options.ranks or default_num_ranks(config, machine)
     mesh = check_config(config, num_ranks, min(num_ranks, machine.rates.ranks_per_node))
     for resolve_method in (resolve_context_method, resolve_expert_method):
         config = resolve_method(config, min(num_ranks, machine.rates.ranks_per_node))
@@ -147,10 +157,12 @@ def _show(plan: Plan, choice: PlannedChoice | None, options: _Options) -> None:
         draw(plan, options.picture)
 
 
-def _num_ranks(config: RunConfig, machine: Machine) -> int:
+def default_num_ranks(config: RunConfig, machine: Machine) -> int:
     """Return the number of ranks that the mesh sets.
 
-    If the mesh leaves it open, this is the largest number of ranks on one node that divides the global batch evenly.
+    If the mesh leaves it open, this is the largest number of ranks on one node with which the settings are valid, such
+    as the global batch, `mesh.context` and `mesh.expert`.  If there is none, this is the smallest number that the mesh
+    allows, so that the message about the invalid setting is not about the number of ranks.
     """
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
@@ -158,11 +170,12 @@ def _num_ranks(config: RunConfig, machine: Machine) -> int:
         return find_mesh_shape(config.mesh, per_node, per_node).num_ranks
     if replicate > 0 and shard > 0:
         return replicate * shard
-    fixed = max(replicate, shard, 1)
-    micro_batch_size = config.train.micro_batch_size
-    sequences = fixed * (micro_batch_size if isinstance(micro_batch_size, int) else 1)
-    factors = range(1, max(1, per_node // fixed) + 1)
-    return fixed * max((n for n in factors if config.train.global_batch_size % (n * sequences) == 0), default=1)
+    smallest = smallest_mesh(replace(config, mesh=replace(config.mesh, shard=shard))).num_ranks
+    for num_ranks in range(per_node // smallest * smallest, 0, -smallest):
+        with contextlib.suppress(UserError):
+            check_config(config, num_ranks, num_ranks)
+            return num_ranks
+    return smallest
 
 
 def _parse(arguments: list[str]) -> tuple[_Options, list[str]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from trainer.config import MeshShape, RunConfig, expert_parallel_choices
-from trainer.config.experts import resolve_expert_method, with_expert
+from trainer.config.experts import check_expert, expert_sizes, resolve_expert_method, with_expert
 from trainer.errors import UserError
 from trainer.model.network import build_network
 from trainer.model.shard import check_experts
@@ -51,9 +51,20 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
     comparison = ""
     if break_even is not None:
         comparison = f" ({num_tokens:,} tokens per micro-batch; the break-even point is {break_even:,.0f})"
-    candidates = [other for other in _alternatives(plan) if other.fits or not plan.fits]
-    best = min(candidates, key=lambda other: other.time.total_s, default=None)
-    if best is None or (plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s):
+    alternatives = list(_alternatives(plan))
+    if not alternatives:
+        yield _why_impossible(plan)
+        return
+    fitting = [other for other in alternatives if other.fits]
+    if plan.fits and not fitting:
+        least = min(alternatives, key=lambda other: other.needed_gib)
+        yield (
+            "experts: dividing them among ranks (mesh.expert) would not fit in memory: at least "
+            f"{least.needed_gib:.4g} GiB, with mesh.expert={least.config.expert}, instead of {plan.needed_gib:.4g}"
+        )
+        return
+    best = min(fitting or alternatives, key=lambda other: other.time.total_s)
+    if plan.fits and best.time.total_s > (1 - _MIN_GAIN) * plan.time.total_s:
         yield f"experts: dividing them among ranks (mesh.expert) would not make the step shorter{comparison}"
         return
     yield (
@@ -108,6 +119,20 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
     for size in sorted({inside, *(size for size in sizes if size > per_node)} - {1}):
         config = resolve_expert_method(with_expert(plan.config, size, "auto"), per_node)
         yield make_plan(config, plan.mesh, plan.machine, plan.probe.with_config(config))
+
+
+def _why_impossible(plan: Plan) -> str:
+    """Return a line on why none of `expert_sizes` is possible: the rule that the smallest one breaks."""
+    per_node, model = plan.machine.rates.ranks_per_node, build_network(plan.config)
+    sizes = expert_sizes(per_node)
+    config = resolve_expert_method(with_expert(plan.config, sizes[0], "auto"), per_node)
+    reason = ""
+    try:
+        check_expert(config, plan.mesh, per_node)
+        check_experts(model, config.recipe, find_units(model, config.recipe, config.fsdp.wrap), config, plan.mesh.shard)
+    except UserError as error:
+        reason = f": {str(error).splitlines()[0]}"
+    return f"experts: of the sizes of mesh.expert ({', '.join(map(str, sizes))}) none is possible{reason}"
 
 
 def _more_replicas(plan: Plan) -> Plan | None:

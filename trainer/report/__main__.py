@@ -67,7 +67,7 @@ def write_report(folders: Sequence[Path], out: Path | None = None) -> tuple[Path
     """
     page = out or (folders[0] / "report.html" if len(folders) == 1 else Path("comparison.html"))
     if page.suffix not in (".html", ".htm"):
-        raise setting_error("--out", page, "must end in .html", page.with_suffix(".html"))
+        raise setting_error("--out", page, "must end in .html or .htm", page.with_suffix(".html"))
     runs = [read_run(folder) for folder in folders]
     if len(runs) == 1:
         (run,) = runs
