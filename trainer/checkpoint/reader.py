@@ -111,19 +111,15 @@ class RestoreRequest:
 
 
 class CheckpointReader:
-    """Lists and restores existing checkpoints.  Methods are collective unless documented otherwise."""
+    """Restores a state from a checkpoint of one folder, or from a given one.  Collective unless noted otherwise."""
 
     def __init__(self, storage: Storage, world: World, checksums: bool) -> None:
         """storage: the folder of checkpoints.  checksums: whether to verify checksums, or only sizes."""
         self.storage, self.world, self._checksums = storage, world, checksums
 
-    def steps(self) -> list[int]:
-        """Return the steps of the published checkpoints visible to this rank, oldest first.  Not collective."""
-        return list_steps(self.storage)
-
     def newest_run_info(self) -> RunInfo | None:
         """Return the run that wrote the newest readable checkpoint, or None.  Not collective."""
-        for step in reversed(self.steps()):
+        for step in reversed(list_steps(self.storage)):
             storage = self.storage / checkpoint_name(step)
             try:
                 manifest = read_manifest(storage)
@@ -198,7 +194,7 @@ class CheckpointReader:
         if not self.world.is_main:
             return []
         self.storage.recover()
-        return [checkpoint_name(step) for step in reversed(self.steps())]
+        return [checkpoint_name(step) for step in reversed(list_steps(self.storage))]
 
     def _broadcast_manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
         """Return the manifest on all ranks, or None and the problem if it is damaged."""

@@ -55,7 +55,6 @@ from trainer.checkpoint.manifest import (
     checkpoint_name,
     rank_file,
 )
-from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.retention import RetentionPolicy
 from trainer.checkpoint.state_parts import StatePart, split_state
 from trainer.checkpoint.storage import (
@@ -179,8 +178,6 @@ class Checkpoints:
         """Save to this folder from now on.  No save may be in flight."""
         assert self.in_flight is None, "the save in flight writes to the old folder"
         self.storage = storage
-        self.reader = CheckpointReader(storage, self.world, checksums=self._section.verify == "full")
-        """Access to existing checkpoints."""
         self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
