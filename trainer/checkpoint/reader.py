@@ -22,7 +22,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +48,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.checkpoint.retention import best_step, newest_step
-from trainer.checkpoint.state_parts import StatePart, join_state, split_state
+from trainer.checkpoint.state_parts import SharedState, StatePart, join_state, rank_state_from_bytes, split_state
 from trainer.checkpoint.storage import (
     DAMAGED,
     MANIFEST,
@@ -229,8 +228,8 @@ class CheckpointReader:
         if stored.per_rank_bytes is None:
             for part in state.per_rank_parts.values():
                 StatePart.of(part).restart(manifest.step)
-            if stored.document.get("unlike"):
-                keys = ", ".join(stored.document["unlike"])
+            if stored.shared.differing_keys:
+                keys = ", ".join(stored.shared.differing_keys)
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
@@ -343,8 +342,7 @@ class StoredState:
     """The small files of a checkpoint, without the data files.  Each is verified as it is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
-        self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
-        """Content of `state.json` (see `Snapshot.shared_json`)."""
+        self.shared = SharedState.from_json(read_file(storage, manifest, "state.json"))
         self.layout = layout_from_json(read_file(storage, manifest, "layout.json"))
         self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
         is_same_size = manifest.world_size == world.size
@@ -389,9 +387,9 @@ def check_compatible(
     Raises IncompatibleCheckpoint with these and all forbidden differences in the state, and UserError if `allowed`
     names a part that does not exist.
     """
-    # The earliest checkpoints of this format did not list per-rank parts.
-    parts = stored.document["parts"]
-    per_rank_parts = stored.document.get("rank_parts", list(state.per_rank_parts))
+    parts, per_rank_parts = stored.shared.parts, stored.shared.per_rank_parts
+    if per_rank_parts is None:
+        per_rank_parts = list(state.per_rank_parts)
     names = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
     for entry in allowed:
         if entry.startswith("state.") and entry.removeprefix("state.") not in names:
@@ -501,16 +499,13 @@ def load_parts(state: TrainState, stored: StoredState, targets: Mapping[str, tor
 
     targets: the tensors that were read, by key.
     """
-    plain: dict[str, Any] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    if (content := stored.per_rank_bytes) is not None:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors does not return it
-        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(content)
-    differing = {key: tensors[key] for key in stored.document.get("unlike", []) if key in tensors}
+    content = stored.per_rank_bytes
+    plain, tensors = rank_state_from_bytes(content) if content is not None else ({}, {})
+    differing = {key: tensors[key] for key in stored.shared.differing_keys if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
-            if name in stored.document["parts"] and name not in left_out:
-                part.load_state_dict(join_state(stored.document["parts"][name], {**targets, **differing}))
+            if name in stored.shared.parts and name not in left_out:
+                part.load_state_dict(join_state(stored.shared.parts[name], {**targets, **differing}))
         for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
                 part.load_state_dict(join_state(plain[name], tensors))
@@ -614,7 +609,7 @@ class StoredWeights(StoredTensors):
             layout = layout_from_json(read_file(storage, self.manifest, "layout.json"))
             self._blocks = StoredBlocks(storage, self.manifest)
             self.config_yaml = read_file(storage, self.manifest, "config.yaml").decode()
-            self.parts = json.loads(read_file(storage, self.manifest, "state.json"))["parts"]
+            self.parts = SharedState.from_json(read_file(storage, self.manifest, "state.json")).parts
         except FileNotFoundError as error:
             raise UserError(f"{storage}: no checkpoint here ({MANIFEST} is missing)") from error
         except Damaged as error:

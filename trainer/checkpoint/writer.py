@@ -28,7 +28,6 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -56,7 +55,7 @@ from trainer.checkpoint.manifest import (
     rank_file,
 )
 from trainer.checkpoint.retention import RetentionPolicy
-from trainer.checkpoint.state_parts import StatePart, split_state
+from trainer.checkpoint.state_parts import SharedState, StatePart, rank_state_to_bytes, split_state
 from trainer.checkpoint.storage import (
     DISK_FULL_ADVICE,
     MANIFEST,
@@ -368,7 +367,8 @@ class Checkpoints:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 checksums = json.dumps(written.blocks, separators=(",", ":")).encode()
                 files |= write_files(folder, {blocks_name(written.file): checksums})
-            files |= write_files(folder, {rank_file(rank): snapshot.per_rank_bytes})
+            own = rank_state_to_bytes(snapshot.per_rank_plain, snapshot.per_rank_tensors)
+            files |= write_files(folder, {rank_file(rank): own})
         except Exception as error:  # any error: rank 0 waits for this report
             return RankReport(f"{folder}: {describe(error)}")
         chunks = written.chunks if written is not None else []
@@ -407,9 +407,10 @@ class Checkpoints:
                 "layout.json": layout_to_json(layout, [chunks.file for chunks in written]).encode(),
                 TORCH_METADATA: pickled_metadata(layout, snapshot.paths),
             }
+        shared = SharedState(snapshot.plain, [*snapshot.per_rank_plain], snapshot.differing_keys)
         common = {
             **self._layout_files,
-            "state.json": snapshot.shared_json.encode(),
+            "state.json": shared.to_json(snapshot.step).encode(),
             "config.yaml": self._run_info.config_yaml.encode(),
         }
         files = {name: entry for report in reports for name, entry in report.files.items()}
@@ -570,22 +571,6 @@ class Snapshot:
     """Earlier steps at which a save was due but did not succeed, and which this save replaces."""
     differing_keys: list[str] = field(default_factory=list)
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
-
-    @property
-    def shared_json(self) -> str:
-        """Content of `state.json`, which is the same on all ranks."""
-        content = {
-            "step": self.step,
-            "parts": self.plain,
-            "rank_parts": [*self.per_rank_plain],
-            "unlike": self.differing_keys,
-        }
-        return json.dumps(content, indent=1)
-
-    @property
-    def per_rank_bytes(self) -> bytes:
-        """Content of this rank's file of per-rank state."""
-        return safetensors.torch.save(self.per_rank_tensors, metadata={"state": json.dumps(self.per_rank_plain)})
 
 
 def collect(state: TrainState, num_ranks: int) -> Snapshot:
