@@ -63,7 +63,7 @@ from trainer.checkpoint.storage import (
     list_configured_folder,
     open_storage,
 )
-from trainer.config import stored_value
+from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.passes import current_checkpoint_dir
 from trainer.config.stored import CONFIG, run_from_best_path
@@ -99,9 +99,8 @@ class RestoreRequest:
     """The state to restore, and the conditions for restoring it."""
 
     state: TrainState
-    compare: Callable[[str], tuple[list[str], list[str]]]
-    """Compares the current configuration with a checkpoint's, given as YAML.  Returns two lists with one line per
-    difference: those that forbid resuming, and those that do not.  Has no side effects."""
+    config: RunConfig
+    """The current configuration, to compare with the checkpoint's."""
     allowed: frozenset[str]
     """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
     verify_first: bool
@@ -215,7 +214,7 @@ class CheckpointReader:
         if stored is None or damage:
             return None, damage
         layout, blocks = stored.layout, StoredBlocks(storage, manifest)
-        refused, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
+        refused, changed = self.world.agreed(lambda: compare_configs(request.config, stored.config_yaml))
         left_out, warnings = self.world.agreed(
             lambda: check_compatible(storage, refused, state, stored, request.allowed)
         )

@@ -26,7 +26,7 @@ from trainer.checkpoint.reader import (
 )
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.writer import Checkpoints
-from trainer.config import RunConfig, compare_configs, stored_value
+from trainer.config import RunConfig, stored_value
 from trainer.config.passes import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked, setting_error
@@ -100,12 +100,7 @@ class Resume:
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # if the moments do not match, start with fresh ones
-        request = RestoreRequest(
-            state,
-            compare=lambda stored: compare_configs(self._config, stored),
-            allowed=allowed,
-            verify_first=is_running,
-        )
+        request = RestoreRequest(state, self._config, allowed, verify_first=is_running)
         reader = self._reader
         if resume == "none":
             return None
