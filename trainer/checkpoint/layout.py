@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.storage import Blocks, Damaged
+from trainer.checkpoint.storage import Damaged
 from trainer.model.parameters import local
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -290,26 +290,6 @@ class WrittenChunks:
     boxes: Boxes
     positions: IntArray
     """Start, length and data start of each chunk in the file."""
-
-
-@dataclass
-class WriteResult:
-    """The data file that one rank wrote: its checksums, and its chunks with the keys of their tensors."""
-
-    file: str
-    blocks: Blocks
-    chunks: list[tuple[str, Chunk]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(length for length, _ in self.blocks)
-
-    @property
-    def written_chunks(self) -> WrittenChunks:
-        """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
-        boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
-        positions = padded_rows([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
-        return WrittenChunks(self.file, boxes, positions)
 
 
 def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChunks]) -> Layout:

@@ -37,12 +37,12 @@ from trainer.checkpoint.layout import (
     Chunk,
     PlannedTensor,
     Tensors,
-    WriteResult,
     WrittenChunks,
     choose_writers,
     layout_of,
     layout_to_json,
     local_boxes,
+    padded_rows,
     pickled_metadata,
 )
 from trainer.checkpoint.manifest import (
@@ -59,6 +59,7 @@ from trainer.checkpoint.state_parts import SharedState, StatePart, rank_state_to
 from trainer.checkpoint.storage import (
     DISK_FULL_ADVICE,
     MANIFEST,
+    Blocks,
     BlockWriter,
     Storage,
     check_visible,
@@ -798,6 +799,26 @@ def _views(buffer: np.ndarray[Any, Any], tensors: Tensors) -> dict[str, torch.Te
 # The data file of one rank.  It has the format of torch.distributed.checkpoint's `FileSystemWriter`, so that torch's
 # `FileSystemReader` and other tools can read it.  In addition, checksums are computed during the write, the layout is
 # stored as JSON, and data is read directly into the target tensors.
+
+
+@dataclass
+class WriteResult:
+    """The data file that one rank wrote: its checksums, and its chunks with the keys of their tensors."""
+
+    file: str
+    blocks: Blocks
+    chunks: list[tuple[str, Chunk]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(length for length, _ in self.blocks)
+
+    @property
+    def written_chunks(self) -> WrittenChunks:
+        """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
+        boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
+        positions = padded_rows([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
+        return WrittenChunks(self.file, boxes, positions)
 
 
 def write_tensors(
