@@ -215,7 +215,7 @@ class ReadRequest:
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """A rectangular region of one tensor, as held or written by one rank."""
 
     key: str
@@ -224,7 +224,7 @@ class Box:
     dtype: torch.dtype
 
 
-def local_boxes(tensors: Tensors) -> list[Box]:
+def local_boxes(tensors: Tensors) -> list[TensorBox]:
     """Return this rank's boxes of `tensors`: the local shard of a DTensor, all of a plain tensor.  No collective."""
     # Imported here because it pulls in some 70 modules (2.5 MiB, 0.05 s).
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -235,7 +235,9 @@ def local_boxes(tensors: Tensors) -> list[Box]:
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         assert data is not None
-        boxes.append(Box(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype))
+        boxes.append(
+            TensorBox(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype)
+        )
     return boxes
 
 

@@ -32,10 +32,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import (
-    Box,
     Boxes,
     Chunk,
     PlannedTensor,
+    TensorBox,
     Tensors,
     WrittenChunks,
     choose_writers,
@@ -691,7 +691,7 @@ class SavePlans:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.signature: tuple[Any, ...] | None = None
-        self.boxes: list[Box] = []
+        self.boxes: list[TensorBox] = []
         """The boxes that this rank writes."""
         self.planned: dict[str, PlannedTensor] = {}
         """The planned chunks of every tensor.  On rank 0 only."""
@@ -734,7 +734,7 @@ class Staging:
         self._device = device
         self._buffer, self._is_locked = np.empty(0, dtype=np.uint8), False
 
-    def copy(self, tensors: Tensors, boxes: Iterable[Box]) -> dict[str, torch.Tensor]:
+    def copy(self, tensors: Tensors, boxes: Iterable[TensorBox]) -> dict[str, torch.Tensor]:
         """Return CPU copies of this rank's shards of the tensors in `boxes`.  Earlier copies are overwritten."""
         shards = {box.key: local(tensors[box.key]) for box in boxes}
         with torch.no_grad():
@@ -824,7 +824,7 @@ class WriteResult:
 def write_tensors(
     storage: Storage,
     rank: int,
-    boxes: Sequence[Box],
+    boxes: Sequence[TensorBox],
     tensors: Tensors,
     limits: Mapping[str, float],
     throttle: Callable[[float], None] | None = None,
@@ -864,7 +864,7 @@ def write_tensors(
 def _write_chunk(
     writer: BlockWriter,
     name: str,
-    box: Box,
+    box: TensorBox,
     tensor: torch.Tensor,
     check: Callable[[memoryview], None] | None,
 ) -> Chunk:
