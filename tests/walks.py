@@ -46,7 +46,7 @@ class Walk:
 
 WALKS = {
     "step": Walk("the maths of a step, without the model's own code", "`Trainer.train_step()`"),
-    "save": Walk("a save", "`Trainer.save_checkpoint(wait=True)`"),
+    "save": Walk("a synchronous save", "`Trainer.save_checkpoint(wait=True)`"),
     "resume": Walk("a resume", "`Trainer.load_checkpoint()`"),
     "text": Walk("raw text to a sample", "`Trainer.build_loader()`, up to the first micro-batch"),
     "weights": Walk("a Hugging Face folder to sharded weights", "`load_initial_weights()`"),

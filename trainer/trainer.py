@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from trainer.config import RunConfig
+from trainer.config import RunConfig, has_changed
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
@@ -367,13 +367,13 @@ class Trainer:
         self.saver.finish()
         self.world.agreed(self.folder.acquire)
         start_time = time.perf_counter()
-        loaded_step = self.resume.load(self.state, path, self.lifecycle.is_running)
-        if loaded_step is not None:
+        restored = self.resume.load(self.state, path, self.lifecycle.is_running)
+        if restored is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.step_metrics.discard_pending_step()
             self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
             self.stop_criterion.after_load(self.resume.is_own_checkpoint)
-            if any(line.startswith(("data.tokenizer:", "data.chat_template:")) for line in self.resume.changed):
+            if has_changed(self.config, restored.config_yaml, "data.tokenizer", "data.chat_template"):
                 store_tokenizer(self.model_files, self.config, self.world)
             self.lifecycle.restore()
         elif self.lifecycle.phase == "built":

@@ -24,10 +24,10 @@ from tests.helpers.ranks import run_tiny
 from tests.helpers.runs import SharedRun
 from trainer import load_config
 from trainer.checkpoint.layout import (
-    Box,
     Boxes,
     Layout,
     ReadRequest,
+    TensorBox,
     WrittenChunks,
     choose_writers,
     from_runs,
@@ -80,7 +80,7 @@ def boxes_on(shapes: Shapes, number: int, num_shards: int) -> Boxes:
     )
 
 
-def as_boxes(boxes: Sequence[Box]) -> Boxes:
+def as_boxes(boxes: Sequence[TensorBox]) -> Boxes:
     return Boxes.of((box.key, box.offsets, box.sizes) for box in boxes)
 
 
@@ -307,6 +307,6 @@ def files_of(shapes: Shapes, num_ranks: int) -> set[int]:
     return files
 
 
-def _told_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Box], bytes]:
+def _told_of(tensors: dict[str, torch.Tensor]) -> tuple[list[TensorBox], bytes]:
     boxes = local_boxes(tensors)
     return boxes, pickle.dumps(as_boxes(boxes))

@@ -29,6 +29,7 @@ from trainer.config import (
     compare_configs,
     declared_keys,
     find_mesh_shape,
+    has_changed,
     recipe_description,
     recipe_files,
     type_name,
@@ -541,6 +542,14 @@ def test_every_forbidden_difference_is_listed_at_once() -> None:
     assert free == ["optim.lr: 0.004 in the checkpoint, 1.0 now", "train.steps: 1400 in the checkpoint, 5 now"]
     assert compare("[model.dim,run.seed]")[0] == ["data.seq_len: 256 in the checkpoint, 128 now"]
     assert compare("[model.dim,run.seed,data.seq_len]")[0] == []
+
+
+def test_key_has_changed_if_its_values_differ() -> None:
+    config = load_config("llama_small", ["data.seq_len=128", "optim.lr=1.0", "log.every=3"])
+    stored = load_config("llama_small").to_yaml()
+    assert has_changed(config, stored, "data.tokenizer", "data.seq_len")
+    assert not has_changed(config, stored, "data.tokenizer", "data.chat_template")
+    assert has_changed(config, stored, "log.every"), "even if a resume does not report it"
 
 
 def test_changed_model_is_reported_without_its_fields() -> None:

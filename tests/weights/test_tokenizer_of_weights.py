@@ -119,6 +119,16 @@ def test_tokenizer_of_a_run_is_used_with_its_weights(model: Path) -> None:
     assert evaluate.main([str(model.parent / "run"), f"data.eval_path={model.parent / 'text.txt'}"]) == 0
 
 
+def test_resume_with_another_file_of_the_tokenizer_stores_it(model: Path) -> None:
+    own = model / "tokenizer.json"
+    assert fitted(config_of(model)).model_files.tokenizer["tokenizer.json"] == own.read_bytes()
+    other = model.parent / "same.json"
+    other.write_text(json.dumps(json.loads(own.read_text()), indent=3))
+    resumed = fitted(config_of(model, "train.steps=2", f"data.tokenizer={other}", ALLOWED))
+    assert resumed.resume.step == 1
+    assert resumed.model_files.tokenizer["tokenizer.json"] == other.read_bytes() != own.read_bytes()
+
+
 def test_a_run_of_bytes_resumes_and_exports_no_tokenizer(model: Path) -> None:
     """A run from a version that used bytes by default, or a run that was allowed to use them."""
     fitted(config_of(model, "data.tokenizer=bytes", ALLOWED))

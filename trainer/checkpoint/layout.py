@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer.checkpoint.storage import Blocks, Damaged
+from trainer.checkpoint.storage import Damaged
 from trainer.model.parameters import local
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ class ReadRequest:
 
 
 @dataclass(frozen=True)
-class Box:
+class TensorBox:
     """A rectangular region of one tensor, as held or written by one rank."""
 
     key: str
@@ -224,7 +224,7 @@ class Box:
     dtype: torch.dtype
 
 
-def local_boxes(tensors: Tensors) -> list[Box]:
+def local_boxes(tensors: Tensors) -> list[TensorBox]:
     """Return this rank's boxes of `tensors`: the local shard of a DTensor, all of a plain tensor.  No collective."""
     # Imported here because it pulls in some 70 modules (2.5 MiB, 0.05 s).
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -235,7 +235,9 @@ def local_boxes(tensors: Tensors) -> list[Box]:
     for item in planner.create_local_plan().items:
         data = item.tensor_data
         assert data is not None
-        boxes.append(Box(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype))
+        boxes.append(
+            TensorBox(item.index.fqn, tuple(data.chunk.offsets), tuple(data.chunk.sizes), data.properties.dtype)
+        )
     return boxes
 
 
@@ -290,26 +292,6 @@ class WrittenChunks:
     boxes: Boxes
     positions: IntArray
     """Start, length and data start of each chunk in the file."""
-
-
-@dataclass
-class WriteResult:
-    """The data file that one rank wrote: its checksums, and its chunks with the keys of their tensors."""
-
-    file: str
-    blocks: Blocks
-    chunks: list[tuple[str, Chunk]]
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(length for length, _ in self.blocks)
-
-    @property
-    def written_chunks(self) -> WrittenChunks:
-        """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
-        boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
-        positions = padded_rows([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
-        return WrittenChunks(self.file, boxes, positions)
 
 
 def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChunks]) -> Layout:

@@ -22,7 +22,6 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -49,7 +48,7 @@ from trainer.checkpoint.manifest import (
     read_manifest,
 )
 from trainer.checkpoint.retention import best_step, newest_step
-from trainer.checkpoint.state_parts import StatePart, join_state, split_state
+from trainer.checkpoint.state_parts import SharedState, StatePart, join_state, rank_state_from_bytes, split_state
 from trainer.checkpoint.storage import (
     DAMAGED,
     MANIFEST,
@@ -64,7 +63,7 @@ from trainer.checkpoint.storage import (
     list_configured_folder,
     open_storage,
 )
-from trainer.config import stored_value
+from trainer.config import RunConfig, compare_configs, stored_value
 from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.passes import current_checkpoint_dir
 from trainer.config.stored import CONFIG, run_from_best_path
@@ -100,9 +99,8 @@ class RestoreRequest:
     """The state to restore, and the conditions for restoring it."""
 
     state: TrainState
-    compare: Callable[[str], tuple[list[str], list[str]]]
-    """Compares the current configuration with a checkpoint's, given as YAML.  Returns two lists with one line per
-    difference: those that forbid resuming, and those that do not.  Has no side effects."""
+    config: RunConfig
+    """The current configuration, to compare with the checkpoint's."""
     allowed: frozenset[str]
     """Keys and parts of the state that may differ (`checkpoint.allow_changes`)."""
     verify_first: bool
@@ -111,19 +109,15 @@ class RestoreRequest:
 
 
 class CheckpointReader:
-    """Lists and restores existing checkpoints.  Methods are collective unless documented otherwise."""
+    """Restores a state from a checkpoint of one folder, or from a given one.  Collective unless noted otherwise."""
 
     def __init__(self, storage: Storage, world: World, checksums: bool) -> None:
         """storage: the folder of checkpoints.  checksums: whether to verify checksums, or only sizes."""
         self.storage, self.world, self._checksums = storage, world, checksums
 
-    def steps(self) -> list[int]:
-        """Return the steps of the published checkpoints visible to this rank, oldest first.  Not collective."""
-        return list_steps(self.storage)
-
     def newest_run_info(self) -> RunInfo | None:
         """Return the run that wrote the newest readable checkpoint, or None.  Not collective."""
-        for step in reversed(self.steps()):
+        for step in reversed(list_steps(self.storage)):
             storage = self.storage / checkpoint_name(step)
             try:
                 manifest = read_manifest(storage)
@@ -198,7 +192,7 @@ class CheckpointReader:
         if not self.world.is_main:
             return []
         self.storage.recover()
-        return [checkpoint_name(step) for step in reversed(self.steps())]
+        return [checkpoint_name(step) for step in reversed(list_steps(self.storage))]
 
     def _broadcast_manifest(self, storage: Storage) -> tuple[Manifest | None, str]:
         """Return the manifest on all ranks, or None and the problem if it is damaged."""
@@ -220,7 +214,7 @@ class CheckpointReader:
         if stored is None or damage:
             return None, damage
         layout, blocks = stored.layout, StoredBlocks(storage, manifest)
-        refused, changed = self.world.agreed(lambda: request.compare(stored.config_yaml))
+        refused, changed = self.world.agreed(lambda: compare_configs(request.config, stored.config_yaml))
         left_out, warnings = self.world.agreed(
             lambda: check_compatible(storage, refused, state, stored, request.allowed)
         )
@@ -233,8 +227,8 @@ class CheckpointReader:
         if stored.per_rank_bytes is None:
             for part in state.per_rank_parts.values():
                 StatePart.of(part).restart(manifest.step)
-            if stored.document.get("unlike"):
-                keys = ", ".join(stored.document["unlike"])
+            if stored.shared.differing_keys:
+                keys = ", ".join(stored.shared.differing_keys)
                 warnings.append(
                     f"each of {manifest.world_size} ranks had its own values; using those of rank 0: {keys}"
                 )
@@ -347,8 +341,7 @@ class StoredState:
     """The small files of a checkpoint, without the data files.  Each is verified as it is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
-        self.document: dict[str, Any] = json.loads(read_file(storage, manifest, "state.json"))
-        """Content of `state.json` (see `Snapshot.shared_json`)."""
+        self.shared = SharedState.from_json(read_file(storage, manifest, "state.json"))
         self.layout = layout_from_json(read_file(storage, manifest, "layout.json"))
         self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
         is_same_size = manifest.world_size == world.size
@@ -393,9 +386,9 @@ def check_compatible(
     Raises IncompatibleCheckpoint with these and all forbidden differences in the state, and UserError if `allowed`
     names a part that does not exist.
     """
-    # The earliest checkpoints of this format did not list per-rank parts.
-    parts = stored.document["parts"]
-    per_rank_parts = stored.document.get("rank_parts", list(state.per_rank_parts))
+    parts, per_rank_parts = stored.shared.parts, stored.shared.per_rank_parts
+    if per_rank_parts is None:
+        per_rank_parts = list(state.per_rank_parts)
     names = {*state.parts, *state.per_rank_parts, *parts, *per_rank_parts}
     for entry in allowed:
         if entry.startswith("state.") and entry.removeprefix("state.") not in names:
@@ -505,16 +498,13 @@ def load_parts(state: TrainState, stored: StoredState, targets: Mapping[str, tor
 
     targets: the tensors that were read, by key.
     """
-    plain: dict[str, Any] = {}
-    tensors: dict[str, torch.Tensor] = {}
-    if (content := stored.per_rank_bytes) is not None:
-        header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors does not return it
-        plain, tensors = json.loads(header["__metadata__"]["state"]), safetensors.torch.load(content)
-    differing = {key: tensors[key] for key in stored.document.get("unlike", []) if key in tensors}
+    content = stored.per_rank_bytes
+    plain, tensors = rank_state_from_bytes(content) if content is not None else ({}, {})
+    differing = {key: tensors[key] for key in stored.shared.differing_keys if key in tensors}
     with torch.no_grad():
         for name, part in state.parts.items():
-            if name in stored.document["parts"] and name not in left_out:
-                part.load_state_dict(join_state(stored.document["parts"][name], {**targets, **differing}))
+            if name in stored.shared.parts and name not in left_out:
+                part.load_state_dict(join_state(stored.shared.parts[name], {**targets, **differing}))
         for name, part in state.per_rank_parts.items():
             if name in plain and name not in left_out:
                 part.load_state_dict(join_state(plain[name], tensors))
@@ -618,7 +608,7 @@ class StoredWeights(StoredTensors):
             layout = layout_from_json(read_file(storage, self.manifest, "layout.json"))
             self._blocks = StoredBlocks(storage, self.manifest)
             self.config_yaml = read_file(storage, self.manifest, "config.yaml").decode()
-            self.parts = json.loads(read_file(storage, self.manifest, "state.json"))["parts"]
+            self.parts = SharedState.from_json(read_file(storage, self.manifest, "state.json")).parts
         except FileNotFoundError as error:
             raise UserError(f"{storage}: no checkpoint here ({MANIFEST} is missing)") from error
         except Damaged as error:

@@ -1,15 +1,20 @@
-"""The interface of a part of a run's state, and functions that split state dicts into tensors and JSON and rejoin them.
+"""The interface of a part of a run's state, and how state dicts are stored.
 
-Nothing is pickled, so reading a checkpoint cannot run code.
+They are split into tensors and JSON, and rejoined.  The shared tensors are in the data files (`layout`); the rest is in
+`state.json` and, if it differs between ranks, in one file per rank.  Nothing is pickled, so reading a checkpoint cannot
+run code.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Mapping
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
+import safetensors.torch
 import torch
 
 if TYPE_CHECKING:
@@ -90,6 +95,56 @@ class _WrappedPart(StatePart):
         vars(self).update({name: getattr(thing, name) for name in names})
         self.can_restart = "restart" in names
 
+
+# ---------------------------------------------------------------------------------------------------------------
+# The files with the rest of the state
+
+
+@dataclass(frozen=True)
+class SharedState:
+    """The state in `state.json`, which is the same on all ranks."""
+
+    parts: Mapping[str, Any]
+    """Everything except the tensors, by part, as JSON values (see `split_state`)."""
+    per_rank_parts: Sequence[str] | None
+    """Names of the per-rank parts; None in the earliest checkpoints, which did not list them."""
+    differing_keys: Sequence[str]
+    """Keys of unsharded tensors that each rank stores separately, because their values differ."""
+
+    def to_json(self, step: int) -> str:
+        """Return the content of the file.  `step` is for other readers: a resume uses the manifest's."""
+        content = {
+            "step": step,
+            "parts": self.parts,
+            "rank_parts": self.per_rank_parts,
+            "unlike": self.differing_keys,
+        }
+        return json.dumps(content, indent=1)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> SharedState:
+        """Parse what `to_json` has written."""
+        content = json.loads(text)
+        return cls(content["parts"], content.get("rank_parts"), content.get("unlike", []))
+
+
+def rank_state_to_bytes(plain: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:
+    """Return the content of a rank's own file, in the format of safetensors.
+
+    plain: everything except the tensors, by part, as JSON values.
+    tensors: by key.
+    """
+    return safetensors.torch.save(tensors, metadata={"state": json.dumps(plain)})
+
+
+def rank_state_from_bytes(content: bytes) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """Return the two arguments of `rank_state_to_bytes`."""
+    header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])  # safetensors does not return it
+    return json.loads(header["__metadata__"]["state"]), safetensors.torch.load(content)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# State dicts as tensors and JSON
 
 _TAG = "!"
 """Key that marks values without a JSON type."""

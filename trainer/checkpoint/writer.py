@@ -28,22 +28,21 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
-import safetensors.torch
 import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import (
-    Box,
     Boxes,
     Chunk,
     PlannedTensor,
+    TensorBox,
     Tensors,
-    WriteResult,
     WrittenChunks,
     choose_writers,
     layout_of,
     layout_to_json,
     local_boxes,
+    padded_rows,
     pickled_metadata,
 )
 from trainer.checkpoint.manifest import (
@@ -55,12 +54,12 @@ from trainer.checkpoint.manifest import (
     checkpoint_name,
     rank_file,
 )
-from trainer.checkpoint.reader import CheckpointReader
 from trainer.checkpoint.retention import RetentionPolicy
-from trainer.checkpoint.state_parts import StatePart, split_state
+from trainer.checkpoint.state_parts import SharedState, StatePart, rank_state_to_bytes, split_state
 from trainer.checkpoint.storage import (
     DISK_FULL_ADVICE,
     MANIFEST,
+    Blocks,
     BlockWriter,
     Storage,
     check_visible,
@@ -179,8 +178,6 @@ class Checkpoints:
         """Save to this folder from now on.  No save may be in flight."""
         assert self.in_flight is None, "the save in flight writes to the old folder"
         self.storage = storage
-        self.reader = CheckpointReader(storage, self.world, checksums=self._section.verify == "full")
-        """Access to existing checkpoints."""
         self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
@@ -371,7 +368,8 @@ class Checkpoints:
                 files[written.file] = (written.num_bytes, checksum_of(written.blocks))
                 checksums = json.dumps(written.blocks, separators=(",", ":")).encode()
                 files |= write_files(folder, {blocks_name(written.file): checksums})
-            files |= write_files(folder, {rank_file(rank): snapshot.per_rank_bytes})
+            own = rank_state_to_bytes(snapshot.per_rank_plain, snapshot.per_rank_tensors)
+            files |= write_files(folder, {rank_file(rank): own})
         except Exception as error:  # any error: rank 0 waits for this report
             return RankReport(f"{folder}: {describe(error)}")
         chunks = written.chunks if written is not None else []
@@ -410,9 +408,10 @@ class Checkpoints:
                 "layout.json": layout_to_json(layout, [chunks.file for chunks in written]).encode(),
                 TORCH_METADATA: pickled_metadata(layout, snapshot.paths),
             }
+        shared = SharedState(snapshot.plain, [*snapshot.per_rank_plain], snapshot.differing_keys)
         common = {
             **self._layout_files,
-            "state.json": snapshot.shared_json.encode(),
+            "state.json": shared.to_json(snapshot.step).encode(),
             "config.yaml": self._run_info.config_yaml.encode(),
         }
         files = {name: entry for report in reports for name, entry in report.files.items()}
@@ -574,22 +573,6 @@ class Snapshot:
     differing_keys: list[str] = field(default_factory=list)
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 
-    @property
-    def shared_json(self) -> str:
-        """Content of `state.json`, which is the same on all ranks."""
-        content = {
-            "step": self.step,
-            "parts": self.plain,
-            "rank_parts": [*self.per_rank_plain],
-            "unlike": self.differing_keys,
-        }
-        return json.dumps(content, indent=1)
-
-    @property
-    def per_rank_bytes(self) -> bytes:
-        """Content of this rank's file of per-rank state."""
-        return safetensors.torch.save(self.per_rank_tensors, metadata={"state": json.dumps(self.per_rank_plain)})
-
 
 def collect(state: TrainState, num_ranks: int) -> Snapshot:
     """Return a snapshot of the state as it is now.  Raises TypeError for values that cannot be stored."""
@@ -708,7 +691,7 @@ class SavePlans:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self.signature: tuple[Any, ...] | None = None
-        self.boxes: list[Box] = []
+        self.boxes: list[TensorBox] = []
         """The boxes that this rank writes."""
         self.planned: dict[str, PlannedTensor] = {}
         """The planned chunks of every tensor.  On rank 0 only."""
@@ -751,7 +734,7 @@ class Staging:
         self._device = device
         self._buffer, self._is_locked = np.empty(0, dtype=np.uint8), False
 
-    def copy(self, tensors: Tensors, boxes: Iterable[Box]) -> dict[str, torch.Tensor]:
+    def copy(self, tensors: Tensors, boxes: Iterable[TensorBox]) -> dict[str, torch.Tensor]:
         """Return CPU copies of this rank's shards of the tensors in `boxes`.  Earlier copies are overwritten."""
         shards = {box.key: local(tensors[box.key]) for box in boxes}
         with torch.no_grad():
@@ -818,10 +801,30 @@ def _views(buffer: np.ndarray[Any, Any], tensors: Tensors) -> dict[str, torch.Te
 # stored as JSON, and data is read directly into the target tensors.
 
 
+@dataclass
+class WriteResult:
+    """The data file that one rank wrote: its checksums, and its chunks with the keys of their tensors."""
+
+    file: str
+    blocks: Blocks
+    chunks: list[tuple[str, Chunk]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(length for length, _ in self.blocks)
+
+    @property
+    def written_chunks(self) -> WrittenChunks:
+        """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
+        boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
+        positions = padded_rows([(chunk.start, chunk.length, chunk.data_start) for _, chunk in self.chunks], 3, 0)
+        return WrittenChunks(self.file, boxes, positions)
+
+
 def write_tensors(
     storage: Storage,
     rank: int,
-    boxes: Sequence[Box],
+    boxes: Sequence[TensorBox],
     tensors: Tensors,
     limits: Mapping[str, float],
     throttle: Callable[[float], None] | None = None,
@@ -861,7 +864,7 @@ def write_tensors(
 def _write_chunk(
     writer: BlockWriter,
     name: str,
-    box: Box,
+    box: TensorBox,
     tensor: torch.Tensor,
     check: Callable[[memoryview], None] | None,
 ) -> Chunk:

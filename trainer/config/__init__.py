@@ -6,7 +6,7 @@ is fast, and a mistake in a setting is reported quickly.
 
 from __future__ import annotations
 
-from trainer.config.changes import compare_configs, compare_stored, stored_value
+from trainer.config.changes import compare_configs, compare_stored, has_changed, stored_value
 from trainer.config.experts import advice_on_shards, expert_parallel_choices, resolve_expert_method
 from trainer.config.keys import declared_keys
 from trainer.config.load import config_from_yaml, load_config
@@ -65,6 +65,7 @@ __all__ = [
     "find_mesh_shape",
     "find_phases",
     "find_slices",
+    "has_changed",
     "load_config",
     "read_yaml",
     "recipe_description",

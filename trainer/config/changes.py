@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.config.schema import MODEL_KEYS, SUBSECTIONS, RunConfig, name_of_source, plain_lists
@@ -106,19 +106,30 @@ def compare_configs(config: RunConfig, stored_yaml: str) -> tuple[list[str], lis
         return [f"model.name: {before} in the checkpoint, {name} now"], []
     refused: list[str] = []
     permitted: list[str] = []
-    now = config.to_dict()
-    for section in now:
-        for name, value in _flat_section(now, section).items():
-            key = f"{section}.{name}"
-            # A checkpoint without this key is older than the key, and its run behaved as with the default.
-            before = _flat_section(stored, section).get(name, _default_of(getattr(config, section), name, value))
-            if _are_equivalent(key, before, value) or key.startswith(_NOT_REPORTED):
-                continue
-            is_fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
-            line = f"{key}: {before} in the checkpoint, {value} now"
-            is_allowed = not {key, section}.isdisjoint(config.checkpoint.allow_changes)
-            (refused if is_fixed and not is_allowed else permitted).append(line)
+    for key, before, now in _differences(config, stored):
+        if key.startswith(_NOT_REPORTED):
+            continue
+        is_fixed = key.startswith(_FIXED_ON_RESUME) and key not in _FREE_ON_RESUME
+        is_allowed = not {key, key.partition(".")[0]}.isdisjoint(config.checkpoint.allow_changes)
+        line = f"{key}: {before} in the checkpoint, {now} now"
+        (refused if is_fixed and not is_allowed else permitted).append(line)
     return refused, permitted
+
+
+def has_changed(config: RunConfig, stored_yaml: str, *keys: str) -> bool:
+    """Return whether `config` differs in any of `keys` from the configuration stored in a checkpoint."""
+    return any(key in keys for key, _, _ in _differences(config, read_stored(stored_yaml)))
+
+
+def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key whose values are not equivalent, with the stored and the current value."""
+    current = config.to_dict()
+    for section in current:
+        for name, now in _flat_section(current, section).items():
+            # A checkpoint without this key is older than the key, and its run behaved as with the default.
+            before = _flat_section(stored, section).get(name, _default_of(getattr(config, section), name, now))
+            if not _are_equivalent(f"{section}.{name}", before, now):
+                yield f"{section}.{name}", before, now
 
 
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:

@@ -18,10 +18,16 @@ from tempfile import gettempdir
 from typing import Any
 
 from trainer.checkpoint.manifest import checkpoint_name, list_steps
-from trainer.checkpoint.reader import IncompatibleCheckpoint, RestoredCheckpoint, RestoreRequest, find_checkpoint
+from trainer.checkpoint.reader import (
+    CheckpointReader,
+    IncompatibleCheckpoint,
+    RestoredCheckpoint,
+    RestoreRequest,
+    find_checkpoint,
+)
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
 from trainer.checkpoint.writer import Checkpoints
-from trainer.config import RunConfig, compare_configs, stored_value
+from trainer.config import RunConfig, stored_value
 from trainer.config.passes import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
 from trainer.errors import UserError, masked, setting_error
@@ -55,6 +61,11 @@ class Resume:
         """Total time of all loads so far in seconds, measured by the Trainer."""
         self._must_supersede = False
         """True from a rollback during training until the later checkpoints have been superseded."""
+
+    @property
+    def _reader(self) -> CheckpointReader:
+        """The reader of the run's checkpoint folder, which may move."""
+        return CheckpointReader(self._checkpoints.storage, self._world, self._config.checkpoint.verify == "full")
 
     def load(self, state: TrainState, path: str | Path | None, is_running: bool) -> RestoredCheckpoint | None:
         """Restore `state` from `path` or, if `path` is None, from the checkpoint that `checkpoint.resume` selects.
@@ -90,13 +101,8 @@ class Resume:
         allowed = frozenset(self._config.checkpoint.allow_changes)
         if allowed & {"optim", "optim.name", "state.model"}:
             allowed |= {"state.optimizer"}  # if the moments do not match, start with fresh ones
-        request = RestoreRequest(
-            state,
-            compare=lambda stored: compare_configs(self._config, stored),
-            allowed=allowed,
-            verify_first=is_running,
-        )
-        reader = self._checkpoints.reader
+        request = RestoreRequest(state, self._config, allowed, verify_first=is_running)
+        reader = self._reader
         if resume == "none":
             return None
         if resume == "auto":
@@ -135,7 +141,7 @@ class Resume:
             return False
 
         def is_from_same_start() -> bool:
-            newest = self._checkpoints.reader.newest_run_info() if self._world.is_main else None
+            newest = self._reader.newest_run_info() if self._world.is_main else None
             if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != masked(resume):
                 return False
             env = self._world.env
@@ -174,7 +180,7 @@ class Resume:
         self._folder.clean()
         is_fresh = not is_running and (self.step is None or not self.is_own_checkpoint)
         step = -1 if is_fresh or self.step is None else self.step
-        later = [checkpoint_name(later) for later in self._checkpoints.reader.steps() if later > step]
+        later = [checkpoint_name(later) for later in list_steps(self._checkpoints.storage) if later > step]
         has_past = bool(later)
         if self._config.checkpoint.dir is not None:
             for name in later:
