@@ -320,7 +320,12 @@ def _argparse_type_of(key: str) -> Callable[[str], str]:
 
 def _make_parser() -> argparse.ArgumentParser:
     parser = CommandParser(prog="python -m trainer.prepare", description=__doc__)
-    parser.add_argument("inputs", nargs="+", metavar="FILE", help=f"file, folder, glob or URL: {SUPPORTED_SUFFIXES}")
+    parser.add_argument(
+        "inputs",
+        nargs="+",
+        metavar="FILE",
+        help=f"file, folder, glob or URL: {SUPPORTED_SUFFIXES}; a .bin or an uncompressed .json must be a local file",
+    )
     parser.add_argument("--out", metavar="DIR/NAME", help="shards are DIR/NAME-00000.bin and so on")
     parser.add_argument("--tokenizer", default="bytes", help="bytes, or the path of a Hugging Face tokenizer.json")
     parser.add_argument("--show", type=int, metavar="N", help="print N chats instead, with targets in color")

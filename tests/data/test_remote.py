@@ -13,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
@@ -275,6 +276,65 @@ def test_mistakes(tmp_path: Path, folder: Path, server: Server) -> None:
     port = server.url.rpartition(":")[2]
     server.close()
     refused(f"http://127.0.0.1:{port}/{name}", "refused")
+
+
+RECORDS = '[{"text": "one"}, {"text": "two"}]'
+ONLY_COMPRESSED = r"uncompressed \.json file cannot be read from a URL"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        (
+            "a.json",
+            rf"{ONLY_COMPRESSED}, .*\n  to fix: download it and give its path, or give it as .jsonl or .json.gz",
+        ),
+        ("*.json", ONLY_COMPRESSED),
+        ("b.bin", r"a token file cannot be read from a URL here\n  to fix: download it .* and give its path"),
+        ("sub", r"there is no text\n  to fix: give files that end in \.txt, \.jsonl, \.csv, .*\.json\.gz"),
+        ("c.xls", r"404.*; it was read as a folder, because its name does not end in \.txt"),
+    ],
+)
+def test_files_that_prepare_cannot_read_from_a_url(path: str, words: str, tmp_path: Path) -> None:
+    with serving_other_files(tmp_path / "served") as url, pytest.raises(UserError, match=words) as raised:
+        prepare([f"{url}/{path}"], str(tmp_path / "out" / "text"))
+    assert str(raised.value).startswith(f"INPUT={url}/{path}: ")
+    assert ".bin" not in str(raised.value) or path == "b.bin", "it is accepted in local files only"
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("a.json", ONLY_COMPRESSED),
+        ("settings.json", "is neither a manifest of token shards nor a file of documents"),
+        ("*.json", r"contains neither token shards .*\n  to fix: give files that end in \.txt, \.jsonl, \.csv, "),
+        (
+            "b.bin",
+            r"b\.json cannot be read.*404.*\n  to fix: check the URL; .* another trainer .* only from a local path",
+        ),
+        ("c.xls", r"404.*; it was read as a folder"),
+    ],
+)
+def test_files_that_a_run_cannot_read_from_a_url(path: str, words: str, tmp_path: Path) -> None:
+    with serving_other_files(tmp_path / "served") as url, pytest.raises(UserError, match=words) as raised:
+        opened(tmp_path, f"{url}/{path}")
+    assert str(raised.value).startswith(f"data.path={url}/{path}: ")
+
+
+@contextmanager
+def serving_other_files(folder: Path) -> Iterator[str]:
+    """A web server with files that are no shards of this project."""
+    (folder / "sub").mkdir(parents=True)
+    for name in ("a.json", "sub/a.json"):
+        (folder / name).write_text(RECORDS)
+    (folder / "settings.json").write_text('{"a": 1}')
+    (folder / "b.bin").write_bytes(bytes(100))
+    (folder / "c.xls").write_text("1")
+    server = Server(folder)
+    try:
+        yield server.url
+    finally:
+        server.close()
 
 
 PAGE = "<!DOCTYPE html><html><body>Please log in</body></html>"

@@ -29,6 +29,7 @@ from trainer.config.passes import Resolution, run_passes
 from trainer.data.cache import get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
+    URL_SUFFIXES,
     DocumentCounts,
     InputFile,
     SettingNames,
@@ -280,7 +281,7 @@ def _find_remote_shards(url: str, data: DataSection, key: str) -> ShardSet:
         text = find_text(url, data.cache_dir)
         if not text.items:
             rule = "contains neither token shards (.bin files or a manifest.json) nor text"
-            raise setting_error(key, url, rule, fix=f"give files that end in {SUPPORTED_SUFFIXES}")
+            raise setting_error(key, url, rule, fix=f"give files that end in {URL_SUFFIXES}")
         try:
             with text.kept_until_built():
                 built = _tokenize_text(text.inputs(key), data, key, text.fetch)

@@ -42,7 +42,12 @@ def is_record_file(path: str | Path) -> bool:
     if not name.endswith(".json"):
         return name.endswith(RECORD_SUFFIXES)
     with open(path, "rb") as file:
-        head = file.read(_HEAD_BYTES).removeprefix(b"\xef\xbb\xbf").lstrip()
+        return holds_records(file.read(_HEAD_BYTES))
+
+
+def holds_records(content: bytes) -> bool:
+    """Return whether a .json file holds records, judging by the first _HEAD_BYTES of its content."""
+    head = content[:_HEAD_BYTES].removeprefix(b"\xef\xbb\xbf").lstrip()
     return re.match(rb"\[\s*[{\]]|\{[^\n]*\}[ \t\r]*\n\s*\{", head) is not None
 
 

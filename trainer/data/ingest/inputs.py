@@ -54,7 +54,18 @@ SUPPORTED_SUFFIXES = (
     ".txt, .md, .jsonl, .json, .csv, the suffix of source code (each also with .gz or .zst), .parquet, .arrow, or .bin "
     "(from another trainer)"
 )
-"""The most common of the supported file types, as listed in error messages and help text."""
+"""The most common types of files that a local path may name, as listed in error messages and help text."""
+
+DOCUMENT_SUFFIXES = (
+    ".txt, .md, .jsonl, .json, .csv, the suffix of source code (each also with .gz or .zst), .parquet or .arrow"
+)
+"""Those of them that are read in local folders and in datasets on the Hub."""
+
+URL_SUFFIXES = (
+    ".txt, .md, .jsonl, .csv, the suffix of source code (each also with .gz or .zst), .json.gz, .json.zst, .parquet or "
+    ".arrow"
+)
+"""Those of them that a URL may name: an uncompressed .json file there is a manifest, a .bin file a token shard."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""
@@ -121,7 +132,7 @@ def find_inputs(values: Iterable[str], key: str) -> list[InputFile]:
             files = list(_list_inputs(match, key))
             if not files:
                 if os.path.isdir(match):
-                    rule = f"has no file that ends in {SUPPORTED_SUFFIXES}"
+                    rule = f"has no file that ends in {DOCUMENT_SUFFIXES}"
                 else:
                     is_json = kind_of(match) == ("records", "")
                     rule = NO_RECORDS if is_json else f"its name must end in {SUPPORTED_SUFFIXES}"

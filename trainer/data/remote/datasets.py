@@ -23,7 +23,7 @@ import yaml
 from trainer import hub
 from trainer.config.initial_weights import will_resume
 from trainer.config.stored import read_run_config
-from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, kind_of
+from trainer.data.ingest.inputs import DOCUMENT_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ def find_data(url: str, key: str) -> HubData:
     usable = [file for file in chosen if _is_data(file.path)]
     if not usable:
         paths = ", ".join(file.path for file in (chosen or repository.files)[:8])
-        rule = f"names no file that ends in {SUPPORTED_SUFFIXES}; there are {paths or 'none'}"
+        rule = f"names no file that ends in {DOCUMENT_SUFFIXES}; there are {paths or 'none'}"
         raise setting_error(key, url, rule, fix=f"name a path in it: hf://datasets/{name.repo}/PATH")
     return HubData(repository, usable, options.get("column"))
 

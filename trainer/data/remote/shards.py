@@ -21,8 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import read_value, write_value
+from trainer.data.records import holds_records
 from trainer.data.remote.cache import CacheFull, RemoteFile, RemoteFileCache
-from trainer.data.remote.transport import MANY_TRIES, RemoteReadError, find_urls, map_urls, read_range, read_url
+from trainer.data.remote.transport import (
+    MANY_TRIES,
+    RemoteReadError,
+    find_urls,
+    json_url_error,
+    map_urls,
+    missing_folder_error,
+    read_range,
+    read_url,
+)
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardInfo, ShardManifest, ShardSet, parse_info
 from trainer.data.source import sample_content
 from trainer.distributed.environment import find_environment
@@ -44,7 +54,8 @@ def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | No
     cache_gib: the maximum size of the cache in GiB; None for no limit.
 
     Raises NoShardsFound if there are no shards at the URL.  Raises ShardError if they cannot be reached or used.
-    Raises UserError if the URL is that of a shard's metadata, or if the cache is not writable or too small.
+    Raises UserError if the URL is that of a shard's metadata or of a .json file of records, if a shard has no metadata,
+    or if the cache is not writable or too small.
     """
     cache_settings = CacheSettings(
         make_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
@@ -52,17 +63,25 @@ def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | No
     path, query = split_query(url)
     url = path.rstrip("/") + query
     content = None
-    if path.endswith(".json"):
+    if path.endswith(".json") and not has_pattern(url):
         content = _read_manifest(url, key)
     elif not path.endswith(".bin") and not has_pattern(url):
         with contextlib.suppress(RemoteReadError):  # missing, or unreadable: list the folder
             content = read_url(join(url, MANIFEST))
             url = join(url, MANIFEST)
-    shards = (
-        _shards_in_manifest(url, content, cache_settings)
-        if content is not None
-        else _shards_in_folder(url, cache_settings)
-    )
+    try:
+        shards = (
+            _shards_in_manifest(url, content, cache_settings)
+            if content is not None
+            else _shards_in_folder(url, cache_settings)
+        )
+    except RemoteReadError as error:
+        if not error.is_missing or has_pattern(url) or content is not None:
+            raise
+        if not path.endswith(".bin"):
+            raise missing_folder_error(error) from error
+        fix = "check the URL; a token file of another trainer has no metadata, and is read only from a local path"
+        raise setting_error(key, url, f"its metadata {error}", fix=fix) from error
     if cache_gib is not None:
         _check_capacity([*shards.train, *shards.held_out], cache_gib)
     return shards
@@ -74,6 +93,8 @@ def _read_manifest(url: str, key: str) -> bytes:
         parse_info(content, url)
         token_file = with_suffix(url, ".json", ".bin")
         raise setting_error(key, url, "is the metadata of a token shard; give its .bin file", meant=token_file)
+    if holds_records(content):
+        raise json_url_error(key, url)
     return content
 
 

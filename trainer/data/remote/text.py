@@ -9,10 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.cache import read_value, write_value
-from trainer.data.ingest.inputs import SUPPORTED_SUFFIXES, InputFile, find_inputs, kind_of
+from trainer.data.ingest.inputs import URL_SUFFIXES, InputFile, find_inputs, kind_of
 from trainer.data.remote.cache import RemoteFile, RemoteFileCache, checksum_path
 from trainer.data.remote.shards import make_cache_subfolder
-from trainer.data.remote.transport import RemoteReadError, find_urls, map_urls, size_and_version_of, unusable_url_error
+from trainer.data.remote.transport import (
+    RemoteReadError,
+    find_urls,
+    json_url_error,
+    map_urls,
+    missing_folder_error,
+    size_and_version_of,
+    unusable_url_error,
+)
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, setting_error
 from trainer.files import local_path
@@ -128,13 +136,15 @@ def find_text(url: str, cache_dir: str | None) -> RemoteText:
     folder = make_cache_subfolder(cache_dir, "text")
     digest = hashlib.blake2b(without_credentials(url).encode(), digest_size=12).hexdigest()
     listing_path = folder.with_name(f"listed-{digest}.json")
+    is_single = is_text(url) and not has_pattern(url)
     try:
-        is_single = is_text(url) and not has_pattern(url)
         urls = [url] if is_single else list(filter(is_text, find_urls(url)))
         looked_up = zip(urls, map_urls(size_and_version_of, urls), strict=True)
         items = [_remote_file(file_url, size, version) for file_url, (size, version) in looked_up]
     except RemoteReadError as error:
         listing = read_value(listing_path) or [] if error.is_unavailable else []
+        if not listing and error.is_missing and not is_single and not has_pattern(url):
+            raise missing_folder_error(error) from error
         if not listing:
             raise
         items = [_remote_file(with_credentials_of(file_url, url), size, version) for file_url, size, version in listing]
@@ -162,12 +172,11 @@ def text_files(locations: Sequence[str], key: str) -> Iterator[tuple[list[InputF
             if local_path(location) is not None:
                 inputs += find_inputs([location.removeprefix("file://")], key)
                 continue
+            _reject_other_file(location, key)
             with _as_user_error(key, location):
                 text = remote_texts[location] = find_text(location, None)
             if not text.items:
-                raise setting_error(
-                    key, location, "there is no text", fix=f"give files that end in {SUPPORTED_SUFFIXES}"
-                )
+                raise setting_error(key, location, "there is no text", fix=f"give files that end in {URL_SUFFIXES}")
             inputs += text.inputs(key)
             stack.enter_context(text.kept_until_built())
 
@@ -177,6 +186,17 @@ def text_files(locations: Sequence[str], key: str) -> Iterator[tuple[list[InputF
                     text.fetch()
 
         yield list({file.path: file for file in inputs}.values()), fetch
+
+
+def _reject_other_file(url: str, key: str) -> None:
+    """Raise UserError that names the setting `key` if a URL, which may be a glob, names .json or .bin files."""
+    kind = kind_of(split_query(url)[0])
+    if kind is None or is_text(url):
+        return
+    if kind[0] != "tokens":
+        raise json_url_error(key, url)
+    fix = "download it and the files next to it, and give its path"
+    raise setting_error(key, url, "a token file cannot be read from a URL here", fix=fix)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from trainer.data.ingest.inputs import URL_SUFFIXES
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, redact, setting_error
 from trainer.stopping import raise_if_stop_requested
@@ -89,6 +90,18 @@ def unusable_url_error(key: str, url: str, error: ShardError) -> UserError:
     if isinstance(error, RemoteReadError):
         fix = "check the URL" if error.is_missing else "check the URL, and whether this machine can reach it"
     return setting_error(key, url, str(error).removeprefix(f"{masked(url)} "), fix=fix)
+
+
+def missing_folder_error(error: RemoteReadError) -> RemoteReadError:
+    """Return the error for a URL that was read as a folder, and does not exist."""
+    rule = f"it was read as a folder, because its name does not end in {URL_SUFFIXES}"
+    return RemoteReadError(f"{error}; {rule}", is_missing=True)
+
+
+def json_url_error(key: str, url: str) -> UserError:
+    """Return the UserError for a setting that names an uncompressed .json file of records by its URL."""
+    rule = "an uncompressed .json file cannot be read from a URL, unless it is a manifest of token shards"
+    return setting_error(key, url, rule, fix="download it and give its path, or give it as .jsonl or .json.gz")
 
 
 class SlowServer(OSError):
