@@ -3,10 +3,10 @@
     python -m tests.walks            # print each path: its files, in the order in which they are entered
     python -m tests.walks --write    # also write the numbers of files into docs/architecture.md
 
-A path begins when its entry function is called and ends when that returns.  A file counts if a function defined in it
-is called in between, on the main thread of rank 0 or on a thread that is started in between.  Code that runs because a
-module is imported does not count, and neither do a few files that are used everywhere (`EXCLUDED`).  The run has two
-ranks on CPUs, so that the model is sharded.
+A path begins when its entry function is called and ends when that returns.  A file of `trainer/` counts if a function
+defined in it is called in between, on the main thread of rank 0 or on a thread that is started in between.  Code that
+runs because a module is imported does not count, and neither do files in other folders, such as `recipes/`, and a few
+files that are used everywhere (`EXCLUDED`).  The run has two ranks on CPUs, so that the model is sharded.
 """
 
 from __future__ import annotations
