@@ -19,7 +19,7 @@ from trainer.experts import BALANCE, ExpertBalance, find_balance
 from trainer.lifecycle.folder import Relocation, RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.resume import Resume
-from trainer.lifecycle.state import RandomState, TrainState
+from trainer.lifecycle.state import EMA, AverageState, RandomState, TrainState
 from trainer.lifecycle.summary import mesh_sizes
 from trainer.lifecycle.watchdog import Watchdog, watch_phases
 from trainer.metrics.callbacks import Callback, GarbageCollection, Samples, UnitNorms
@@ -27,7 +27,7 @@ from trainer.metrics.profile import Profile
 from trainer.metrics.step_metrics import SkipCounter, StepMetrics
 from trainer.metrics.stop_criterion import RangeTest, StopCriterion
 from trainer.metrics.writers import Metrics
-from trainer.optim.ema import EMA, WeightAverage
+from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizer import training_bytes
 from trainer.plan.forecast import Forecast, describe_choice
 from trainer.weights.exporting import ModelFiles
@@ -112,7 +112,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     state.add("horizon", stop_criterion)  # its name in checkpoints of earlier versions
     average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
     optimizer.step_listeners.append(average)
-    state.add(EMA, average)
+    state.add(EMA, AverageState(average))
     if find_balance(model) is not None:
         expert_balance = ExpertBalance(model, world, trainer.log)
         optimizer.step_listeners.append(expert_balance)

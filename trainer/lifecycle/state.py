@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.reader import tensor_differences
@@ -25,10 +25,14 @@ from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError
 from trainer.metrics.step_metrics import SkipCounter
-from trainer.model.parameters import for_checkpoint, local, num_writes, tied_names
+from trainer.model.parameters import local, mesh_of, num_writes, tied_names
 from trainer.optim.adamw import convert_moments
+from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
+
+EMA = "ema"
+"""Name of the average of the weights as a part of the state."""
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
 """A trained weight of at least this magnitude counts as an error: its square overflows float32."""
@@ -258,7 +262,7 @@ class ModelState(StatePart):
         full_state = self.model.state_dict(keep_vars=True)
         saved = {clean_name(name): value for name, value in full_state.items() if name not in self._excluded_names}
         return {
-            n: for_checkpoint(value, value) if isinstance(value, nn.Parameter) else value for n, value in saved.items()
+            n: _for_checkpoint(value, value) if isinstance(value, nn.Parameter) else value for n, value in saved.items()
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -281,6 +285,21 @@ class ModelState(StatePart):
     def may_differ(self, key: str) -> bool:
         """Return True for buffers, such as running means of one rank's data."""
         return key in {clean_name(name) for name, _ in self.model.named_buffers()}
+
+
+def _for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return `tensor`, which belongs to `parameter`, in the form that checkpoints store; copies nothing.
+
+    If `parameter` is replicated and has the same shape, this is a replicated DTensor, so that the ranks share the work
+    of writing it and need not compare their values.
+    """
+    if isinstance(tensor, DTensor):
+        return tensor
+    mesh = None if isinstance(parameter, DTensor) else mesh_of(parameter)
+    if mesh is None or tensor.shape != parameter.shape:
+        # Detach, since the type Parameter would be stored, while copies for background saves are plain tensors.
+        return tensor.detach()
+    return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def _copy_unless_shared(target: torch.Tensor, loaded: torch.Tensor) -> None:
@@ -322,7 +341,7 @@ class OptimizerState(StatePart):
         return {
             "state": {
                 name: {
-                    field: for_checkpoint(value, p) if isinstance(value, torch.Tensor) and p.ndim else value
+                    field: _for_checkpoint(value, p) if isinstance(value, torch.Tensor) and p.ndim else value
                     for field, value in part.state[p].items()
                 }
                 for name, (part, _, p) in self._parameters.items()
@@ -428,6 +447,36 @@ def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, 
     on_device = field != "step" or group.get("fused") or group.get("capturable")
     device = parameter.to_local().device if isinstance(parameter, DTensor) else parameter.device
     return torch.empty(stored.shape, dtype=stored.dtype, device=device if on_device else "cpu")
+
+
+class AverageState(StatePart):
+    """The average of the weights, by parameter name; no weights without `train.ema`."""
+
+    may_be_absent = True
+
+    def __init__(self, average: WeightAverage) -> None:
+        self.average = average
+
+    def state_dict(self) -> dict[str, Any]:
+        average = self.average
+        if not average.has_started:  # before the first step, the average is the weights
+            average.copy_weights()
+        weights = {name: _for_checkpoint(tensor, average.parameters[name]) for name, tensor in average.averages.items()}
+        return {"has_begun": average.has_started, "weights": weights}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.average.has_started = state["has_begun"]
+        for name, tensor in self.average.averages.items():
+            _copy_unless_shared(tensor, state["weights"][name])
+
+    def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
+        names = {f"weights.{name}" for name in self.average.averages}
+        if names == set(stored):
+            return []
+        where = (
+            "only in the checkpoint" if not names else "not in the checkpoint" if not stored else "of different weights"
+        )
+        return [f"train.ema: the average is {where} (allow it: checkpoint.allow_changes=[state.{EMA}])"]
 
 
 class _Counters(StatePart):

@@ -8,7 +8,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -84,19 +84,6 @@ def mesh_of(parameter: torch.Tensor) -> DeviceMesh | None:
     if not isinstance(parameter, DTensor):
         return _replicated_on.get(parameter)
     return _unsplit_mesh_of.get(parameter.device_mesh, parameter.device_mesh)
-
-
-def for_checkpoint(tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Return `tensor`, which belongs to `parameter`, in the form that checkpoints store; copies nothing.
-
-    If `parameter` is replicated and has the same shape, this is a replicated DTensor, so that the ranks share the work
-    of writing it and need not compare their values.
-    """
-    mesh = _replicated_on.get(parameter)
-    if mesh is None or isinstance(tensor, DTensor) or tensor.shape != parameter.shape:
-        # Detach, since the type Parameter would be stored, while copies for background saves are plain tensors.
-        return tensor if isinstance(tensor, DTensor) else tensor.detach()
-    return DTensor.from_local(tensor.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def local_box(tensor: torch.Tensor) -> Box | None:

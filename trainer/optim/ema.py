@@ -11,22 +11,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.model.parameters import for_checkpoint, local
-
-EMA = "ema"
-"""Key of the average in a checkpoint's state."""
+from trainer.model.parameters import local
 
 
 class WeightAverage:
     """The exponential moving average of a model's trainable parameters.  With a decay of 0, it averages nothing."""
-
-    may_be_absent = True
-    """True if a checkpoint may lack this state, as older ones do."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, is_evaluated: bool = True) -> None:
         """Allocate the average; the first step sets it.
@@ -36,12 +29,15 @@ class WeightAverage:
         is_evaluated: whether evaluations use the average.
         """
         self._decay, self._is_evaluated = decay, is_evaluated
-        self._parameters = dict(parameters) if decay else {}
-        self._averages = {
+        self.parameters = dict(parameters) if decay else {}
+        """The averaged parameters, by name."""
+        self.averages = {
             name: torch.zeros_like(parameter.detach(), dtype=torch.float32)
-            for name, parameter in self._parameters.items()
+            for name, parameter in self.parameters.items()
         }
-        self._has_started = False
+        """Each parameter's average, by the parameter's name."""
+        self.has_started = False
+        """Whether a step has set the average."""
 
     @torch.no_grad()
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
@@ -50,9 +46,9 @@ class WeightAverage:
         `is_finite` is None if the step was not checked.  The first call copies the weights in any case.  No
         collectives, and no host sync unless parameters are offloaded to the CPU.
         """
-        if not self._has_started:
-            self._has_started = True
-            self._copy_weights()
+        if not self.has_started:
+            self.has_started = True
+            self.copy_weights()
             return
         step_weight = 1.0 - self._decay
         for parameter, average in self._pairs():
@@ -63,10 +59,12 @@ class WeightAverage:
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Yield this rank's shards of each parameter and of its average."""
-        for name, parameter in self._parameters.items():
-            yield local(parameter.detach()), local(self._averages[name])
+        for name, parameter in self.parameters.items():
+            yield local(parameter.detach()), local(self.averages[name])
 
-    def _copy_weights(self) -> None:
+    @torch.no_grad()
+    def copy_weights(self) -> None:
+        """Set the average to the current weights."""
         for parameter, average in self._pairs():
             average.copy_(parameter)
 
@@ -77,7 +75,7 @@ class WeightAverage:
         The weights are copied so that they can be restored.  This does not raise peak memory, since no gradients
         exist at that time.  No-op before the first step, and if evaluations do not use the average.
         """
-        if not (self._has_started and self._is_evaluated):
+        if not (self.has_started and self._is_evaluated):
             yield
             return
         saved = [parameter.clone() for parameter, _ in self._pairs()]
@@ -88,35 +86,3 @@ class WeightAverage:
         finally:
             for (parameter, _), original in zip(self._pairs(), saved, strict=True):
                 parameter.copy_(original)
-
-    # -- as a part of the state ----------------------------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        if not self._has_started:  # before the first step, the average is the weights
-            with torch.no_grad():
-                self._copy_weights()
-        weights = {name: for_checkpoint(average, self._parameters[name]) for name, average in self._averages.items()}
-        return {"has_begun": self._has_started, "weights": weights}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._has_started = state["has_begun"]
-        for name, average in self._averages.items():
-            loaded = state["weights"][name]
-            if local(loaded).data_ptr() != local(average).data_ptr():
-                average.copy_(loaded)
-
-    def differences(self, plain: Any, stored: Mapping[str, Any]) -> list[str]:
-        names = {f"weights.{name}" for name in self._averages}
-        if names == set(stored):
-            return []
-        where = (
-            "only in the checkpoint" if not names else "not in the checkpoint" if not stored else "of different weights"
-        )
-        return [f"train.ema: the average is {where} (allow it: checkpoint.allow_changes=[state.{EMA}])"]
-
-    def prepare(self, stored: Mapping[str, Any]) -> None:
-        """Do nothing: every tensor to load into already exists."""
-
-    def may_differ(self, key: str) -> bool:
-        """Return False: all ranks take the same steps."""
-        return False
