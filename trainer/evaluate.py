@@ -2,7 +2,7 @@
 
     python -m trainer.evaluate <run, checkpoint or Hugging Face folder> [section.key=value ...] [nproc=N] [--json]
 
-    python -m trainer.evaluate <the same> --lm-eval TASK,... [--tasks FOLDER] [--json]     with lm-evaluation-harness
+    python -m trainer.evaluate <any of these> --lm-eval TASK,... [--tasks FOLDER] [--json]  with lm-evaluation-harness
 
 A run is evaluated with its own settings, by default on one rank.  Any key can be overridden: data.eval_path selects
 other data, and eval.steps=0 evaluates on all of it.  --lm-eval evaluates on tasks of the lm_eval library, or on tasks

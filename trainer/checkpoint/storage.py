@@ -1,8 +1,8 @@
 """Storage for checkpoints: a local folder, or a URL that fsspec supports (s3://, gs://, memory://).
 
 Both publish folders atomically, but in different ways.  A local folder is written under a temporary name, flushed to
-disk and renamed; if it replaces an existing folder, the old one is renamed first.  Behind a URL there may be an object
-store, which has no atomic rename: there the manifest is written last and acts as the commit, and a folder without a
+disk and renamed; if it replaces an existing folder, the old one is renamed first.  A URL may name an object store,
+which has no atomic rename: there the manifest is written last and acts as the commit, and a folder without a
 manifest is not a checkpoint.  Names are relative paths with forward slashes.
 
 Data files have a checksum per block, computed during the write, so that any range can be read and verified.  In a test
@@ -44,7 +44,7 @@ _QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{SUSPECT}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 """Prefixes of the temporary names of local folders that are being written, deleted or replaced."""
 _UNFINISHED = ".unfinished"
-"""Name of the marker file in a folder behind a URL that is being written or deleted."""
+"""Name of the marker file in a remote folder while that is being written or deleted."""
 
 
 class ReadableFile(Protocol):

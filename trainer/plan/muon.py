@@ -1,4 +1,4 @@
-"""Estimates the memory, the collectives and the time that Muon's update takes.
+"""Estimates the memory, the collectives and the time of a Muon update.
 
 A matrix's owner is the rank that orthogonalizes it; its holders are the ranks that store parts of it.  Owners are
 assigned by the same code as in training (`trainer.optim.muon.Ownership`).
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The costs of one Muon update on `replicate` x `shard` ranks: for rank 0, but the FLOPs are the busiest rank's."""
+    """The costs of one Muon update on `replicate` x `shard` ranks: FLOPs of the busiest rank, all others of rank 0."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class MuonUpdate:
         """Peak size of temporary tensors, in bytes, for the order of operations in `trainer.optim.muon._Step.run`."""
         size, buckets, no_costs = self._itemsize, self._buckets, BucketCosts(0, 0, 0, 0, 0, 0, 0, 0, 0)
         peak = 0
-        for turn in range(len(buckets) + 2):
+        for stage in range(len(buckets) + 2):
             new, computed, applied = (
-                buckets[n] if 0 <= n < len(buckets) else no_costs for n in (turn, turn - 1, turn - 2)
+                buckets[n] if 0 <= n < len(buckets) else no_costs for n in (stage, stage - 1, stage - 2)
             )
             in_flight = self._gathered(computed) + self._scattered(applied)
-            direction = new.sent_to_owners * size + new.largest_piece * self._moment_size
-            peak = max(peak, in_flight + max(direction, self._gathered(new)))
+            direction_bytes = new.sent_to_owners * size + new.largest_piece * self._moment_size
+            peak = max(peak, in_flight + max(direction_bytes, self._gathered(new)))
             in_flight = self._gathered(new) + self._scattered(applied)
             rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
-            iteration = rows + (computed.sent_to_holders + 2 * computed.iteration_numel) * size
-            peak = max(peak, in_flight + max(iteration, self._scattered(computed)))
+            iteration_bytes = rows + (computed.sent_to_holders + 2 * computed.iteration_numel) * size
+            peak = max(peak, in_flight + max(iteration_bytes, self._scattered(computed)))
             update = applied.held * size + (4 * (applied.held + applied.largest_piece) if self._is_normuon else 0)
             peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
         return peak

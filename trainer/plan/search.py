@@ -8,8 +8,8 @@ A unit that is not resharded after the forward pass saves one all-gather, but st
 The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
 finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
 
-Among group sizes that are about equally fast, the search takes the smallest; among plans with the same group sizes, it
-takes the one that needs the least memory.
+Among group sizes that are about equally fast, the search takes the smallest; among plans with the same group sizes that
+are about equally fast, it takes the one that needs the least memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIN_IMPROVEMENT = 1e-6
 _MAX_UNITS = 16
 """Units are tuned one by one only in models with at most this many; in larger models, a single unit hardly matters."""
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
-"""Fractions of blocks to try offloading on a GPU with `train.offload_activations=auto`, besides `none`."""
+"""Fractions of blocks whose activations `train.offload_activations=auto` tries to offload on a GPU, besides none."""
 
 
 class NothingFits(UserError):

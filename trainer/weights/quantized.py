@@ -35,7 +35,7 @@ _E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 """Magnitude of a 4-bit number by its lower three bits; the highest bit is the sign."""
 
 
-def with_dequantized(
+def with_dequantizing_readers(
     readers: Mapping[str, tuple[Path, Any]], quantization: Mapping[str, Any]
 ) -> dict[str, tuple[Path, Any]]:
     """Return `readers`, with the readers of each quantized weight replaced by one that dequantizes the rows it reads.

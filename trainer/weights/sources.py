@@ -39,7 +39,7 @@ from trainer.model.packed import find_packings
 from trainer.model.parameters import is_vector, local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
-from trainer.weights.quantized import with_dequantized
+from trainer.weights.quantized import with_dequantizing_readers
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of a tensor to read at a time, in whole rows."""
@@ -360,7 +360,7 @@ class SafetensorsFolder(StoredTensors):
         if not quantization:
             return readers
         try:
-            new_readers = with_dequantized(readers, quantization)
+            new_readers = with_dequantizing_readers(readers, quantization)
         except UserError as error:
             raise setting_error(self._setting, self.description, str(error)) from error
         self.remarks.append(f"dequantized from {quantization['quant_method']} to bfloat16")

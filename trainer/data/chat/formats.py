@@ -1,7 +1,7 @@
 """Reads JSONL, parquet, JSON and CSV files, and turns their records into conversations, completions and pairs.
 
-The formats are messages, ShareGPT, Alpaca, prompt-completion, preference pairs and, with labels, plain text.  If a
-value in a record is invalid, the error gives its path in the record, such as `messages[2].role`.
+The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs, plus plain text if the data have
+labels.  If a value in a record is invalid, the error gives its path, such as `messages[2].role`.
 """
 
 from __future__ import annotations
