@@ -291,7 +291,7 @@ ONLY_COMPRESSED = r"uncompressed \.json file cannot be read from a URL"
         ),
         ("*.json", ONLY_COMPRESSED),
         ("b.bin", r"a token file cannot be read from a URL here\n  to fix: download it .* and give its path"),
-        ("sub", r"there is no text\n  to fix: give files that end in \.txt, \.jsonl, \.csv, .*\.json\.gz"),
+        ("sub", r"there is no text\n  to fix: give files that end in \.txt, \.md, \.jsonl, \.csv, .*\.json\.gz"),
         ("c.xls", r"404.*; it was read as a folder, because its name does not end in \.txt"),
     ],
 )
@@ -307,10 +307,14 @@ def test_files_that_prepare_cannot_read_from_a_url(path: str, words: str, tmp_pa
     [
         ("a.json", ONLY_COMPRESSED),
         ("settings.json", "is neither a manifest of token shards nor a file of documents"),
-        ("*.json", r"contains neither token shards .*\n  to fix: give files that end in \.txt, \.jsonl, \.csv, "),
+        ("*.json", r"contains neither token shards .*\n  to fix: give files that end in \.txt, \.md, \.jsonl, \.csv, "),
         (
             "b.bin",
             r"b\.json cannot be read.*404.*\n  to fix: check the URL; .* another trainer .* only from a local path",
+        ),
+        (
+            "shards",
+            r"the metadata of a shard, .*b\.json cannot be read.*404.*\n  to fix: check the URL; .* another trainer",
         ),
         ("c.xls", r"404.*; it was read as a folder"),
     ],
@@ -328,7 +332,9 @@ def serving_other_files(folder: Path) -> Iterator[str]:
     for name in ("a.json", "sub/a.json"):
         (folder / name).write_text(RECORDS)
     (folder / "settings.json").write_text('{"a": 1}')
-    (folder / "b.bin").write_bytes(bytes(100))
+    (folder / "shards").mkdir()
+    for name in ("b.bin", "shards/b.bin"):
+        (folder / name).write_bytes(bytes(100))
     (folder / "c.xls").write_text("1")
     server = Server(folder)
     try:

@@ -350,6 +350,13 @@ def test_sources_have_a_table_and_a_chart(tmp_path: Path) -> None:
     assert len(one["panels"]) == len(PANELS)
 
 
+def test_sources_without_losses_are_known_from_the_configuration(tmp_path: Path) -> None:
+    """A distillation, for example, has no loss for each of its rows."""
+    lines = [start_line(0.0), train_line(1, loss_web=None, epoch_web=0.25, epoch_mine=3.0)]
+    run = read_run(write(tmp_path, lines, config="data: {path: {web: a, code: b}}"))
+    assert (run.sources, run.logged) == (["web"], ["epoch_mine"])
+
+
 def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
     config = f"run:\n  name: {json.dumps(EVIL)}\nmodel:\n  name: '<b>'\ntrain:\n  steps: 9\n"
     lines = [line | {"device": "<i>", "torch": "<u>", "mesh": {"<s>": 1}} for line in ONE_ATTEMPT[:1]] + ONE_ATTEMPT[1:]

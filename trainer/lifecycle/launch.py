@@ -98,7 +98,7 @@ def _launch_config(nproc: int) -> LaunchConfig:
 def _set_shutdown_timeout() -> None:
     """Give workers 600 s to save after a stop request, unless the environment sets another time; torch's default is 30.
 
-    torch reads the variable from version 2.13 on.  Earlier versions always use the default of `PContext.close`.
+    torch reads the variable from version 2.13 on.  Earlier versions always wait 30 s, the default of `PContext.close`.
     """
     from torch.distributed.elastic.multiprocessing.api import PContext
     from torch.distributed.launcher.api import LaunchConfig
@@ -106,7 +106,11 @@ def _set_shutdown_timeout() -> None:
     timeout_s = int(os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "600"))
     if "shutdown_timeout" not in LaunchConfig.__dataclass_fields__:
         close = PContext.close
-        PContext.close = lambda self, death_sig=None, timeout=timeout_s: close(self, death_sig, timeout)  # type: ignore[method-assign,assignment]
+
+        def close_after_a_save(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 30) -> None:
+            close(self, death_sig, timeout_s if death_sig else timeout)  # no signal: a worker has failed
+
+        PContext.close = close_after_a_save  # type: ignore[method-assign]
 
 
 def _report_end(config: RunConfig, initial_status: Mapping[str, Any], reason: str) -> None:

@@ -105,7 +105,9 @@ class RecordedRun:
     @property
     def sources(self) -> list[str]:
         """Names of the data sources, or an empty list if the data is not a mixture."""
-        return source_names(self.train)
+        path = _setting(self.settings, "data", "path")
+        configured = [name for name in path if f"epoch_{name}" in self.train] if isinstance(path, Mapping) else []
+        return list(dict.fromkeys([*configured, *source_names(self.train)]))
 
     @property
     def logged(self) -> list[str]:

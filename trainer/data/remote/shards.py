@@ -69,19 +69,11 @@ def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | No
         with contextlib.suppress(RemoteReadError):  # missing, or unreadable: list the folder
             content = read_url(join(url, MANIFEST))
             url = join(url, MANIFEST)
-    try:
-        shards = (
-            _shards_in_manifest(url, content, cache_settings)
-            if content is not None
-            else _shards_in_folder(url, cache_settings)
-        )
-    except RemoteReadError as error:
-        if not error.is_missing or has_pattern(url) or content is not None:
-            raise
-        if not path.endswith(".bin"):
-            raise missing_folder_error(error) from error
-        fix = "check the URL; a token file of another trainer has no metadata, and is read only from a local path"
-        raise setting_error(key, url, f"its metadata {error}", fix=fix) from error
+    shards = (
+        _shards_in_manifest(url, content, cache_settings)
+        if content is not None
+        else _shards_in_folder(url, key, cache_settings)
+    )
     if cache_gib is not None:
         _check_capacity([*shards.train, *shards.held_out], cache_gib)
     return shards
@@ -116,12 +108,25 @@ def _shards_in_manifest(url: str, content: bytes, cache_settings: CacheSettings)
     return ShardSet(names, train, manifest.train_content, held_out, manifest.held_out_content)
 
 
-def _shards_in_folder(url: str, cache_settings: CacheSettings) -> ShardSet:
+def _shards_in_folder(url: str, key: str, cache_settings: CacheSettings) -> ShardSet:
+    """Return the shards in a folder, those that match a glob, or the single shard at the URL."""
     is_single = split_query(url)[0].endswith(".bin") and not has_pattern(url)
-    urls = [url] if is_single else [match for match in find_urls(url) if split_query(match)[0].endswith(".bin")]
+    try:
+        urls = [url] if is_single else [match for match in find_urls(url) if split_query(match)[0].endswith(".bin")]
+    except RemoteReadError as error:
+        if error.is_missing and not has_pattern(url):
+            raise missing_folder_error(error) from error
+        raise
     if not urls:
         raise NoShardsFound
-    metadata = map_urls(read_url, [with_suffix(url, ".bin", ".json") for url in urls])
+    try:
+        metadata = map_urls(read_url, [with_suffix(url, ".bin", ".json") for url in urls])
+    except RemoteReadError as error:
+        if not error.is_missing:
+            raise
+        whose = "its metadata" if is_single else "the metadata of a shard,"
+        fix = "check the URL; a token file of another trainer has no metadata, and is read only from a local path"
+        raise setting_error(key, url, f"{whose} {error}", fix=fix) from error
     shards: list[Shard] = [
         RemoteShard(url, parse_info(content, url), cache_settings, hashlib.blake2b(content, digest_size=12).hexdigest())
         for url, content in zip(urls, metadata, strict=True)
