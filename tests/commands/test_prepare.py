@@ -162,7 +162,7 @@ def test_late_input_error_keeps_existing_shards(tmp_path: Path, capsys: Any) -> 
         ("a.jsonl", b'\n{"text": ""}\n', ["there is no text in it"]),
         ("a.txt.gz", b"not gzipped", ["a.txt.gz: cannot be read"]),
         ("a.txt.gz", gzip.compress(b"cut short" * 100, mtime=0)[:-9], ["a.txt.gz: cannot be read"]),
-        ("a.xls", b"1,2", ["a.xls: its name must end in .txt, .jsonl"]),
+        ("a.xls", b"1,2", ["a.xls: its name must end in .txt, .md, .jsonl"]),
     ],
 )
 def test_unreadable_input(tmp_path: Path, name: str, content: bytes, words: list[str], capsys: Any) -> None:
