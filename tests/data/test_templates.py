@@ -79,29 +79,32 @@ BROKEN: dict[str, tuple[str | bytes, str]] = {
 }
 """A template, and what the message holds."""
 
+EITHER_LIMIT = "own.jinja: the template "
+"""The beginning of a message about a limit, of time or memory; which is exceeded first depends on the machine."""
+
 COSTLY = {
     "loops without an end": (LOOP, limits.TOO_MUCH_TIME),
     "loop in a macro": ("{% macro f() %}" + LOOP + "{% endmacro %}{{ f() }}" + VALID, limits.TOO_MUCH_TIME),
-    "indentation": ("{{ messages | tojson(indent=100000000) }}", "takes "),
+    "indentation": ("{{ messages | tojson(indent=100000000) }}", EITHER_LIMIT),
     "huge text": ("{{ 'a' * 10**10 }}", limits.TOO_MUCH_MEMORY),
     "huge list": ("{{ ([1] * 10**9) | length }}", limits.TOO_MUCH_MEMORY),
     "huge text, by a constant filter": ("{{ 'a' | center(10000000000) }}", limits.TOO_MUCH_MEMORY),
     "huge text, by format": ("{{ '%10000000000d' % 1 }}", limits.TOO_MUCH_MEMORY),
     "doubled text": (
         "{% set ns = namespace(t='aaaaaaaa') %}{% for i in range(60) %}{% set ns.t = ns.t ~ ns.t %}{% endfor %}",
-        "takes ",
+        EITHER_LIMIT,
     ),
     "squared numbers": (
         "{% set ns = namespace(n=9) %}{% for i in range(60) %}{% set ns.n = ns.n * ns.n %}{% endfor %}{{ ns.n }}",
         "too large",
     ),
-    "nested filters": ("{{ range(99999) | map('string') | join('-' * 99999) }}", "takes "),
+    "nested filters": ("{{ range(99999) | map('string') | join('-' * 99999) }}", EITHER_LIMIT),
     "replacements": (
         "{% set ns = namespace(t='a') %}"
         "{% for i in range(9) %}{% set ns.t = ns.t | replace('a', 'a' * 999) %}{% endfor %}",
-        "takes ",
+        EITHER_LIMIT,
     ),
-    "lorem ipsum": ("{{ lipsum(n=10000000) }}", "takes "),
+    "lorem ipsum": ("{{ lipsum(n=10000000) }}", EITHER_LIMIT),
 }
 """Those that compute or allocate until something ends them."""
 

@@ -105,7 +105,7 @@ def test_training_and_export_equal_a_plain_loop(kind: str, ranks: int, tmp_path:
             assert (tmp_path / "out" / file.name).read_bytes() == file.read_bytes(), file.name
     stored = [sorted(_names(folder)) for folder in (tmp_path / "gone", tmp_path / "out")]
     assert stored[0] == stored[1], "tensors are named and split as those of the library"
-    assert f"hf, {type(model).__name__} of" in ran.stdout
+    assert f"hf, {type(model).__name__} from" in ran.stdout
     assert ("whole logits" in ran.stdout) == (kind in WHOLE_LOGITS)
 
 

@@ -24,13 +24,13 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_common, _fsdp_state, _fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor import DTensor
 from torch.torch_version import TorchVersion
 from torchdata.stateful_dataloader import stateful_dataloader
 
 from tests.helpers.forked import REPOSITORY
 
-MOST_USES = 74
+MOST_USES = 75
 
 PRIVATE: dict[str, Callable[[], object]] = {
     # tensors, storages, operators
@@ -94,7 +94,10 @@ PRIVATE: dict[str, Callable[[], object]] = {
     "_get_post_forward_mesh_info": lambda: _takes(
         _fully_shard._get_post_forward_mesh_info, "reshard_after_forward", "mesh_info"
     ),
-    "torch.distributed.tensor.debug._clear_sharding_prop_cache": lambda: callable(_clear_sharding_prop_cache),
+    "_op_dispatcher": lambda: callable(
+        DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear  # type: ignore[attr-defined]
+    ),
+    "_clear_DTensor_sharding_propagator_cache": lambda: callable(torch._C._clear_DTensor_sharding_propagator_cache),
     "torch.distributed.fsdp._fully_shard._fully_shard": lambda: _fully_shard,
     "torch.distributed.fsdp._fully_shard._fsdp_common": lambda: (
         (
