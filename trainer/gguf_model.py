@@ -4,8 +4,8 @@ GGUF's quantized weights cannot be trained, so they are dequantized to float32; 
 dtype.  The file's metadata becomes `config.json`, `tokenizer.json` and the other files of an ordinary model folder,
 which is what all other code sees.  The stored configuration of a run names the .gguf file, not the converted folder.
 
-Needs the library `gguf` (the extra `gguf`), which is imported only when a file is converted.  Does not import torch.
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
+Needs the `gguf` library (installed by the `gguf` extra), which is imported only when a file is converted.  Does not
+import torch.  Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 """
 
 from __future__ import annotations

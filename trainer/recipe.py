@@ -44,7 +44,7 @@ TrainerType = TypeVar("TrainerType", bound="Trainer")
 
 
 class WeightSource(Protocol):
-    """A source of tensors, which go by their names in the recipe's model.  Reading needs no process group.
+    """A source of tensors, identified by their names in the recipe's model.  Reading needs no process group.
 
     description: where the weights are, for messages.
     shapes: the shape of every tensor, by name.  A tied weight may appear under one of its names or under all of them.

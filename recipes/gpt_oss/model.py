@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from trainer import experts, sequence
-from trainer.experts import Load, TopKExperts, expert_matmuls, grouped_bias, load_of
+from trainer.experts import Load, TopKExperts, expert_load, expert_matmuls, grouped_bias
 from trainer.sequence import Documents
 
 from .._layers import (
@@ -123,7 +123,7 @@ class GptOssMoe(nn.Module):
         out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA).view_as(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
-        load = load_of(
+        load = expert_load(
             chosen_SA,
             is_target_BT,
             config.num_experts,

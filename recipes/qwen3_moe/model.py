@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer import experts
-from trainer.experts import Load, TopKExperts, expert_matmuls, load_of
+from trainer.experts import Load, TopKExperts, expert_load, expert_matmuls
 from trainer.sequence import Documents
 
 from .._layers import Linear, MoeDecoder
@@ -74,7 +74,7 @@ class MixtureOfExperts(nn.Module):
         out_BTD = experts.apply_experts(self.experts, x_SD, chosen_SA, weights_SA.to(x_SD.dtype)).view_as(x_BTD)
         if is_target_BT is None:
             return out_BTD, None
-        load = load_of(
+        load = expert_load(
             chosen_SA,
             is_target_BT,
             config.num_experts,

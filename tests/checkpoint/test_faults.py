@@ -904,7 +904,7 @@ def test_storage_never_responds(place: str, rank: int, mode: str, tmp_path: Path
     hung = re.search(rf"{doing} {run.folder}/checkpoints/step_(\d+)", run.stderr)
     assert hung, run.stderr
     # The second save: that of step 8, or of a later step if the first one was still in progress then.
-    assert int(hung[1]) > 4 and int(hung[1]) % 4 == 0
+    assert int(hung[1]) in range(8, 200, 4)
     assert "Traceback" not in run.stderr
     assert json.loads((run.folder / "status.json").read_text())["state"] == "failed"
     again = start(tmp_path / "run", *with_("train.steps=12"), ranks=2)

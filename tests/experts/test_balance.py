@@ -21,7 +21,7 @@ from trainer import Trainer, load_weights
 from trainer.config import MeshShape
 from trainer.config.rules import check_config
 from trainer.errors import UserError
-from trainer.experts import Balance, ExpertBalance, Load, TopKExperts, find_balance, load_of
+from trainer.experts import Balance, ExpertBalance, Load, TopKExperts, expert_load, find_balance
 from trainer.export import command_line as main
 from trainer.loss import IGNORE
 from trainer.plan.experts import advice_on_balance
@@ -233,7 +233,7 @@ def test_losses_equal_a_loop() -> None:
         logits_SE = torch.randn(21, num_experts, generator=generator)
         probs_SE = logits_SE.softmax(-1)
         _, chosen_SA = TopKExperts(num_experts, num_chosen, has_bias=False)(probs_SE)
-        loads.append(load_of(chosen_SA, is_target_BT, num_experts, probs_SE, logits_SE))
+        loads.append(expert_load(chosen_SA, is_target_BT, num_experts, probs_SE, logits_SE))
         for row in range(3):
             tokens = [7 * row + time for time in range(7) if is_target_BT[row, time]]
             for token in tokens:

@@ -4,14 +4,14 @@ The manifest is written last, so a checkpoint without a manifest is incomplete.
 
 The files of a checkpoint:
 
-manifest.json               step, versions, mesh, size and CRC-32 of every other file, and the manifest's own SHA-256
+manifest.json               step, versions, mesh, size and checksum of every other file, and the manifest's own SHA-256
 state.json                  non-tensor state that is the same on all ranks, such as counters and the data position
 layout.json                 the file and byte range of each chunk of each tensor
 __0_0.distcp ...            the tensors, one file per rank, in the format of torch.distributed.checkpoint
 __0_0.blocks.json ...       the block checksums of each of those files
 ranks/00000.safetensors     per-rank state, such as the states of random number generators
 config.yaml                 the configuration of the run that wrote the checkpoint
-.metadata                   the layout in torch's own format, for torch's tools; never read here
+.metadata                   the layout in torch's own format, for torch's tools; verified but never parsed here
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from trainer.files import crc32
 
 FORMAT_VERSION = 3
 _READABLE_VERSIONS = (2, 3)
-"""Format versions that can be read.  In version 2, the layout lists one row per chunk instead of runs."""
+"""Format versions that can be read.  In version 2, the layout is not run-length encoded."""
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
 TORCH_METADATA = ".metadata"
 BLOCKS_SUFFIX = ".blocks.json"
-"""Suffix that replaces `.distcp` in the name of the file that holds a data file's block checksums."""
+"""Replaces the `.distcp` of a data file's name to form the name of its block-checksum file."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Manifest:
     """Time of writing in UTC, in ISO 8601 format."""
     config_sha256: str
     files: Mapping[str, Sequence[int]]
-    """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 is that of its list of blocks."""
+    """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 covers its block checksums."""
     format_version: int = FORMAT_VERSION
     extra: Mapping[str, Any] = field(default_factory=dict)
 

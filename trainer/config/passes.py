@@ -1,6 +1,6 @@
-"""The passes: the steps that resolve a configuration by setting or checking values that follow from others.
+"""The passes: the steps that resolve a configuration by setting or checking values that depend on others.
 
-A value may follow from other settings, from files, from the data or from the device.  A pass maps the input of its
+A value may depend on other settings, on files, on the data or on the device.  A pass maps the input of its
 stage (see `Stage`) and the `Resolution` to a new version of that input.  `Resolution.origins` records where the value
 of each key came from, for `--print-config --why`.
 

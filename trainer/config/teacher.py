@@ -45,13 +45,16 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     if location.kind == "huggingface":
         native = find_native_recipe(path, TEACHER_KEY)
         model = (native or generic_model_of(path))[1]
-        init_from = path if native else None  # the generic recipe reads its own folder
+        init_from = path if native else None  # the generic recipe loads the weights from `model.path` itself
     elif (location.folder / CONFIG).is_file():
         model = config_from_yaml((location.folder / CONFIG).read_text(), TEACHER_KEY).model
     else:
         rule = "must be a Hugging Face folder, a run folder or a checkpoint"
         raise setting_error(
-            TEACHER_KEY, path, rule, fix="give one, or the name of a model on the Hugging Face Hub: OWNER/NAME"
+            TEACHER_KEY,
+            path,
+            rule,
+            fix="name one of these, or a model on the Hugging Face Hub: OWNER/NAME",
         )
     weights_dtype: Literal["bfloat16", "float32"] = "bfloat16" if config.fsdp.param_dtype == "bfloat16" else "float32"
     train = replace(config.train, init_from=init_from, freeze=(), weights_dtype=weights_dtype)

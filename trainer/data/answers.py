@@ -18,7 +18,7 @@ _FIX = "choose a file name that is not in use"
 
 
 class AnswerFile:
-    """A file of answers, either new or to be continued.
+    """A file of answers: a new one, or an existing one to append to.
 
     num_done: the number of prompts that were already answered when the file was opened.
     """
@@ -30,8 +30,8 @@ class AnswerFile:
         prompts_path: the file of prompts, for error messages.
         prompts: the records of the prompts.
 
-        Raises UserError if `path` is a folder or is in a missing folder, or if a line is not the answer to the prompt
-        with the same number.
+        Raises UserError if `path` is a folder, if its parent folder does not exist, or if a line is not the answer
+        to the prompt with the same number.
         """
         if not path.parent.is_dir():
             raise setting_error(key, path, f"there is no folder {path.parent}", fix="create it, or name another one")

@@ -25,15 +25,15 @@ class Channel:
     The constructor and every method are collective.  Threads must not share a channel.
     """
 
-    def __init__(self, rank: int, size: int, timeout: timedelta, uses_default_group: bool = False) -> None:
-        """Open a new group, unless there is only one rank or `uses_default_group` is True.
+    def __init__(self, rank: int, size: int, timeout: timedelta, use_default_group: bool = False) -> None:
+        """Open a new group, unless there is only one rank or `use_default_group` is True.
 
-        With `uses_default_group`, the default process group must be a gloo group.  An open group costs CPU time, even
+        With `use_default_group`, the default process group must be a gloo group.  An open group costs CPU time, even
         if it is idle: gloo runs a thread for it that wakes up a hundred times per second.
         """
         self.rank, self.size = rank, size
-        opens_group = size > 1 and not uses_default_group
-        self.group = dist.new_group(backend="gloo", timeout=timeout) if opens_group else cast(Any, dist.group.WORLD)
+        open_group = size > 1 and not use_default_group
+        self.group = dist.new_group(backend="gloo", timeout=timeout) if open_group else cast(Any, dist.group.WORLD)
 
     @property
     def is_main(self) -> bool:

@@ -105,8 +105,8 @@ class World(Channel):
                 _record_collectives(config.run_dir)
             self._open_group(timedelta(seconds=config.run.timeout_s), problem)
         # On a CPU the default group is a gloo group, and only the main thread uses it.
-        uses_default_group = self.owns_group and self.device.type == "cpu"
-        super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, uses_default_group)
+        use_default_group = self.owns_group and self.device.type == "cpu"
+        super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, use_default_group)
         self._groups: list[dist.ProcessGroup] = [self.group]
         self._split_meshes: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
         self._groups_with_custom_timeout: set[dist.ProcessGroup] = set()

@@ -5,7 +5,7 @@ Such a model also supports expert parallelism (`mesh.expert`), in which the expe
 ranks: `apply_experts` then sends tokens to the ranks of their experts, and returns the results to the tokens' ranks.
 
 To balance and measure the load of experts, a layer selects experts with `TopKExperts`, and returns their `Load` (from
-`load_of`), which counts only tokens with targets.  The model passes the loads of its layers to its `Balance`
+`expert_load`), which counts only tokens with targets.  The model passes the loads of its layers to its `Balance`
 module, and adds the result to its loss.  This package does not depend on any particular recipe.
 
 Shape suffixes: D model width, E experts, A experts per token, S tokens on this rank, M token-expert pairs.
@@ -29,9 +29,9 @@ from trainer.experts.balance import (
     ExpertBalance,
     Load,
     TopKExperts,
+    expert_load,
     find_balance,
     global_balance,
-    load_of,
 )
 from trainer.experts.dispatch import Estimate, ExpertGroup, apply_experts, choices_of
 from trainer.experts.grouped import GROUPED_MM, TORCH_GROUPED_MM, fake_tensors, grouped_bias, grouped_mm, grouped_outer
@@ -59,6 +59,7 @@ __all__ = [
     "add_adapter",
     "apply_experts",
     "choices_of",
+    "expert_load",
     "expert_matmuls",
     "fake_tensors",
     "find_balance",

@@ -55,19 +55,19 @@ class TopKExperts(nn.Module):
 
 
 class Load(NamedTuple):
-    """The load of a layer's experts, counting only tokens with targets; see `load_of`."""
+    """The load of a layer's experts, counting only tokens with targets; see `expert_load`."""
 
     choices: torch.Tensor
     """(B, E), the number of each sequence's tokens that were routed to each expert (int64)."""
     probs: torch.Tensor | None
     """(B, E), the sum over these tokens of the router's probability for each expert, in the dtype of the probabilities;
-    None if `load_of` was not given them."""
+    None if `expert_load` was not given them."""
     squares: torch.Tensor | None
-    """A scalar, the sum over these tokens of the squared log-sum-exp of the router's logits (fp32); None if `load_of`
-    was not given them."""
+    """A scalar, the sum over these tokens of the squared log-sum-exp of the router's logits (fp32); None if
+    `expert_load` was not given them."""
 
 
-def load_of(
+def expert_load(
     chosen_SA: torch.Tensor,
     is_target_BT: torch.Tensor,
     num_experts: int,
@@ -183,7 +183,7 @@ class Balance(nn.Module):
 
 def _require(value: torch.Tensor | None) -> torch.Tensor:
     if value is None:
-        raise ValueError("Balance: `load_of` needs probs_SE for loss and sequence_loss, and logits_SE for z_loss")
+        raise ValueError("Balance: `expert_load` needs probs_SE for loss and sequence_loss, and logits_SE for z_loss")
     return value
 
 

@@ -47,7 +47,7 @@ from trainer.distributed.stop_request import (
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, UserError
 from trainer.lifecycle.summary import closing_summary
 from trainer.metrics.record import Record
-from trainer.sequence import forget_slices
+from trainer.sequence import disable_slices
 from trainer.stopping import StopRequested
 
 if TYPE_CHECKING:
@@ -277,7 +277,7 @@ class Lifecycle:
         self._release()
 
     def _release(self) -> None:
-        forget_slices()
+        disable_slices()
         self._folder.release()
         close = getattr(self._loader, "close", None)
         if callable(close):

@@ -1,7 +1,7 @@
 """Sends a run's metrics to its trackers (`trackers.py`), with one thread per tracker.
 
 Each thread follows `metrics.jsonl`, so the file serves as its queue: no step waits, memory does not grow while a server
-is unavailable, and the next attempt sends what a killed attempt could not.
+is unavailable, and after a restart the run sends whatever it had not sent when it was killed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PLOTTED_KINDS = ("train", "eval", "norms")
 def numeric_fields(record: Mapping[str, Any]) -> dict[str, float]:
     """Return the numeric fields of a record except `step` and `time`.
 
-    A dictionary, such as norms by unit, becomes one field per item: `grad_norm/<unit>`.
+    A dictionary, such as the gradient norms of all units, becomes one field per item: `grad_norm/<unit>`.
     """
     flat: dict[str, Any] = {}
     for name, value in record.items():

@@ -18,9 +18,9 @@ SCORE = "score"
 class ScoreHead(nn.Module):
     """A linear map from hidden states (..., D) to scores (..., num_outputs), without a bias.
 
-    Given targets, `forward` returns the result of `linear_cross_entropy`, by default the summed cross-entropy of the
-    scores, as does the output projection that the head replaces.  Therefore the functions in `trainer.loss` also work
-    for a model with this head.
+    Like the output projection that the head replaces, `forward` returns the result of `linear_cross_entropy` if it is
+    given targets: by default, the summed cross-entropy of the scores.  Therefore the functions in `trainer.loss` also
+    work for a model with this head.
     """
 
     def __init__(self, in_features: int, num_outputs: int, dtype: torch.dtype) -> None:

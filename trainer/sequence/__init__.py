@@ -22,8 +22,8 @@ from trainer.sequence.row_layout import (
     Documents,
     compute_cu_seqlens,
     current_slices,
+    disable_slices,
     enable_slices,
-    forget_slices,
     full_sequences,
     last_logits_only,
     needed_for_logits,
@@ -38,6 +38,7 @@ __all__ = [
     "causal_convolution",
     "compute_cu_seqlens",
     "current_slices",
+    "disable_slices",
     "enable_slices",
     "find_borders",
     "forget_slices",
@@ -55,6 +56,7 @@ __all__ = [
 # Deprecated aliases; remove in the next release.
 sliced, whole, find_borders = use_slices, full_sequences, compute_cu_seqlens
 slice_sequences = enable_slices
+forget_slices = disable_slices
 
 
 def attend(

@@ -45,7 +45,7 @@ def enable_slices(config: RunConfig, world: World) -> None:
         _current_slices = replace(_current_slices, group=world.create_context_group(_current_slices.count))
 
 
-def forget_slices() -> None:
+def disable_slices() -> None:
     """Undo `enable_slices`: from now on, model inputs are full sequences."""
     global _current_slices
     _current_slices = None

@@ -3,8 +3,9 @@
 Unless it uses the `{% generation %}` tag, a template does not mark which part of its text the assistant wrote.  But the
 conversation can be rendered twice: up to where the assistant starts to write (`add_generation_prompt`), and up to the
 end of the assistant's turn.  If both renderings are prefixes of the full text, the assistant wrote what the second adds
-to the first.  If they are not, the template renders a turn differently when other turns follow: the model would be
-trained on text that it never sees at inference time, and no mask can correct that.
+to the first.  If they are not, the template does not start the turn with its generation prompt, or it renders a turn
+differently when other turns follow: then the model would be trained on text that it never sees at inference time, and
+no mask can correct that.
 
 Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
 prompt before the header of the assistant's turn.  The model has to generate the header, so the header is a target.
@@ -33,21 +34,21 @@ class EncodedSample:
     """Token ids and loss mask of a conversation or completion, both of shape (num_tokens,).
 
     loss_mask: True for the tokens that are targets.
-    spelled_token: a special token that the conversation spells out as text, or "".  Such a token suggests that a chat
-        template has already been applied to the file.
+    literal_special_token: a special token that the conversation spells out as text, or "".  Such a token suggests that
+        a chat template has already been applied to the file.
     """
 
     ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
-    spelled_token: str = ""
+    literal_special_token: str = ""
 
-    def truncated(self, num_tokens: int, targets_only_end: bool) -> EncodedSample:
-        """Return the first `num_tokens` tokens; `spelled_token` is not kept.
+    def truncated(self, num_tokens: int, only_last_token: bool) -> EncodedSample:
+        """Return the first `num_tokens` tokens; `literal_special_token` is not kept.
 
-        targets_only_end: if True, the last of these tokens becomes the only target; otherwise the targets are kept.
+        only_last_token: if True, the last of these tokens becomes the only target; otherwise the targets are kept.
         """
         loss_mask = self.loss_mask[:num_tokens]
-        return EncodedSample(self.ids[:num_tokens], last_token_mask(len(loss_mask)) if targets_only_end else loss_mask)
+        return EncodedSample(self.ids[:num_tokens], last_token_mask(len(loss_mask)) if only_last_token else loss_mask)
 
 
 def last_token_mask(num_tokens: int) -> NDArray[np.bool_]:
@@ -85,19 +86,19 @@ class Encoder:
         """
         if isinstance(sample, Conversation):
             text, ids, _, loss_mask = self._encode_with_spans(sample, max_tokens)
-            return EncodedSample(ids, loss_mask, self.tokenizer.find_spelled_token(text))
+            return EncodedSample(ids, loss_mask, self.tokenizer.find_literal_special_token(text))
         # Prompt and completion are encoded separately, so that the prompt has the same tokens as at inference time.
         plain = self.tokenizer.plain
         prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
         completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
         num_tokens = len(prompt) + len(completion)
         loss_mask = np.arange(num_tokens) >= (0 if self._train_on == "all" else len(prompt))
-        loss_mask = last_token_mask(num_tokens) if self.targets_only_end else loss_mask
-        spelled_token = self.tokenizer.find_special_token(sample.prompt + sample.completion)
-        return EncodedSample(np.concatenate([prompt, completion]), loss_mask, spelled_token)
+        loss_mask = last_token_mask(num_tokens) if self.targets_only_last_token else loss_mask
+        literal_special_token = self.tokenizer.find_special_token(sample.prompt + sample.completion)
+        return EncodedSample(np.concatenate([prompt, completion]), loss_mask, literal_special_token)
 
     @property
-    def targets_only_end(self) -> bool:
+    def targets_only_last_token(self) -> bool:
         """True if the last token, where a reward or classification head scores the conversation, is the only target."""
         return self._train_on == "end"
 
@@ -142,7 +143,7 @@ class Encoder:
         """Return (text, is_target) for each piece of the text, for display.  Raises BadChat."""
         if isinstance(sample, Completion):
             completion = sample.completion + "".join(map(self.tokenizer.token_text, self.tokenizer.plain.end_ids))
-            if self.targets_only_end:
+            if self.targets_only_last_token:
                 text, last = sample.prompt + completion, self.tokenizer.token_text(int(self.encode(sample).ids[-1]))
                 return [(text.removesuffix(last), False), (last, True)]
             return [(sample.prompt, self._train_on == "all"), (completion, True)]
@@ -185,13 +186,13 @@ class Encoder:
                     is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
                 if turn_spans and turn_spans[0][0] >= needed_chars:
                     break
-        if self.targets_only_end:
+        if self.targets_only_last_token:
             return full.text, ids, spans, last_token_mask(len(ids))
         return full.text, ids, spans, ~is_in_turn if self._train_on == "all" else is_in_turn
 
     def _turns(self, chat: Conversation) -> list[int]:
         """Return the indices of the messages to train on; for `all`, those of the messages to exclude."""
-        if self.targets_only_end:
+        if self.targets_only_last_token:
             return []
         weights = [message.get("weight", 1) for message in chat.messages]
         if self._train_on == "all":
@@ -383,7 +384,7 @@ class ChatTokenizer:
         match = self._special_pattern.search(text)
         return match[0] if match else ""
 
-    def find_spelled_token(self, text: str) -> str:
+    def find_literal_special_token(self, text: str) -> str:
         """Return a special token that the template writes and that a message also spells out, or ""."""
         if QUOTE not in text:
             return ""

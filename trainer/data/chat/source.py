@@ -141,7 +141,7 @@ class _ConversationSource(Source):
     @property
     def _lengths(self) -> NDArray[np.int64]:
         """The number of positions that each conversation takes; its last token needs one only if it is scored."""
-        return np.diff(self._offsets) - (not self._encoder.targets_only_end)
+        return np.diff(self._offsets) - (not self._encoder.targets_only_last_token)
 
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
         shape = (num_rows, self.seq_len)
@@ -161,7 +161,7 @@ class _ConversationSource(Source):
         takes n positions, and its only target is a 0 at the last position.
         """
         encoded = self._read(number)
-        if self._encoder.targets_only_end:
+        if self._encoder.targets_only_last_token:
             stop = start + len(encoded.ids)
             rows["tokens"][row, start:stop] = encoded.ids
             rows["targets"][row, stop - 1] = 0
@@ -253,7 +253,7 @@ class LabeledSource(_ConversationSource):
             row = self.rows_per_sample * sample
             end = self._write_row(rows, row, 0, index)
             labels[sample] = self._shard.read(int(self._offsets[index]), 1)[0] >> 1
-            if self._encoder.targets_only_end:
+            if self._encoder.targets_only_last_token:
                 rows["targets"][row, end - 1] = labels[sample]
             if self.rows_per_sample == 2:
                 self._write_mismatched(rows, row + 1, index, self._next_with_another_prompt(index))

@@ -223,7 +223,7 @@ class _ChatReader:
     @property
     def _max_tokens(self) -> int:
         """The maximum number of tokens that fit in a row; the last token takes a position only if it is scored."""
-        return self._spec.seq_len + (not self._encoder.targets_only_end)
+        return self._spec.seq_len + (not self._encoder.targets_only_last_token)
 
     def _samples(self, record: Mapping[str, Any]) -> Sequence[Sample]:
         if self._format is None:
@@ -236,7 +236,7 @@ class _ChatReader:
         report = self._report
         report.chats += 1
         report.plain += any(isinstance(sample, Completion) for sample in samples)
-        token = next((document.spelled_token for document in documents if document.spelled_token), "")
+        token = next((document.literal_special_token for document in documents if document.literal_special_token), "")
         if token:
             report.spelling += 1
             report.token = report.token or token
@@ -261,7 +261,7 @@ class _ChatReader:
             return []
         self._report.truncated += 1
         self._report.truncated_tokens += sum(max(0, len(document.ids) - max_tokens) for document in documents)
-        return [document.truncated(max_tokens, self._encoder.targets_only_end) for document in documents]
+        return [document.truncated(max_tokens, self._encoder.targets_only_last_token) for document in documents]
 
     def _user_error(self, error: BadChat, location: str) -> UserError:
         """Convert a BadChat to a UserError that names the record's location and the setting to change."""
