@@ -76,4 +76,5 @@ __all__ = [
     "simulate_expert_group",
 ]
 
-mix, products = apply_experts, expert_matmuls  # deprecated aliases; remove in the next release
+# Deprecated aliases; remove in the next release.
+mix, products, load_of = apply_experts, expert_matmuls, expert_load
