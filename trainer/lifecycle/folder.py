@@ -99,7 +99,10 @@ class RunFolder:
             return None
 
     def acquire(self) -> None:
-        """Acquire the folder for this run.  Raises UserError if another live run owns the folder or it is unusable."""
+        """Acquire the folder for this run; does nothing if this run owns it already, or on a rank other than 0.
+
+        Raises UserError if another live run owns the folder or it is unusable.
+        """
         if not self.is_main:
             return
         legal = {"run.dir": f"runs/{self.config.run.name}", "checkpoint.dir": None}
@@ -317,7 +320,9 @@ class FolderLock:
         """Called from the heartbeat thread after the folder was deleted, renamed or replaced."""
 
     def acquire(self) -> None:
-        """Acquire the folder.  Waits up to `STALE_S` seconds for the heartbeat of an owner on another node.
+        """Acquire the folder, unless this run owns it already.
+
+        Waits up to `STALE_S` seconds for the heartbeat of an owner on another node.
 
         Raises UserError that describes the owner if it is alive, and OSError if the folder cannot be written.
         """
