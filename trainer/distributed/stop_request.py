@@ -1,7 +1,7 @@
 """Requests to stop: a signal, a file named `notice` in the run folder, or the time limit of the job.
 
 The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
-Until the first step has ended there is nothing to save, so a signal ends the process within seconds
+Until the first step has ended, there is nothing to save, so a signal ends the process within seconds
 (`trainer.stopping`).  This module does not import torch, so the handlers can be installed before torch is imported.
 """
 
