@@ -1,4 +1,4 @@
-"""The Trainer for distillation, whose objectives match a teacher's next-token distribution.
+"""The Trainer for distillation, in which a student learns to match a teacher's next-token distribution.
 
 The distribution comes either from a frozen model, sharded like the student, or from a folder in which `trainer.teach`
 has stored the teacher's top-k log-probabilities.
@@ -33,8 +33,8 @@ TEACHER = "teacher"
 """Key under which a checkpoint's state stores the identity of the teacher's weights."""
 
 _CHUNK_BYTES = 16 * 2**20
-"""Maximum bytes of one model's fp32 logits for a chunk, unless those of a single token take more.  Several tensors of
-this size are in memory at the same time."""
+"""Maximum size in bytes of one model's fp32 logits for a chunk, unless a single token's logits take more.  Several
+tensors of this size are in memory at the same time."""
 
 
 class DistillationTrainer(Trainer):

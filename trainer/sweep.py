@@ -1,4 +1,4 @@
-"""Train one run for each combination of settings, compare them, and show the best.
+"""Train one run for each combination of settings, compare the runs, and show the best.
 
     meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4,1e-3                 three runs in sequence
     meshtrainer sweep recipe=llama_small optim.lr=1e-4,3e-4 run.seed=1,2 --parallel 2

@@ -22,8 +22,8 @@ class GptOssConfig(BalanceConfig):
     head_dim: int = declare(32, "width of each head; need not equal dim / num_heads", at_least=2, at_most=2**16)
     window: int = declare(
         128,
-        "size of the sliding window of layers 0, 2, 4, ... in tokens, including the current one; the other layers "
-        "attend to all earlier tokens",
+        "size of the sliding window in tokens, including the current one; used in layers 0, 2, 4, ..., while the other "
+        "layers attend to all earlier tokens",
         at_least=1,
     )
     expert_dim: int = declare(192, "hidden width of an expert", at_least=1, at_most=2**24)

@@ -1,4 +1,4 @@
-"""The configuration of a transformers model: the fields, their completion from the model's folder, and validation.
+"""Defines, completes and validates the configuration of a transformers model.
 
 This module imports neither torch nor transformers.
 """

@@ -65,14 +65,14 @@ def export_config(config: Qwen3Config) -> dict[str, Any]:
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3Config` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for layers without full attention, and for RoPE that `parse_rope` refuses, such as any scaling.
+    Raises UserError for layers without full attention and for RoPE settings that `parse_rope` rejects, such as scaling.
     """
     fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
     kinds = config_json.get("layer_types") or []
     if other := next((kind for kind in kinds if kind != "full_attention"), None):
-        raise UserError(f"layer_types: has a layer of type {other}; in this recipe all have full attention")
+        raise UserError(f"layer_types: has a layer of type {other}; this recipe supports only full_attention")
     return fields | {"rope_theta": parse_rope(config_json, ("default",))["rope_theta"]}
 
 

@@ -16,9 +16,9 @@ from .huggingface import HUGGINGFACE
 def flops(config: Qwen3NextConfig, seq_len: float) -> float:
     """Return model FLOPs per token in training: 6 per active matrix weight, plus attention and the delta rule.
 
-    For causal attention, only half of each of the two matmuls is counted.  The delta rule is counted as a recurrence:
-    each token reads the state with its key, writes to the state, and reads the state with its query.  The additional
-    matmuls of the chunked computation are not counted.
+    Since attention is causal, only half of each of its two matmuls is counted.  The delta rule is counted as a
+    recurrence: each token reads the state with its key, writes to the state, and reads the state with its query.  The
+    additional matmuls of the chunked computation are not counted.
 
     seq_len: the number of tokens that attention spans; if documents are masked, a mean that is usually not an integer.
     """

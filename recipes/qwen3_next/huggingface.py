@@ -70,7 +70,7 @@ def _layer_types(num_layers: int, attention_every: int) -> list[str]:
 
 
 def _rotary_fraction(config: Qwen3NextConfig) -> float:
-    """Return `partial_rotary_factor`, such that int(head_dim * partial_rotary_factor) is `rotary_dim`.
+    """Return a `partial_rotary_factor` for which int(head_dim * partial_rotary_factor) is `rotary_dim`.
 
     The quotient may be rounded down, so that the product is slightly below an integer: 98 * (2 / 98) < 2.
     """

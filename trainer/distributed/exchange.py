@@ -1,7 +1,7 @@
 """Collectives inside a forward pass, as custom operators with gradients.
 
 Autograd, torch.compile, activation checkpointing and fake tensors treat each collective as one operator, whose output
-shape follows from its arguments alone.  Each operator waits for its collective (on a GPU, the current stream waits).
+shape depends only on its arguments.  Each operator waits for its collective (on a GPU, the current stream waits).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Requests to stop: a signal, a file named `notice` in the run folder, or the time limit of the job.
 
 The signal handlers set a flag and print a line; the next step's all-reduce then passes the request to all ranks.
-Until the first step has ended there is nothing to save, so a signal ends the process within seconds
-(`trainer.stopping`).  This module does not import torch, so that the handlers are installed before torch is imported.
+Until the first step has ended, there is nothing to save, so a signal ends the process within seconds
+(`trainer.stopping`).  This module does not import torch, so the handlers can be installed before torch is imported.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, si
 """Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints all stacks), respectively."""
 
 _KEEP_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
-"""Signals that stay ignored if the parent ignored them, as does `nohup`, or a shell starting a background job."""
+"""Signals that stay ignored if the process starts with them ignored, for example under `nohup` or in the background."""
 
 NOTICE = "notice"
 """Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that

@@ -61,10 +61,10 @@ class Load(NamedTuple):
     """(B, E), the number of each sequence's tokens that were routed to each expert (int64)."""
     probs: torch.Tensor | None
     """(B, E), the sum over these tokens of the router's probability for each expert, in the dtype of the probabilities;
-    None if `expert_load` was not given them."""
+    None if they were not passed to `expert_load`."""
     squares: torch.Tensor | None
     """A scalar, the sum over these tokens of the squared log-sum-exp of the router's logits (fp32); None if
-    `expert_load` was not given them."""
+    the logits were not passed to `expert_load`."""
 
 
 def expert_load(

@@ -23,9 +23,9 @@ _NAME = "my_model"
 def write_project(name: str, parent: Path) -> Path:
     """Create a project in the folder `parent/name`, which must be new or empty, and return the folder.
 
-    Raises UserError if the name, with `_` in place of `-`, is not a valid module name, or is that of a registered
-    model, a standard-library module, `trainer`, `torch` or `recipes`; if the folder is not empty; or if the disk is
-    full.
+    Raises UserError if the name, with `_` in place of `-`, is not a valid module name, or is the name of a registered
+    model, of a standard-library module, or of `trainer`, `torch` or `recipes`; if the folder is not empty; or if the
+    disk is full.
     """
     module = name.replace("-", "_")
     if not module.isidentifier() or keyword.iskeyword(module):

@@ -1,4 +1,4 @@
-"""Manages the run folder: its owner, configuration, status and earlier attempts' files.
+"""Manages the run folder: its owner, configuration and status, and the files of earlier attempts.
 
 If the folder is deleted, renamed or replaced during the run, the run continues in another one (`Relocation`).  Of a
 run's ranks, only rank 0 writes, and only after the run's settings have been validated.  A launcher writes after its

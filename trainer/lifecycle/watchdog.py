@@ -50,7 +50,7 @@ from trainer.metrics.callbacks import Callback
 _CHECK_INTERVAL_S = 0.5
 """Seconds between checks of the limits."""
 _CHECKS_PER_POLL = 4
-"""One in this many checks of the limits also polls the store for another rank's request that all ranks report."""
+"""One in this many checks of the limits also polls the store to see whether another rank has asked for reports."""
 _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """`_ANSWER_S`: seconds that rank 0 waits for the other ranks' reports, and later for them to read its verdict.
 `_VERDICT_S`: seconds that the other ranks wait for the verdict."""

@@ -35,7 +35,7 @@ class Division:
     ranks_per_matrix: int = 1
 
     def box(self, shape: Sequence[int], rank: int) -> Box:
-        """Return the part that rank `rank` of the shard axis holds.  Dimensions are divided as by `torch.chunk`."""
+        """Return the part that rank `rank` of the shard axis holds.  Dimensions are divided as in `torch.chunk`."""
         group, expert_rank = divmod(rank, self.expert)
         box = [(0, size) for size in shape] or [(0, 1)]
         if self.ranks_per_matrix > 1:
@@ -46,7 +46,7 @@ class Division:
         return tuple(box)
 
     def gathered_numel(self, shape: Sequence[int]) -> int:
-        """Return the number of elements that a rank gathers, including the padding of dimension 0 to equal shards."""
+        """Return the number of elements that a rank gathers, including padding that makes the shards equal in size."""
         sizes = list(shape) or [1]
         if self.ranks_per_matrix > 1:
             return math.prod(sizes)

@@ -1,4 +1,4 @@
-"""Generates completions for a batch of prompts: for logged samples, the `generate` command, and rollouts.
+"""Generates completions for batches of prompts; used for logged samples, the `generate` command and rollouts.
 
 This is not a serving engine: all sequences of a batch start together, and the batch runs until the last one ends.
 

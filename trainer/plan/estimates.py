@@ -3,12 +3,12 @@
 Memory: the peak per rank, where in the step it occurs, and its breakdown by kind.
 
 Collectives: how often a step issues each one, by operation, mesh axis, number of ranks and size.  Sizes are those of
-the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.  The size of
-an all-to-all is that of the larger of one rank's send and receive buffers; in Muon, that of rank 0's receive buffer.
+the full tensor: the output of an all-gather, the input of a reduce-scatter, the buffer of an all-reduce.  For an
+all-to-all, the larger of one rank's send and receive buffers counts; in Muon, rank 0's receive buffer.
 
 Time: kernels and the collectives of context and expert parallelism share one stream; FSDP2's collectives run on three
-other streams, with FSDP2's waits between the streams.  The host is assumed to run ahead of the device, but a step never
-takes less time than the host needs to issue its operators.  For the streams, see FSDPCommContext in
+other streams, and the streams wait for each other as in FSDP2.  The host is assumed to run ahead of the device, but a
+step never takes less time than the host needs to issue its operators.  For the streams, see FSDPCommContext in
 torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py; for collectives, Patarasuk and Yuan 2009, "Bandwidth optimal
 all-reduce algorithms for clusters of workstations".
 """

@@ -1,4 +1,4 @@
-"""Write a one-page report of a run, or compare several runs.
+"""Write a one-page report on a run, or compare several runs.
 
     python -m trainer.report <run folder> [--out report.html]     one run: the page and report.png, in the run folder
     python -m trainer.report <run folder> <run folder> ...        several runs: ./comparison.html and .png

@@ -30,7 +30,7 @@ _CHUNK_TOKENS = 64
 def causal_convolution(
     x_BTD: torch.Tensor, weight_DW: torch.Tensor, documents: Documents | None = None
 ) -> torch.Tensor:
-    """Return the causal convolution of each channel with its taps, within each document, of shape (B, T, D).
+    """Return the causal convolution (B, T, D) of each channel with its taps, within each document.
 
     The last tap belongs to the current token.
 

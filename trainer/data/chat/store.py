@@ -45,7 +45,7 @@ class ChatSpec:
 
     key: the setting that names the files, for messages.
     has_labels: whether each record has a label, which is stored too.
-    format, columns, train_on, seq_len, too_long, holdout: the data settings of these names, with defaults resolved.
+    format, columns, train_on, seq_len, too_long, holdout: the data settings with these names, with defaults resolved.
     """
 
     key: str
@@ -74,8 +74,8 @@ class ChatShards:
 def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> ChatShards:
     """Return the tokenized conversations from the cache, tokenizing them first if they are missing.
 
-    Raises UserError if a record is invalid or too long for `data.too_long=error`, if no conversation is left to train
-    on, if too many have no targets (see `_check`), or if no cache folder is writable.
+    Raises UserError if a record is invalid, if one is too long and `data.too_long` is `error`, if no conversation is
+    left to train on, if too many have no targets (see `_check`), or if no cache folder is writable.
     """
     files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))

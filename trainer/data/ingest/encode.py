@@ -2,8 +2,8 @@
 
 The reference engine is the library that a tokenizer file was written for, or the byte tokenizer itself.  For a
 tokenizer file, a faster engine is used only if it gives the same ids.  Before any document is read, the two are
-compared on texts designed to expose differences.  Later, they are compared on samples of each unit's text; if a single
-id differs, the whole unit is tokenized again with the reference.
+compared on texts designed to expose differences.  Later, they are compared on samples from each unit of the build
+(`build.py`); if a single id differs, the whole unit is tokenized again with the reference.
 """
 
 from __future__ import annotations
