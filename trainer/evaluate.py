@@ -327,7 +327,7 @@ def lm_eval(path: str, tasks: Sequence[str], task_folder: str | None = None) -> 
         folder = location.path
         if location.kind != "huggingface":
             folder = str(Path(exported) / "model")
-            export_checkpoint(path, folder, merges=True)
+            export_checkpoint(path, folder, merge=True)
         settings = {"pretrained": folder, "dtype": "float32"}
         device = likely_device("auto")  # lm_eval defaults to a GPU, even on a machine without one
         results = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)

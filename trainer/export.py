@@ -59,7 +59,7 @@ def export_checkpoint(
     max_shard_gb: float = 5.0,
     overwrite: bool = False,
     allow_import: Collection[str] = (),
-    merges: bool | Literal["original"] | None = None,
+    merge: bool | Literal["original"] | None = None,
     base: str | None = None,
     ema: bool = False,
 ) -> list[Path]:
@@ -73,7 +73,7 @@ def export_checkpoint(
     max_shard_gb: maximum size of a safetensors file in 10^9 bytes; larger models are split.
     overwrite: whether to replace an earlier export.
     allow_import: modules that may be imported if the checkpoint names them (see `load_weights`).
-    merges: whether to merge the adapters into the model.  If its base weights were quantized (`lora.base_dtype`), True
+    merge: whether to merge the adapters into the model.  If its base weights were quantized (`lora.base_dtype`), True
         merges into the dequantized weights, with which the adapters were trained, and "original" into the original,
         unquantized weights.  None is like False, but also allowed for a run without adapters.
     base: the new path of the base weights, if they have moved.
@@ -91,11 +91,11 @@ def export_checkpoint(
         )
         model_files.files = {name: data for name, data in model_files.files.items() if not is_tokenizer_file(name)}
     is_file, has_adapters = path.suffix in (".pt", ".safetensors"), config.lora.rank > 0
-    if merges is False and not has_adapters:
+    if merge is False and not has_adapters:
         raise UserError(
             f"--adapter: {checkpoint} belongs to a run without adapters (lora.rank=0)\n  to fix: leave it out"
         )
-    if has_adapters and not merges:
+    if has_adapters and not merge:
         if is_file:
             raise UserError(
                 f"{path}: a single file can only hold a whole model\n  to fix: use --merged, or give a folder for "
@@ -114,7 +114,7 @@ def export_checkpoint(
             overwrite=overwrite,
             setting="target",
         )
-    into_original = merges == "original"
+    into_original = merge == "original"
     if into_original and not config.lora.packs:
         rule = f"the weights of {checkpoint} were not quantized (lora.base_dtype={config.lora.base_dtype})"
         raise UserError(f"--merged=original: {rule}\n  to fix: use --merged")
@@ -197,18 +197,18 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     )
     adapters = parser.add_mutually_exclusive_group()
     adapters.add_argument(
-        "--merged", dest="merges", action="store_true", default=None, help="merge adapters into the weights"
+        "--merged", dest="merge", action="store_true", default=None, help="merge adapters into the weights"
     )
     adapters.add_argument(
         _MERGED_ORIGINAL,
-        dest="merges",
+        dest="merge",
         action="store_const",
         const="original",
         help="also --merged=original: merge adapters into the original, unquantized weights (lora.base_dtype=nf4 or "
         "fp8); --merged alone merges into the dequantized weights, with which the adapters were trained",
     )
     adapters.add_argument(
-        "--adapter", dest="merges", action="store_false", default=None, help="export only the adapter (LoRA)"
+        "--adapter", dest="merge", action="store_false", default=None, help="export only the adapter (LoRA)"
     )
     parser.add_argument("--base", metavar="PATH", help="new folder of the adapters' base model, if it has moved")
     parser.add_argument("--ema", action="store_true", help="export the averaged weights of a run with train.ema")
@@ -242,7 +242,7 @@ def _export(options: argparse.Namespace) -> int:
             max_shard_gb=options.max_shard_gb,
             overwrite=options.overwrite,
             allow_import=options.allow_import,
-            merges=options.merges,
+            merge=options.merge,
             base=options.base,
             ema=options.ema,
         )

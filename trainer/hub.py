@@ -6,9 +6,10 @@ Files are stored in the cache layout of `huggingface_hub` (in `blobs/`, named by
 `snapshots/<commit>/`), so that other programs can use them too.  `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN`
 and `HF_HUB_OFFLINE` work as usual.
 
-The library `huggingface_hub` (the extra `hf`) queries the server and opens connections, but this module writes the
-files, because the library restarts an interrupted download from the beginning.  Here, one process per machine downloads
-a repository's files while the others wait, interrupted downloads are resumed, and every downloaded file is verified.
+The `huggingface_hub` library (installed by the `hf` extra) queries the server and opens connections, but this module
+writes the files, because the library restarts an interrupted download from the beginning.  Here, one process per
+machine downloads a repository's files while the others wait, interrupted downloads are resumed, and every downloaded
+file is verified.
 
 This module does not import torch, and imports `huggingface_hub` only when a repository is named.
 """

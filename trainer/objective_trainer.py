@@ -48,7 +48,7 @@ class ObjectiveTrainer(Trainer):
                 self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:
-        """Return the sharded model of `config` (default: this run's).
+        """Return the sharded model for `config` (default: this run's).
 
         The run's own model is built after its reference model, if that is a separate model.  Collective.
         """

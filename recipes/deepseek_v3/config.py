@@ -41,7 +41,7 @@ class DeepseekV3Config(BalanceConfig):
     route_scale: float = declare(2.5, "factor applied to each token's routing weights", above=0)
     max_seq_len: int = declare(163840, "maximum sequence length", at_least=1)
     rope_theta: float = declare(10000.0, "base of the rotary frequencies", above=1)
-    rope_neighbours: bool = declare(True, "rotate pairs of adjacent dimensions, not of dimensions rope_dim / 2 apart")
+    rope_neighbours: bool = declare(True, "RoPE pairs adjacent dimensions, rather than dimensions rope_dim / 2 apart")
     rope_factor: float = declare(40.0, "YaRN: factor by which the context is extended; 1: no scaling", at_least=1)
     rope_original_len: int = declare(4096, "YaRN: context length before the extension", at_least=1)
     rope_beta_fast: float = declare(
@@ -63,7 +63,7 @@ class DeepseekV3Config(BalanceConfig):
     rope_mscale_all_dim: float = declare(
         1.0, "YaRN: coefficient for scaling all attention scores; 0: no scaling", at_least=0
     )
-    norm_eps: float = declare(1e-6, "epsilon of RMSNorm, except for latents (1e-6)", above=0)
+    norm_eps: float = declare(1e-6, "epsilon of RMSNorm, except for the latents, where it is always 1e-6", above=0)
     tie_embeddings: bool = declare(False, "share weights between the embedding and the output head")
     init_std: float = declare(
         0.02,

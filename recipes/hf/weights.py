@@ -48,12 +48,12 @@ The library ignores such a buffer if the model has one of the same kind.
 
 
 def initial_weights(config: HfConfig) -> WeightSource | None:
-    """Return the source of the weights in the model's folder, opened on first use; None if `config.fresh` is set."""
+    """Return a source for the weights in the model's folder; None if `config.fresh` is set."""
     return None if config.fresh else TransformersFolder(config)
 
 
 def as_stored(config: HfConfig, source: WeightSource) -> WeightSource:
-    """Return the tensors of `source`, converted to the format of the library's files for this model.
+    """Return the tensors of `source`, converted to the format in which the library stores this model.
 
     `source` uses the model's names.  Raises UserError if `source` does not match the model.
     """

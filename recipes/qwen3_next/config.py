@@ -18,7 +18,7 @@ class Qwen3NextConfig(BalanceConfig):
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
     num_layers: int = declare(4, "transformer blocks", at_least=1, at_most=2**16)
     attention_every: int = declare(
-        4, "every n-th block uses softmax attention; the others are Gated DeltaNet layers", at_least=1, at_most=2**16
+        4, "every n-th block uses softmax attention; the others use Gated DeltaNet", at_least=1, at_most=2**16
     )
     num_heads: int = declare(4, "query heads", at_least=1, at_most=2**16)
     num_kv_heads: int = declare(2, "key and value heads (grouped-query attention)", at_least=1)

@@ -14,7 +14,7 @@ These three use the modules below, lowest first:
     interval     the save interval that loses the least time
     layout       where the bytes of each tensor are in the files; which rank writes and reads them
     state_parts  the interface for a part of the state; splits a state dict into tensors and JSON, without pickle; the
-                 files with what is not in the data files
+                 files for state that is not in the data files
 
 The first four of these do not import torch, because `trainer.runs`, `trainer.sweep` and `trainer.report`, which use
 `storage` and `interval`, start without it.  The package accesses the parts of a `TrainState` only through the interface

@@ -1,9 +1,9 @@
 """Finds checkpoints, checks one against the live training state, and restores it; also reads weights by name.
 
-Before a restore, rank 0 verifies the manifest.  The ranks then divide the files among themselves and verify the sizes
-of all but `.metadata` and, unless `checkpoint.verify=sizes`, their checksums; large tensors may be verified while they
-are read.  A damaged checkpoint is reported and the one before it is tried; if a specific checkpoint was requested, the
-run fails instead.  All ranks restore the same checkpoint.
+Before a restore, rank 0 verifies the manifest.  The ranks then divide all files but `.metadata` among themselves and
+verify the sizes and, unless `checkpoint.verify=sizes`, the checksums; large tensors may be verified while they are
+read.  A damaged checkpoint is reported and the one before it is tried; if a specific checkpoint was requested, the run
+fails instead.  All ranks restore the same checkpoint.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from trainer.metrics.console import readable_bytes
 def newest_step(storage: Storage) -> int | None:
     """Return the step of the newest checkpoint in `storage`; None if there are no checkpoints.
 
-    A checkpoint that was saved right after skipped steps is chosen only if there are no others.  A damaged manifest
-    does not rule a checkpoint out: the damage is reported when the checkpoint is opened.
+    Checkpoints that were saved right after skipped steps are considered only if there are no others.  A damaged
+    manifest does not rule a checkpoint out: the damage is reported when the checkpoint is opened.
     """
     steps = list_steps(storage)
     for step in reversed(steps):

@@ -1,4 +1,4 @@
-"""Converts the config.json of a Hugging Face model folder to the fields of a recipe, and checks the folder's files.
+"""Converts the config.json of a Hugging Face model folder to a recipe's model fields, and checks the folder's files.
 
 The fields are compared with the run's before anything is built, because weights of the same shapes may belong to
 another model, for example one with a different `rope_theta` or number of heads.  `Recipe.hf` says how entries of

@@ -1,4 +1,4 @@
-"""The order in which a run reads samples, from one source or from a mixture whose weights may change by phase.
+"""The order in which a run reads samples, from one source or from a mixture whose weights may differ between phases.
 
 A position is an index into an endless sequence of samples.  The sample at a position is computed from the position, the
 names and sizes of the sources, the seed and the phases so far.  It does not depend on the number of ranks or workers,
@@ -11,7 +11,7 @@ blocks of 1024 from the start of each phase, and each complete block contains ex
 as the source's weight prescribes.  (A phase with the same counts per block as the previous phase continues it.)  Each
 phase has one pattern, a shuffled list of 1024 entries that each name a source; each of its blocks is that pattern,
 rotated by a pseudorandom offset.  The rotated pattern determines the source at a position.  Let k be the number of
-samples read from that source earlier, which follows from the pattern and from the counts of earlier blocks and phases.
+samples from that source at earlier positions; it follows from the pattern and the counts of earlier blocks and phases.
 Then the sample at the position is the one at index k in the source's own sequence, which is reshuffled in each epoch.
 So all samples of a source are read before any of them is repeated, whatever the phases.
 """

@@ -1,6 +1,6 @@
 """Runs tokens through their experts, on this rank or on the ranks that hold the experts (expert parallelism).
 
-With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts in an all-to-all; reading its split
+With `mesh.expert_method=exchange`, each token is sent to the ranks of its experts in an all-to-all; reading the split
 sizes requires a host sync.  With `gather`, every rank receives all of the group's tokens and processes those routed to
 its experts; all shapes are known in advance.
 
@@ -28,7 +28,7 @@ GROUP_ATTRIBUTE = "expert_group"
 
 @dataclass
 class Estimate:
-    """Statistics of the router's choices for the planner, which routes no real tokens."""
+    """Routing statistics that the planner estimates, since it routes no real tokens."""
 
     imbalance: float = 1.0
     """Assumed number of rows on the busiest rank, relative to the mean over ranks."""

@@ -32,7 +32,7 @@ from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 EMA = "ema"
-"""Name of the average of the weights as a part of the state."""
+"""Name of the state part that holds the average of the weights."""
 
 MAX_PLAUSIBLE_WEIGHT = 2.0**64
 """A trained weight of at least this magnitude counts as an error: its square overflows float32."""
@@ -50,7 +50,7 @@ class TrainState:
         random_state: RandomState,
         base: BaseWeights | None = None,
     ) -> None:
-        """base: the frozen weights under adapters, or None.  Checkpoints do not store the weights that it names."""
+        """base: the frozen weights under adapters, or None.  Checkpoints leave out the weights in `base.names`."""
         self._owner = owner
         self.step = 0
         self.tokens = 0
@@ -72,8 +72,8 @@ class TrainState:
         }
         """Parts whose values are the same on all ranks, or sharded (DTensors), so they can be restored on any mesh."""
         self.per_rank_parts: dict[str, Stateful] = {"random": random_state}
-        """Parts that differ between ranks, restored only on the same number of ranks.  On another number, `restart` is
-        called on those that have this method; others forbid resuming."""
+        """Parts that differ between ranks, restored only on the same number of ranks.  On a different number, parts
+        with a `restart` method are restarted, and a part without one prevents the run from resuming."""
         if base is not None:
             self.parts[BASE] = base
         self._registered: list[object] = [model, *optimizer.parts, optimizer, skips, random_state]

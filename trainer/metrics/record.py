@@ -23,7 +23,7 @@ def logged_names(names: Iterable[str], sources: Iterable[str] = ()) -> list[str]
 
     The per-source fields `loss_<source>` and `epoch_<source>` are excluded.
 
-    sources: names of data sources.  Others are recognized by having both fields.
+    sources: names of data sources.  A source that is not listed is recognized if it has both fields.
     """
     names = list(names)
     by_source = {f"{prefix}_{source}" for source in {*sources, *source_names(names)} for prefix in ("loss", "epoch")}
@@ -31,7 +31,7 @@ def logged_names(names: Iterable[str], sources: Iterable[str] = ()) -> list[str]
 
 
 def source_names(names: Iterable[str]) -> list[str]:
-    """Return the data sources of a mixture, given the names of its `train` fields: those with a loss and an epoch."""
+    """Return the data sources, given the names of a `train` record's fields: those with both a loss and an epoch."""
     names = dict.fromkeys(names)
     sources = [name.removeprefix("epoch_") for name in names if name.startswith("epoch_")]
     return [source for source in sources if f"loss_{source}" in names]

@@ -56,7 +56,7 @@ class StopCriterion:
 
     @property
     def has_lost_patience(self) -> bool:
-        """True if the last `eval.patience` evaluations have brought no new best; always False if it is 0."""
+        """True if the last `eval.patience` evaluations brought no new best; always False with `eval.patience=0`."""
         return 0 < self._eval.patience <= self.num_without_best
 
     def is_reached(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""Selective activation checkpointing: saves the outputs of some operators and recomputes the others.
+"""Selective activation checkpointing, which saves the outputs of some operators and recomputes the others.
 
 Operators are selected by kind, or to fit a memory budget.  With a budget, the outputs that take the most FLOPs per byte
 to recompute are saved first, as long as they fit.  FLOPs and bytes are counted in a forward pass on fake tensors, so

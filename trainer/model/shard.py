@@ -1,6 +1,6 @@
 """Prepares a model for training: wraps and compiles its blocks, shards its units, and sets up prefetching.
 
-Only this module calls `fully_shard`, and the training step depends on none of these choices.
+Only this module calls `fully_shard`.  The training step does not depend on how the model was prepared.
 """
 
 from __future__ import annotations

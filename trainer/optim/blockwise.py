@@ -23,8 +23,8 @@ MAX_BLOCK, _MIN_BLOCK = 256, 16
 def block_length(shape: torch.Size | tuple[int, ...]) -> int | None:
     """Return the number of elements per block for a parameter of this shape; None if its moments stay in float32.
 
-    It is the largest divisor of the row length that is at most 256.  Moments of vectors stay in float32, and so do
-    those of matrices whose divisor is below 16, since their scales would take up too much memory.
+    It is the largest divisor of the row length that is at most 256.  The moments of vectors stay in float32.  So do
+    the moments of matrices whose divisor is below 16, since the scales would take up too much memory.
     """
     if len(shape) < 2 or not shape[-1]:
         return None

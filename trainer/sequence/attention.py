@@ -1,4 +1,4 @@
-"""Causal attention: on one rank that holds all keys and values, and under context parallelism, where each rank holds a
+"""Causal attention, on one rank that holds all keys and values or under context parallelism, where each rank holds a
 slice of the sequence.
 
 Shape suffixes: B batch, T tokens in a full sequence, t tokens in a slice, S tokens in a piece, L tokens in a document,
@@ -39,7 +39,7 @@ The name of each backward kernel is the forward kernel's name with `_backward` a
 ATTENTION_OPERATORS = frozenset(
     {*(getattr(torch.ops.aten, name).default for name in KERNELS), torch.ops.torch_attn._varlen_attn.default}
 )
-"""The attention operators, none of which materializes the full matrix of scores."""
+"""The operators that compute attention without materializing the full matrix of scores."""
 
 KernelContext: TypeAlias = "Callable[[], AbstractContextManager[Any]]"
 

@@ -60,7 +60,7 @@ class Encoder:
     """Encodes conversations as token ids with a loss mask.
 
     train_on: the targets are the tokens of all assistant turns (`assistant`), of the last one (`last`), or of those
-        after the last user message (`completion`); all tokens (`all`); or only the last token (`end`).  Unless it is
+        after the last user message (`completion`); all tokens (`all`); or only the last token (`end`).  Except with
         `end`, no token of a message with weight 0 is a target.  In a `Completion`, the targets are all tokens (`all`),
         only the last token (`end`), or otherwise the tokens of the completion but not of the prompt.
     template_name: the value of `data.chat_template`, for error messages.

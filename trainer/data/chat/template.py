@@ -33,7 +33,7 @@ from trainer.errors import setting_error
 from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""Keys in tokenizer_config.json of special tokens that templates can use, besides those in `extra_special_tokens`."""
+"""Keys of tokenizer_config.json that hold special tokens for templates, besides `extra_special_tokens`."""
 
 REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates usually read one of the first two."""

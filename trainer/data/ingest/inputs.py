@@ -1,6 +1,6 @@
 """Finds the files that match a path, folder or glob, opens them, and counts or rejects bad documents.
 
-Finding files reads only their names, sizes and modification times, and the first bytes of index files and .json files.
+To find files, this module reads only names, sizes, modification times, and the first bytes of index and .json files.
 """
 
 from __future__ import annotations
@@ -51,21 +51,21 @@ _COMPRESSION_BY_SUFFIX: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
 _COMPRESSIBLE_KINDS = ("text", "jsonl", "records")
 
 SUPPORTED_SUFFIXES = (
-    ".txt, .md, .jsonl, .json, .csv, the suffix of source code (each also with .gz or .zst), .parquet, .arrow, or .bin "
+    ".txt, .md, .jsonl, .json, .csv, a source-code suffix (each also with .gz or .zst), .parquet, .arrow, or .bin "
     "(from another trainer)"
 )
 """The most common types of files that a local path may name, as listed in error messages and help text."""
 
 DOCUMENT_SUFFIXES = (
-    ".txt, .md, .jsonl, .json, .csv, the suffix of source code (each also with .gz or .zst), .parquet or .arrow"
+    ".txt, .md, .jsonl, .json, .csv, a source-code suffix (each also with .gz or .zst), .parquet or .arrow"
 )
-"""Those of them that are read in local folders and in datasets on the Hub."""
+"""The most common types of document files, as read from local folders and from datasets on the Hub."""
 
 URL_SUFFIXES = (
-    ".txt, .md, .jsonl, .csv, the suffix of source code (each also with .gz or .zst), .json.gz, .json.zst, .parquet or "
+    ".txt, .md, .jsonl, .csv, a source-code suffix (each also with .gz or .zst), .json.gz, .json.zst, .parquet or "
     ".arrow"
 )
-"""Those of them that a URL may name: an uncompressed .json file there is a manifest, a .bin file a token shard."""
+"""The most common types of document files that a URL may name.  At a URL, an uncompressed .json file is a manifest."""
 
 MEGATRON_MAGIC = b"MMIDIDX\0\0"
 """The first bytes of Megatron's index files."""

@@ -52,7 +52,7 @@ class RemoteFile:
 
     name: the file's name in the cache.
     size: in bytes.
-    checksum: returns the file's CRC-32, or None if it is unknown; may download the metadata.
+    checksum: returns the file's CRC-32, or None if it is unknown; may download a shard's metadata.
     version: the file's version on the server (such as its ETag and modification time) when it was looked up: "" if the
         server reports none, None if the file was never looked up.
     """
