@@ -5,8 +5,8 @@ ranks with `srun`, tells them when the job's time limit is near, requeues the jo
 up after several consecutive attempts with little or no progress.  It logs the start of each attempt, and whether it
 requeued the job, in RUN_DIR/attempts.log.
 
-The overrides are those of `trainer.run`; options may come before, between or after them.  Environment variables, with
-numeric defaults in parentheses:
+It takes the same overrides as `trainer.run`; options may come before, between or after them.  Environment variables,
+with numeric defaults in parentheses:
 
   RECIPE, RUN_DIR     used if the arguments lack recipe= or run.dir= (RUN_DIR itself defaults to runs/<job name>)
   REQUEUE_FAILED=1    also requeue after a crash, but not after an error in the settings (exit code 2); with --torchrun,

@@ -69,7 +69,7 @@ class Attention(nn.Module):
 class GptOssExperts(nn.Module):
     """Feed-forward experts with stacked weights: SwiGLU with biases and clamped values.
 
-    Rows of the gate and the up projection alternate in `gate_up`, as in the published files.
+    The rows of the gate and up projections alternate in `gate_up`, as in the published files.
     """
 
     matrices = {"gate_up_proj": ("gate_up",), "down_proj": ("down",)}

@@ -44,7 +44,7 @@ def _first_matrix_name(module: Any) -> str:
 def _is_supported(module: Any) -> bool:
     """Return whether `_outputs` can compute the experts in a module.
 
-    The module must declare the layout of its experts and that no norm follows them, and its only parameters must be the
+    The module must declare the layout of its experts, with no norm after them, and its only parameters must be the
     experts' stacked matrices and biases.
     """
     declared = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated", "num_experts")

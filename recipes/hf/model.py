@@ -3,8 +3,8 @@
 This file also contains the recipe's functions for FSDP units, random initialization and FLOPs, and for the notes that a
 run prints when it starts.
 
-Modules, parameters and their names are those of transformers ("the library").  Without `tokens`, the model behaves like
-the library's: it returns the library's output, and `generate` works as usual.
+The modules, the parameters and their names come from transformers ("the library").  Without `tokens`, the model behaves
+like the library's: it returns the library's output, and `generate` works as usual.
 """
 
 from __future__ import annotations

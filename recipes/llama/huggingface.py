@@ -43,7 +43,7 @@ FIELDS = {
     "tie_embeddings": "tie_word_embeddings",
     "init_std": "initializer_range",
 }
-"""Maps each field of `LlamaConfig` outside RoPE to the name of its entry in config.json."""
+"""Maps each field of `LlamaConfig`, except those for RoPE, to the name of its entry in config.json."""
 
 SCALING = {
     "rope_factor": "factor",
@@ -57,8 +57,8 @@ SCALING = {
 def export_config(config: LlamaConfig) -> dict[str, Any]:
     """Return the entries of config.json for `config`.
 
-    `rope_parameters` is in the format of transformers 5; `rope_theta` and `rope_scaling` are in that of transformers 4.
-    These entries agree, so a file with all three works with both versions.
+    Transformers 5 reads `rope_parameters`; transformers 4 reads `rope_theta` and `rope_scaling`.  These entries agree,
+    so a file with all three works with both versions.
     """
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0

@@ -410,10 +410,10 @@ def test_answers_of_another_model_or_of_other_settings_are_not_continued(
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
     for arguments, message in (
-        ([other, *own, "--temperature", 0.5], f"has answers from other weights: those of {folder} when it was begun"),
+        ([other, *own, "--temperature", 0.5], f"was started with other weights: those of {folder} at the time"),
         (
             [moved, *own, "--temperature", 0.7],
-            "was begun with other settings: temperature 0.5, now 0.7\n  to fix: give",
+            "was started with other settings: temperature 0.5, now 0.7\n  to fix: give",
         ),
         ([moved, *own, "--seed", 3], "temperature 0.5, now 0.8; seed 0, now 3"),
         ([moved, *own[:-1], 4, "--greedy"], "max_tokens 3, now 4"),

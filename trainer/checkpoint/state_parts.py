@@ -1,8 +1,8 @@
 """The interface of a part of a run's state, and how state dicts are stored.
 
-They are split into tensors and JSON, and rejoined.  The shared tensors are in the data files (`layout`); the rest is in
-`state.json` and, if it differs between ranks, in one file per rank.  Nothing is pickled, so reading a checkpoint cannot
-run code.
+State dicts are split into tensors and JSON, and rejoined when they are loaded.  The shared tensors are in the data
+files (`layout`); the rest is in `state.json` and, if it differs between ranks, in one file per rank.  Nothing is
+pickled, so reading a checkpoint cannot run code.
 """
 
 from __future__ import annotations

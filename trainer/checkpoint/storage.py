@@ -36,7 +36,7 @@ from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
-"""File name of the manifest.  A checkpoint that has never had one is incomplete."""
+"""File name of the manifest.  Until it is written, the checkpoint is incomplete."""
 DAMAGED, SUPERSEDED, SUSPECT = "damaged", "superseded", "doubtful"
 """Reasons for quarantining a checkpoint.  The reason becomes the prefix of the checkpoint's new name, so its text must
 not change."""
@@ -44,7 +44,7 @@ _QUARANTINED_PREFIXES = (f"{DAMAGED}-", f"{SUPERSEDED}-", f"{SUSPECT}-")
 _WRITING, _REMOVED, _REPLACED = ".writing-", ".removed-", ".replaced-"
 """Prefixes of the temporary names of local folders that are being written, deleted or replaced."""
 _UNFINISHED = ".unfinished"
-"""Name of the marker file in a remote folder while that is being written or deleted."""
+"""Name of the marker file in a remote folder that is being written or deleted."""
 
 
 class ReadableFile(Protocol):

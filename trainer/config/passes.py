@@ -4,7 +4,7 @@ A value may depend on other settings, on files, on the data or on the device.  A
 stage (see `Stage`) and the `Resolution` to a new version of that input.  `Resolution.origins` records where the value
 of each key came from, for `--print-config --why`.
 
-`PASSES`, at the end, lists the passes in order.  `load_config` runs those of the first four stages, some of them before
+`PASSES`, at the end, lists the passes in order.  `load_config` runs those in the first four stages, some of them before
 the recipe files and the command line are merged.  The others run when the run starts, once its data can be read, or
 once its device is known.
 """

@@ -29,7 +29,7 @@ DTYPE_ALIASES = {
     **dict.fromkeys(("bf16", "torch.bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp32", "f32", "float", "full", "torch.float32"), "float32"),
 }
-"""Maps other names for dtypes to the names used here, so that error messages can suggest the latter."""
+"""Maps other names for dtypes to the names used here, which error messages suggest instead."""
 
 AUTO = "auto"
 """The value that leaves a choice to the trainer.  For some keys, the planner makes that choice before the model

@@ -56,8 +56,8 @@ class AnswerFile:
         model: the path of the model, for messages.
         provenance: all settings, and under `weights` the checksum of the model's weights.
 
-        Raises UserError if the answers in the file were produced by another model or with other settings, or if it is
-        not known what produced them.
+        Raises UserError if the answers in the file were produced by another model or with other settings, or if the
+        record of what produced them cannot be read.
         """
         provenance_path = self._path.with_name(f"{self._path.name}.provenance.json")
         if self._is_new:
@@ -70,13 +70,13 @@ class AnswerFile:
             rule = f"has answers, but {provenance_path.name}, which says what produced them, cannot be read"
             raise setting_error(self._key, self._path, rule, fix=_FIX) from error
         if recorded.get("weights") != provenance["weights"]:
-            rule = f"has answers from other weights: those of {recorded.get('model')} when it was begun"
+            rule = f"was started with other weights: those of {recorded.get('model')} at the time"
             raise setting_error(self._key, self._path, rule, fix=_FIX)
         changed = [
             f"{name} {recorded.get(name)}, now {now}" for name, now in provenance.items() if recorded.get(name) != now
         ]
         if changed:
-            rule = f"was begun with other settings: {'; '.join(changed)}"
+            rule = f"was started with other settings: {'; '.join(changed)}"
             raise setting_error(self._key, self._path, rule, fix=f"give the same options, or {_FIX}")
         os.truncate(self._path, self._num_bytes)
 

@@ -4,7 +4,8 @@ It finds errors that would otherwise go unnoticed: a parameter that FSDP does no
 rank, replicas that differ stay different, and samples that two ranks read count twice.
 
 Not checked: custom loaders, which have no sample indices to compare; buffers, which may differ between ranks (a save
-compares the ones that it stores); and models other than `Trainer.model`, such as a teacher or an average.
+compares the ones that it stores); and models other than `Trainer.model`, such as a teacher or the average of the
+weights.
 
 The check changes no values, draws no random numbers, and works for any recipe.  Further checks run the model itself:
 `check_context` here (context parallelism must not change the loss), `check_experts` and `check_documents`.

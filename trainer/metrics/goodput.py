@@ -39,7 +39,7 @@ class Goodput:
     """Time from an unfinished attempt's last record to the start of the next process, including any unrecorded work."""
     num_attempts: int = 0
     lost_steps: int = 0
-    """Number of steps repeated after crashes: per crash, those after the checkpoint up to the last recorded step."""
+    """Number of steps repeated after crashes: for each crash, the steps from the checkpoint to the last record."""
     num_failures: int = 0
     """Number of attempts that failed or were killed after at least one step and were followed by another attempt."""
     has_failed: bool = False
@@ -53,7 +53,7 @@ class Goodput:
     boot_id: str = ""
     """Boot ID of the machine on which the last attempt ran; empty if unknown."""
     boot_time: float = 0.0
-    """Time of that boot, in seconds since the Unix epoch, according to the machine's clock."""
+    """When that machine was booted, in seconds since the Unix epoch, according to its clock."""
 
     @property
     def other_s(self) -> float:

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 _TILE = 1024
-"""Number of bytes of codes that each program unpacks."""
+"""Number of code bytes that each program unpacks."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]

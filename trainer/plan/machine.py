@@ -24,15 +24,16 @@ from trainer.plan.estimates import Rates
 GIB = 2**30
 
 # Fractions of the data sheet's peaks that good kernels reach; --calibrate replaces the rates that it measures.  The
-# fractions for matmuls are fitted to figures published by torchtitan: Llama 2 13B on 64 A100 without recomputation and,
-# for float8, Llama 3 8B on 8 H100 at 500 W.  The fraction for attention is that of FlashAttention-2 on an H100 (Shah et
-# al. 2024, arXiv:2407.08608).
+# fractions for matmuls are fitted to figures published by torchtitan: Llama 2 13B on 64 A100s without recomputation
+# and, for float8, Llama 3 8B on 8 H100s at 500 W.  The fraction for attention is what FlashAttention-2 reaches on an
+# H100 (Shah et al. 2024, arXiv:2407.08608).
 _MATMUL_EFFICIENCY, _FLOAT8_EFFICIENCY, _ATTENTION_EFFICIENCY = 0.73, 0.66, 0.38
 _MEMORY_EFFICIENCY, _LINK_EFFICIENCY = 0.85, 0.8
 _KERNEL_S, _HOST_S = 2.5e-6, 8e-6
 """See `Rates.kernel_s` and `Rates.host_s`."""
 _TAKEN_BY_COLLECTIVES = 0.15
-"""Fraction of a GPU's multiprocessors that a collective occupies while it runs: NCCL takes 16 to 24 of 108 to 132."""
+"""Fraction of a GPU's multiprocessors that a collective occupies while it runs: NCCL takes 16 to 24, out of 108 on an
+A100 and 132 on an H100."""
 _LINK_LATENCY_S, _NETWORK_LATENCY_S = 5e-6, 15e-6
 _ALLOCATOR_FRACTION = 0.16
 """Memory that the caching allocator reserves beyond live tensors, as a fraction of the live tensors.
@@ -44,7 +45,7 @@ _RESERVED_GIB = 1.0
 
 @dataclass(frozen=True)
 class Machine:
-    """The kind of device that a run uses, with its memory and its rates, including those of the links between ranks."""
+    """The kind of device that a run uses, with its memory and its rates, including the speed of its links."""
 
     name: str
     rates: Rates

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class MuonUpdate:
-    """The costs of one Muon update on `replicate` x `shard` ranks: FLOPs of the busiest rank, all others of rank 0."""
+    """The costs of one Muon update on `replicate` x `shard` ranks, for rank 0; the FLOPs are the busiest rank's."""
 
     def __init__(
         self,
@@ -51,23 +51,23 @@ class MuonUpdate:
             new, computed, applied = (
                 buckets[n] if 0 <= n < len(buckets) else no_costs for n in (stage, stage - 1, stage - 2)
             )
-            in_flight = self._gathered(computed) + self._scattered(applied)
+            in_flight = self._gather_bytes(computed) + self._scatter_bytes(applied)
             direction_bytes = new.sent_to_owners * size + new.largest_piece * self._moment_size
-            peak = max(peak, in_flight + max(direction_bytes, self._gathered(new)))
-            in_flight = self._gathered(new) + self._scattered(applied)
+            peak = max(peak, in_flight + max(direction_bytes, self._gather_bytes(new)))
+            in_flight = self._gather_bytes(new) + self._scatter_bytes(applied)
             rows = (computed.owned if self._shard > 1 else computed.sent_to_owners) * size
             iteration_bytes = rows + (computed.sent_to_holders + 2 * computed.iteration_numel) * size
-            peak = max(peak, in_flight + max(iteration_bytes, self._scattered(computed)))
+            peak = max(peak, in_flight + max(iteration_bytes, self._scatter_bytes(computed)))
             update = applied.held * size + (4 * (applied.held + applied.largest_piece) if self._is_normuon else 0)
-            peak = max(peak, self._gathered(new) + self._scattered(computed) + update)
+            peak = max(peak, self._gather_bytes(new) + self._scatter_bytes(computed) + update)
         return peak
 
-    def _gathered(self, bucket: BucketCosts) -> int:
+    def _gather_bytes(self, bucket: BucketCosts) -> int:
         """Return the bytes of a bucket's exchange with the owners: the send buffer and the receive buffer."""
         received = bucket.owned if self._shard > 1 else 0
         return (bucket.sent_to_owners + received) * self._itemsize
 
-    def _scattered(self, bucket: BucketCosts) -> int:
+    def _scatter_bytes(self, bucket: BucketCosts) -> int:
         """Return the bytes of a bucket's exchange with the holders: the send buffer and the receive buffer."""
         received = bucket.held if self._shard * self._replicate > 1 else 0
         return (bucket.sent_to_holders + received) * self._itemsize

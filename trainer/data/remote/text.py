@@ -34,7 +34,7 @@ _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
 
 @dataclass(frozen=True)
 class RemoteText:
-    """Text files at URLs.
+    """Text files and tables at URLs.
 
     items: the remote files.
     folder: the folder to download them to, shared by all processes on this machine.
