@@ -1,7 +1,7 @@
 """Builds the unsharded model of a run from its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and the commands that read a run all build its model here, so that they use the same one.  It
-also translates between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
+Training, planning and the commands that read a run all build its model here, so that they use the same one.  This
+module also translates between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
 from __future__ import annotations
