@@ -58,7 +58,7 @@ def replace_head(
 ) -> None:
     """Replace the output projection with a new `ScoreHead` that has `num_outputs` outputs.
 
-    dtype: the dtype of the new weight; by default that of the projection's weight.
+    dtype: the dtype of the new weight; by default the dtype of the projection's weight.
 
     Raises UserError if the recipe does not name the output projection.
     """
