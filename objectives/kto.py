@@ -35,7 +35,7 @@ class Kto(Objective):
     bad_weight: float = declare(1.0, "weight of the responses labeled bad", at_least=0)
 
     def statistic(self, inputs: ObjectiveInputs) -> torch.Tensor:
-        """Return the log-ratios of the mismatched responses, (S,): those in the second row of each sample."""
+        """Return the log-ratio of the mismatched response in the second row of each sample, (S,)."""
         return pairs(inputs.logps - inputs.reference)[1]
 
     def __call__(self, inputs: ObjectiveInputs) -> torch.Tensor:

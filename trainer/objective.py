@@ -75,7 +75,7 @@ class Objective:
     outputs: number of outputs of a new head that replaces the output projection; 0 keeps the projection.  May be a
         property.
     num_classes: number of classes; labels are 0 to `num_classes` - 1.  If this is 0, `outputs` takes its place; if both
-        are 0, labels are unlimited.
+        are 0, the objective accepts any label.
     better: whether higher or lower values are better, by logged field; `eval.metric` may name any of these fields.
     context: whether the loss is a sum over tokens, so that ranks may hold slices of sequences (`mesh.context`).
     trainer: the Trainer class that computes the objective's inputs, as "package.module:class"; None for next-token

@@ -1,7 +1,7 @@
 """List the runs in a folder, with the progress and losses of each, and what to do next.
 
     python -m trainer.runs              the runs in runs/ and its subfolders
-    python -m trainer.runs FOLDER       the runs in another folder and its subfolders, for example those of a sweep
+    python -m trainer.runs FOLDER       the runs in FOLDER and its subfolders, for example the runs of a sweep
     python -m trainer.runs --json       a JSON list with one object per run
 
 Read-only; does not import torch.  The most recently active run comes first.

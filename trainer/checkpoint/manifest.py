@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def replaced_steps(self) -> Sequence[int]:
-        """Earlier steps at which a save was due but did not succeed; this checkpoint takes the place of theirs."""
+        """Steps of earlier saves that were due but did not succeed; this checkpoint replaces them."""
         return tuple(self.extra.get("due", ()))
 
     @property

@@ -41,15 +41,15 @@ def resolve_expert_method(config: RunConfig, ranks_per_node: int) -> RunConfig:
 
 
 def expert_sizes(ranks_per_node: int) -> list[int]:
-    """Return the sizes of `mesh.expert` to consider, besides 1: the divisors of a node's ranks, 16, 32 and 64."""
+    """Return the sizes of `mesh.expert` to consider, besides 1: each divisor of `ranks_per_node`, and 16, 32 and 64."""
     return sorted({*(size for size in range(2, ranks_per_node + 1) if ranks_per_node % size == 0), 16, 32, 64})
 
 
 def expert_parallel_choices(config: RunConfig, shape: MeshShape, ranks_per_node: int) -> list[RunConfig]:
     """Return one configuration for each legal `mesh.expert` and, if `mesh.expert_method` is auto, each legal method.
 
-    Size 1 comes first; its method does not matter and is left as configured.  If the model declares experts, the legal
-    ones of `expert_sizes` follow.
+    Size 1 comes first; its method does not matter and is left as configured.  If the recipe declares experts, the legal
+    sizes among `expert_sizes` follow.
     """
     methods: list[Literal["auto", "exchange", "gather"]] = [config.mesh.expert_method]
     if methods == ["auto"]:

@@ -1,8 +1,7 @@
-"""Determines the kind of the weights at a path from file names alone; also makes Hub and GGUF models available locally.
+"""Determines from file names alone what kind of weights a path holds; also makes Hub and GGUF models available locally.
 
-Code that loads weights (for `train.init_from`, for the base model of adapters, in `load_weights`, and in the commands
-generate and evaluate) calls `locate`, and then does what the returned kind requires.  `locate` does not use the
-network, and this module does not import torch.
+Code that loads weights, for example for `train.init_from`, a teacher or the base model of adapters, calls `locate`, and
+then does what the returned kind requires.  `locate` does not use the network, and this module does not import torch.
 """
 
 from __future__ import annotations
@@ -34,8 +33,9 @@ class Location:
         huggingface: a Hugging Face model folder, such as an export, with config.json or .safetensors files.  A folder
             with a PEFT adapter gets this kind too, but is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
-        run: anything else, such as a run folder, a folder of checkpoints, RUN/best, or any URL without one of those
-            suffixes, even that of a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the checkpoint there.
+        run: anything else, such as a run folder, a folder of checkpoints, RUN/best, or any URL without one of the
+            suffixes above, even the URL of a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the
+            checkpoint there.
     """
 
     path: str

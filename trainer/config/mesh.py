@@ -32,7 +32,7 @@ class MeshShape:
         return self.replicate * self.shard
 
     def advice(self, local_world_size: int) -> str:
-        """Return a warning if neither of `shard` and `local_world_size` divides the other; otherwise an empty string.
+        """Return a warning if neither `shard` nor `local_world_size` divides the other; otherwise an empty string.
 
         Some shard groups then straddle nodes, and links between nodes are many times slower than those within a node.
         """

@@ -1,7 +1,7 @@
 """Recognizes the configurations that runs store in their folders and checkpoints, and reads them as untrusted data.
 
-If a stored configuration names a module outside this package, it is imported only with the user's permission.  Values
-with masked secrets are refused.
+If a stored configuration names a module outside this package, that module is imported only with the user's permission.
+Values with masked secrets are refused.
 """
 
 from __future__ import annotations

@@ -48,8 +48,8 @@ class ExpertFactor(nn.Module):
 class ExpertAdapter(nn.Module):
     """All experts' LoRA adapters for the matrices listed under a name in `matrices`: x @ W.T + scaling * x @ A.T @ B.T.
 
-    `forward` returns only x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the initial output
-    equals that of the experts alone.
+    `forward` returns only x @ A.T @ B.T; `expert_matmuls` scales and adds it.  B starts at zero, so the adapters do
+    not change the initial output.
     """
 
     def __init__(self, num_experts: int, in_features: int, out_features: int, rank: int, scaling: float) -> None:

@@ -23,7 +23,7 @@ from trainer.recipe import Recipe
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
-    """Return the expert modules of `model` by name: those that `recipe.experts` names; empty if it is None.
+    """Return the modules of `model` that `recipe.experts` names, keyed by name; empty if `recipe.experts` is None.
 
     Raises UserError if the pattern matches no module, if a module has no parameters, or if the parameters of a module
     do not all have the same first dimension.

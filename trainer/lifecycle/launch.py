@@ -1,4 +1,4 @@
-"""Starts `nproc` ranks on this machine through torch's elastic launcher, and reports how they ended if they could not.
+"""Starts `nproc` ranks on this machine through torch's elastic launcher, and reports how the run ended if they cannot.
 
 Also redirects the output of a dry run, which stops before the first step, to a temporary folder (`dry_run_config`).
 """

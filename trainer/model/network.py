@@ -1,7 +1,7 @@
 """Builds the unsharded model of a run from its recipe, in the run's dtypes, with adapters and frozen parameters.
 
-Training, planning and the commands that read a run all build its model here, so that they use the same one.  It
-also translates between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
+Training, planning and the commands that read a run all build its model here, so that they use the same one.  This
+module also translates between the recipe's tensor names and Hugging Face's, and counts FLOPs per token.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def replace_head(
 ) -> None:
     """Replace the output projection with a new `ScoreHead` that has `num_outputs` outputs.
 
-    dtype: the dtype of the new weight; by default that of the projection's weight.
+    dtype: the dtype of the new weight; by default the dtype of the projection's weight.
 
     Raises UserError if the recipe does not name the output projection.
     """

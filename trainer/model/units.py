@@ -43,12 +43,12 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
 
     wrap: the setting `fsdp.wrap`: `block` for the units that the recipe lists, `size:N`, or `package.module:function`.
 
-    Units that the recipe or a function lists keep their order, which should be that of the forward pass.  All others
-    are in the order of `named_modules`.
+    Units that the recipe or a function lists keep their order, which should be the order of the forward pass.  All
+    others are in the order of `named_modules`.
 
-    Raises UserError for an entry that is not a module inside the model, for a module in two units, for units that would
-    separate tied parameters, and for a user-defined function that fails for any module or returns neither a list of
-    units nor, for every module, a boolean.
+    Raises UserError for an entry that is not a module inside the model, for a module in two units, and for units that
+    would separate tied parameters; also if a user-defined function fails, or returns neither a list of units nor a
+    boolean for each module.
     """
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))

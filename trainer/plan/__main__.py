@@ -13,8 +13,8 @@
   network_gbps=X     network bandwidth per rank to other nodes, in Gbit/s (default 400)
   imbalance=X        with expert parallelism, token rows on the busiest rank relative to the mean over ranks
                      (default 1, for a perfectly balanced router; trained routers are above 1)
-  generate=NxP+A     inside each step, every rank also generates N completions of up to A tokens each at once
-                     (`trainer.gathered`), for prompts of up to P tokens
+  generate=NxP+A     inside each step, every rank also generates N completions at once (`trainer.gathered`), of up to
+                     A tokens each, for prompts of up to P tokens
   --json             print the plan as JSON
   --picture FILE     draw memory over one step, as .png or .svg
   --calibrate        measure this machine first, and use the result for this device from now on; under torchrun or

@@ -43,8 +43,8 @@ command.  Across twelve configurations (30M and 135M parameters, one thread) the
 two ranks it was 1.3.  With a threshold of 64 KiB nothing is retained and the plan is within 1.5%, but a step takes 1.4
 times the CPU time (see `keep_freed_memory`)."""
 _DEVICE_TOLERANCE_GIB = 0.25
-"""On a GPU, deviations in peak memory up to this are not reported, since libraries also take memory from the allocator,
-such as cuBLAS with 32 MiB per handle."""
+"""On a GPU, deviations in peak memory up to this are not reported, since libraries such as cuBLAS (32 MiB per handle)
+also take memory from the allocator."""
 
 
 def resolve_auto(config: RunConfig, mesh: MeshShape, world: World) -> tuple[RunConfig, PlannedChoice | None]:

@@ -76,7 +76,7 @@ def make_encoder(data: DataSection) -> Encoder:
 
 
 def _tokenize(data: DataSection, key: str, path: str, encoder: Encoder, holdout: float) -> ChatShards:
-    """Return the tokenized conversations of the files that `path`, the value of the setting `key`, names."""
+    """Return the tokenized conversations in the files named by `path`, which is the value of the setting `key`."""
     spec = ChatSpec(
         key=key,
         files=tuple(map(Path, find_files(key, path))),
