@@ -40,8 +40,8 @@ class Callback:
 
     Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
     callbacks in the same order and call them at the same points, so hooks may be collective.  The exceptions are
-    `end_fit` and `end_loop`, which a failed rank calls without the others.  `end_` hooks are called in the reverse order
-    of the callbacks.
+    `end_fit` and `end_loop`, which a failed rank calls without the others.  `end_` hooks are called in the reverse
+    order of the callbacks.
     """
 
     def start_note(self, step: int) -> str:
