@@ -1427,7 +1427,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "killed-by-whom",
         "killed-rank",
-        "describe_killed",
+        "describe_killed_ranks",
         "if failure.exitcode < 0 and failure.timestamp <= first_death + 1}",
         "if failure.exitcode > 0 and failure.timestamp <= first_death + 1}",
     ),

@@ -46,7 +46,7 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""Maximum number of times to list a folder; it is listed again if a checkpoint was saved in the meantime."""
+"""Maximum number of times to list a folder, which is listed again until no new checkpoint has appeared."""
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of each tensor to read at a time when two checkpoints are compared."""

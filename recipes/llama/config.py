@@ -41,7 +41,7 @@ class LlamaConfig:
 
 
 def check(config: LlamaConfig) -> None:
-    """Raise UserError if fields contradict each other, or if `dim` or the size of each head is odd."""
+    """Raise UserError if fields contradict each other, or if `dim` or the head size is odd."""
     if config.dim % config.num_heads or config.dim // config.num_heads % 2:
         legal = [n for n in range(1, config.dim + 1) if config.dim % n == 0 and config.dim // n % 2 == 0]
         closest = min(legal, key=lambda n: abs(n - config.num_heads)) if legal else None

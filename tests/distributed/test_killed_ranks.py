@@ -16,9 +16,9 @@ from tests.helpers.forked import popen
 from tests.helpers.ranks import CommandResult, run_command
 from trainer.distributed.dead_ranks import (
     Process,
-    describe_dead,
+    describe_dead_ranks,
     describe_exit,
-    describe_killed,
+    describe_killed_ranks,
     is_lost_connection,
     this_process,
 )
@@ -65,7 +65,7 @@ class WorkerExit:
     ],
 )
 def test_killed_ranks_are_identified(ends: dict[int, Any], named: list[str]) -> None:
-    found = describe_killed(ends)
+    found = describe_killed_ranks(ends)
     assert bool(found) == bool(named)
     for words in named:
         assert words in found, found
@@ -83,15 +83,15 @@ def test_errors_that_mean_a_lost_rank() -> None:
 
 def test_dead_ranks_are_found_on_this_node_only() -> None:
     here = this_process()
-    assert describe_dead([here, Process("another machine", 2**22 + 1)], 0.0) == ""
-    assert describe_dead([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_exit(1, 2**22 + 1, None)
+    assert describe_dead_ranks([here, Process("another machine", 2**22 + 1)], 0.0) == ""
+    assert describe_dead_ranks([here, Process(here.machine, 2**22 + 1)], 0.0) == describe_exit(1, 2**22 + 1, None)
 
 
 @pytest.mark.slow
 def test_zombie_rank_counts_as_dead() -> None:
     child = popen(["sleep", "1000"])
     child.send_signal(signal.SIGBUS)
-    found = describe_dead([this_process(), Process(this_process().machine, child.pid)], 10.0)
+    found = describe_dead_ranks([this_process(), Process(this_process().machine, child.pid)], 10.0)
     child.wait()
     assert found == f"rank 1 (process {child.pid}) was killed by SIGBUS"
 

@@ -373,7 +373,7 @@ def test_losses_by_token_of_a_model_that_sums_itself_are_refused() -> None:
             return F.cross_entropy(F.one_hot(tokens, 5).float().flatten(0, 1), targets.flatten(), reduction="sum")
 
     batch = {"tokens": torch.zeros(2, 3, dtype=torch.int64), "targets": torch.zeros(2, 3, dtype=torch.int64)}
-    with pytest.raises(UserError, match=r"^log-probabilities per token: Sums sums its loss over all tokens itself"):
+    with pytest.raises(UserError, match=r"^per-token log-probabilities: Sums sums its loss over all tokens itself"):
         token_logprobs(Sums(), batch)
     recipe, config = MODELS["qwen3_moe"]
     with pytest.raises(UserError, match="the routers' losses cannot be attributed to individual tokens"):

@@ -15,10 +15,10 @@ from trainer.config.stored import CONFIG, read_run_config, section_of
 from trainer.errors import UserError, setting_error
 
 
-def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
+def check_initial_weights(config: RunConfig, explicit_values: Mapping[str, Any]) -> None:
     """Raise UserError if the run's initial weights cannot be read, or if they are random but would be quantized.
 
-    given: the values set in the recipe file and on the command line, by key.
+    explicit_values: the values set in the recipe file and on the command line, by key.
 
     A run that will resume from a checkpoint is not checked, nor are weights that are not in a Hugging Face folder.
     """
@@ -27,7 +27,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
     source = config.train.init_from
     if source is not None:
         if locate(source).kind == "huggingface":
-            check_weights(source, "model.path" if given.get("model.path") else "train.init_from")
+            check_weights(source, "model.path" if explicit_values.get("model.path") else "train.init_from")
         return
     if not hasattr(config.model, "fresh") or not config.model_path:
         if config.lora.packs:
@@ -35,7 +35,7 @@ def check_initial_weights(config: RunConfig, given: Mapping[str, Any]) -> None:
         return  # such a model starts from random weights
     if config.lora.packs and config.model.fresh:
         raise cannot_quantize_random_weights_error(config)
-    fresh, objective = given.get("model.fresh"), config.train.objective
+    fresh, objective = explicit_values.get("model.fresh"), config.train.objective
     settings = {"data.source": config.data.source, "train.objective": objective, "lora.rank": config.lora.rank}
     if not (parse_bool(fresh) or (fresh is None and config.model.fresh and not is_fine_tuning(settings))):
         check_weights(config.model_path, "model.path")
@@ -49,7 +49,7 @@ def cannot_quantize_random_weights_error(config: RunConfig) -> UserError:
 
 
 def is_fine_tuning(values: Mapping[str, Any]) -> bool:
-    """Return whether a run fine-tunes: on chats, with an objective other than `tokens`, or with adapters.
+    """Return whether a run fine-tunes: it trains on chats, with an objective other than `tokens`, or with adapters.
 
     Such a run starts from pretrained weights unless random weights are requested explicitly.
     """

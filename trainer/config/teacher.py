@@ -26,8 +26,7 @@ def teacher_config(config: RunConfig) -> RunConfig | None:
     The teacher is sharded on the same mesh as the student, and its weights have the run's compute dtype.
 
     Raises UserError if no teacher is named, if its model is unknown, if the vocabulary sizes differ, if the teacher
-    does not support the mesh, or if a setting needs the teacher model but `objective.teacher` has only its
-    log-probabilities.
+    does not support the mesh, or if a setting needs the teacher model but only its log-probabilities are available.
     """
     if "teacher" not in config.objective.needs:
         return None

@@ -6,7 +6,7 @@
   renames it.  An entry therefore appears under its name only once it is complete.  A corrupt entry is reported, removed
   and rebuilt.  Downloaded shards and text (`remote.cache`), which have folders of their own, use only `build_entry`.
 - `get_or_build` combines the two.  It caches tokenized chats, the tokens of Python's standard library (the built-in
-  data, `stdlib.py`), the packing of documents into rows, and lists of remote shards.
+  data, `stdlib.py`), the packing of documents into rows, and lists of many local shards.
 
 `write_value` stores a single JSON value and `read_value` returns it; a corrupt one counts as missing.
 """

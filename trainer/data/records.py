@@ -23,7 +23,7 @@ RECORD_SUFFIXES = (".json", ".csv", ".tsv")
 
 
 NO_RECORDS = "holds no records: a .json file must be an array of objects, or have several lines with one object each"
-"""The problem that a message states about a .json file without records."""
+"""What error messages say about a .json file without records."""
 
 
 class BadRecord(ValueError):

@@ -6,7 +6,7 @@ A token shard consists of three or four files:
     NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64 values
     NAME.crc    for large shards: CRC-32 of all tokens and of the index (big-endian uint32), then of each 4096-byte page
                 of tokens (little-endian uint32)
-    NAME.json   the metadata (`ShardInfo`): what the tokens are, their number, and checksums of NAME.bin and NAME.idx
+    NAME.json   the metadata (`ShardInfo`): dtype, tokenizer, number of tokens, and checksums of NAME.bin and NAME.idx
 
 A manifest lists the shards of a dataset with their metadata, so that thousands of shards can be opened by reading a
 single file.

@@ -1,7 +1,7 @@
 """Finds out which ranks have died, and why.
 
 If a rank is killed, the other ranks only see a closed connection and raise generic network errors.  But the launcher
-learns its exit status, and ranks on the same machine can see that the process is dead.
+learns the rank's exit status, and ranks on the same machine can see that its process is dead.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def describe_exit(rank: int, pid: int, exit_code: int | None) -> str:
     return f"{subject} was killed by {signal_name}{reason}"
 
 
-def describe_killed(failures: Mapping[int, ProcessFailure]) -> str:
+def describe_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str:
     """Describe which ranks were killed first, and by which signals; "" if none were, or only by the launcher.
 
-    failures: for each rank, how its process ended as the launcher saw it.  A negative exit code is a signal, as in
+    failures: for each rank, how its process ended, according to the launcher.  A negative exit code is a signal, as in
         `subprocess`.
     """
     first_death = min((failure.timestamp for failure in failures.values()), default=0)
@@ -81,7 +81,7 @@ def this_process() -> Process:
     return Process(" ".join(parts), os.getpid())
 
 
-def describe_dead(ranks: Sequence[Process], timeout_s: float) -> str:
+def describe_dead_ranks(ranks: Sequence[Process], timeout_s: float) -> str:
     """Describe which ranks on this machine have died and, if still known, how; empty if none has died.
 
     Polls for `timeout_s` seconds, because the connections of a dying process close before it dies.

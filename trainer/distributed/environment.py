@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Environment variable set in the workers that `nproc=N` starts: their parent has already printed all messages."""
+"""Environment variable that marks the workers that `nproc=N` starts, whose parent has already printed the notes."""
 
 START_TIME = "MESHTRAINER_STARTED"
 """Environment variable with the command's start time (`metrics.record.uptime`), for this process and its workers."""
@@ -60,7 +60,7 @@ class Environment:
     local_rank: int = 0
     local_world_size: int = 1
     job: str = ""
-    """The launcher's id for the job, which stays the same after restarts; "" without a launcher that has one."""
+    """The launcher's id for the job, which stays the same after restarts; "" if there is none."""
     num_restarts: int = 0
     """How many times the launcher has restarted the job."""
 

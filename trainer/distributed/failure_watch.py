@@ -50,7 +50,7 @@ class FailureWatch(threading.Thread):
         self._listeners = listeners
         self._stop_event, self._parent = threading.Event(), parent
         # A script may end without `Trainer.close`.  If the interpreter is finalized while this thread is inside the
-        # store, Python ends the thread with pthread_exit, which torch's frames turn into an abort of the process.
+        # store, Python ends the thread with pthread_exit, and unwinding torch's C++ frames aborts the process.
         atexit.register(self.stop)
         self.start()
 

@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
 from trainer.distributed.channel import Channel, TimedStore
-from trainer.distributed.dead_ranks import describe_dead, is_lost_connection, this_process
+from trainer.distributed.dead_ranks import describe_dead_ranks, is_lost_connection, this_process
 from trainer.distributed.environment import (
     EXPANDABLE,
     Environment,
@@ -264,7 +264,7 @@ class World(Channel):
             self._watch.stop(wait=False)
         is_from_peer = isinstance(error, PeerFailed)
         message = str(error) if is_from_peer else f"rank {self.rank}: {type(error).__name__}: {error}"
-        dead = describe_dead(self._processes, _DEATH_S) if is_lost_connection(error) else ""
+        dead = describe_dead_ranks(self._processes, _DEATH_S) if is_lost_connection(error) else ""
         try:
             first_failure = store.compare_set(FAILURE, "", dead or message)
         except RuntimeError:  # the process that hosts the store is gone

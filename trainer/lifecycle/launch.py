@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import RunConfig
 from trainer.distributed import stop_request
-from trainer.distributed.dead_ranks import describe_killed
+from trainer.distributed.dead_ranks import describe_killed_ranks
 from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import read_status, record_end
@@ -63,7 +63,7 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         elastic_launch(launch, sys.executable)(*command)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
-        if deaths := describe_killed(error.failures):
+        if deaths := describe_killed_ranks(error.failures):
             _report_end(config, initial_status, deaths)
         return next((code for code in (EXIT_USER_ERROR, EXIT_STOPPED) if code in codes), EXIT_FAILED)
     except SignalException:

@@ -2,7 +2,7 @@
 
 The callbacks here log the norms of each FSDP unit, generate samples and schedule garbage collection.  The profiling
 callback is in `profile.py`, and the watchdog is in `lifecycle/watchdog.py`.  `loss_by_source`, which is not a callback,
-logs the loss of each source of a mixture.
+logs the loss of each source in a mixture.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Callback:
 
     Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
     callbacks in the same order and call them at the same points, so hooks may be collective.  The exceptions are
-    `end_fit` and `end_loop`, which a rank that has failed calls without the others.  `end_` hooks are called in the
-    reverse order of the callbacks.
+    `end_fit` and `end_loop`, which a failed rank calls without the others.  `end_` hooks are called in the reverse
+    order of the callbacks.
     """
 
     def start_note(self, step: int) -> str:
@@ -64,7 +64,7 @@ class Callback:
         """Called when the host has queued all work of `step`; a GPU may still be running it."""
 
     def after_evaluation(self, step: int) -> None:
-        """Called after an evaluation that was not aborted, as part of the watchdog's phase `evaluate`."""
+        """Called after an evaluation that was not aborted, within the watchdog's `evaluate` phase."""
 
     def end_loop(self, has_failed: bool) -> None:
         """Called when a loop over `Trainer.steps` ends.  Must not be collective.

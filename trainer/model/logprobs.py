@@ -22,14 +22,14 @@ def token_logprobs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Te
     balance = find_balance(model) if model.training else None
     if balance is not None and (balance.loss > 0 or balance.sequence_loss > 0 or balance.z_loss > 0):
         raise UserError(
-            "log-probabilities per token: the routers' losses cannot be attributed to individual tokens\n"
+            "per-token log-probabilities: the routers' losses cannot be attributed to individual tokens\n"
             "  to fix: set model.balance=0 model.sequence_balance=0 model.z_loss=0; model.balance_rate adds no loss"
         )
     with replace_loss(per_token_losses):
         losses_BT = find_loss(model)(batch)
     if losses_BT.shape != batch["targets"].shape:
         raise UserError(
-            f"log-probabilities per token: {type(model).__name__} sums its loss over all tokens itself\n"
+            f"per-token log-probabilities: {type(model).__name__} sums its loss over all tokens itself\n"
             "  to fix: compute it with trainer.linear_cross_entropy, or have the model return logits"
         )
     return -losses_BT

@@ -1,4 +1,4 @@
-"""Measures the rates of this machine and writes them to the user's cache, where later plans find them.
+"""Measures this machine's speed and writes the rates to the user's cache, where later plans find them.
 
 A single process measures one device.  Under torchrun or srun, the ranks also measure the links between them.
 """
@@ -40,7 +40,8 @@ def calibrate(config: RunConfig, device: str | None = None) -> dict[str, Any]:
     local_device = world.device if world else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     name = torch.cuda.get_device_name() if local_device.type == "cuda" else "cpu"
     if device is not None and device.lower() not in name.lower():
-        raise setting_error("device", device, f"is not here; --calibrate measures this machine, {name}", "auto")
+        rule = f"is not this machine's device, {name}; --calibrate measures only this machine"
+        raise setting_error("device", device, rule, "auto")
     dtypes = (torch.bfloat16, torch.float32)
     rates = {
         "measured": date.today().isoformat(),

@@ -60,7 +60,7 @@ class Generation:
 
 @dataclass(frozen=True)
 class Plan:
-    """Estimates for a run before it starts.  Per-rank values are those of rank 0, which holds the largest shards."""
+    """Estimates for a run before it starts.  Per-rank values are for rank 0, which holds the largest shards."""
 
     config: RunConfig
     mesh: MeshShape
@@ -78,7 +78,7 @@ class Plan:
 
     @cached_property
     def memory(self) -> Memory:
-        """Memory over a step; if generation needs more than the rest of the step, the peak is that of generation."""
+        """Memory over a step; if generation needs more than the rest of the step, the peak is during generation."""
         memory = memory_of(self.trace, self.layout, self.num_micro_batches)
         snapshot = self.generation_peak
         return memory if snapshot is None or snapshot.total <= memory.peak.total else replace(memory, peak=snapshot)

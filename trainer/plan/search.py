@@ -5,11 +5,11 @@ that each combination of micro-batch size, checkpointing, offloading, and contex
 once.
 
 A unit that is not resharded after the forward pass saves one all-gather, but stays in memory until its backward pass.
-The last units of the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
+The last units in the forward pass stay for the shortest time, so the search leaves the last k units unsharded.  It
 finds the largest k that fits by bisection, and then, in small models, tunes the units one by one.
 
-Among group sizes that are about equally fast, the search takes the smallest; among plans with the same group sizes that
-are about equally fast, it takes the one that needs the least memory.
+Among group sizes that are about equally fast, the search takes the smallest; among plans that have the same group
+sizes and are about equally fast, it takes the one that needs the least memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MIN_IMPROVEMENT = 1e-6
 _MAX_UNITS = 16
 """Units are tuned one by one only in models with at most this many; in larger models, a single unit hardly matters."""
 _OFFLOADED_FRACTIONS = (1.0, 0.5, 0.25)
-"""Fractions of blocks whose activations `train.offload_activations=auto` tries to offload on a GPU, besides none."""
+"""Fractions of the blocks whose activations `train.offload_activations=auto` tries to offload on a GPU."""
 
 
 class NothingFits(UserError):

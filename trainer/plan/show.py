@@ -57,7 +57,7 @@ def print_plan(plan: Plan, choice: PlannedChoice | None = None) -> None:
     source = "" if plan.machine.is_measured else f" (estimated; rates: {plan.machine.source})"
     _print_table(f"time of one step{source}", ("", ""), _time_rows(plan), text_columns=(0, 1))
     costs = list(describe_costs(plan.costs, plan.save_every_s, plan.num_nodes).items())
-    title = "saves and failures (assumed, until a run has measured them)"
+    title = "saves and failures (assumed until a run has measured them)"
     _print_table(title, ("", ""), costs, text_columns=(0, 1))
     for line in _omitted_costs(plan):
         print_stdout(textwrap.fill(line, width))

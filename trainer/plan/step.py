@@ -53,7 +53,7 @@ class Teacher:
 class Layout:
     """The layout of the units on a mesh of `replicate` x `shard` ranks, with FSDP's settings for each unit.
 
-    `reshard` has one entry per unit, the root's last: False, True, or the number of ranks to reshard to.
+    `reshard` has one entry per unit (the last is for the root): False, True, or the number of ranks to reshard to.
     """
 
     replicate: int

@@ -21,7 +21,7 @@ from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.history import Column, RecordedRun
 
 NUM_COLUMNS = 400
-"""Maximum number of columns of a long series once reduced.  A series of up to twice as many values is not reduced."""
+"""Maximum number of columns that a long series is reduced to.  Series of up to twice as many values are not reduced."""
 
 COLORS = {
     "ink": "#1b1f24",

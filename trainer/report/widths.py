@@ -34,7 +34,7 @@ class WidthCurves:
         return list(self.after_steps)
 
     def exponent(self, layer: str) -> float:
-        """Return the fitted exponent p: after the steps, the layer's activations grow about as width ** p."""
+        """Return the fitted exponent p: after the steps, the layer's activations grow roughly as width ** p."""
         return float(np.polyfit(np.log(self.widths), np.log(self.after_steps[layer]), 1)[0])
 
 

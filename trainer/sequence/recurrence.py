@@ -1,6 +1,7 @@
 """Applies stateful layers, such as convolutions and linear attention, to each packed document separately.
 
-Shape suffixes: B batch, T time, D width, M tokens in all rows, N documents, L tokens in the longest document.
+Shape suffixes: B batch, T time, D width, M tokens in all rows, N documents of similar length, L tokens in the
+longest of them.
 """
 
 from __future__ import annotations

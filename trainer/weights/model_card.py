@@ -53,7 +53,7 @@ def model_card(
     if datasets:
         front_matter["datasets"] = list(dict.fromkeys(datasets))
     counts = [each["tokens"] for each in records if each.get("kind") == "train" and each.get("step", 0) <= step]
-    kind = f"adapters (LoRA, rank {config.lora.rank})" if is_adapter else "model"
+    kind = f"LoRA adapter (rank {config.lora.rank})" if is_adapter else "model"
     origin = f"fine-tuned from {base_name}" if base_name else "trained from random weights"
     lines = [
         *("---", *(f"{key}: {json.dumps(value)}" for key, value in front_matter.items()), "---", ""),
@@ -66,7 +66,7 @@ def model_card(
     ]
     if base_name:
         unknown = "The base model does not state a license; ask its authors before you use or share this model"
-        statement = f"It is {license_name}" if license_name else unknown
+        statement = f"That license is {license_name}" if license_name else unknown
         lines += ["## License", "", f"The license of {base_name} applies to models derived from it. {statement}.", ""]
     return "\n".join(lines)
 

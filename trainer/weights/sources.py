@@ -60,8 +60,8 @@ def fill(
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
     `find_weights`).  Raises UserError on a rank that finds NaN or infinity in its part of a parameter.  Rank 0 warns
-    about matrices whose values are all zero in its part.  Errors while reading from the source may be raised on a
-    single rank.
+    about matrices whose local part is all zero.  Errors while reading from the source may be raised on a single
+    rank.
     """
     model_weights, packings = named_weights(model), find_packings(model)
     shapes, dtypes = source.shapes, source.dtypes

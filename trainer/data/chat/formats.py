@@ -1,6 +1,6 @@
 """Reads JSONL, parquet, JSON and CSV files, and turns their records into conversations, completions and pairs.
 
-The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs, plus plain text if the data have
+The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs, plus plain text if records have
 labels.  If a value in a record is invalid, the error gives its path, such as `messages[2].role`.
 """
 

@@ -1,4 +1,4 @@
-"""Finds the token shards at a URL, reads them through a cache, and prefetches the next ones that a run needs.
+"""Finds the token shards at a URL, reads them through a cache, and prefetches those that a run needs next.
 
 The URL may name a shard, a manifest or a folder, or be a glob.
 """
@@ -54,8 +54,8 @@ def open_remote(url: str, key: str, cache_dir: str | None, cache_gib: float | No
     cache_gib: the maximum size of the cache in GiB; None for no limit.
 
     Raises NoShardsFound if there are no shards at the URL.  Raises ShardError if they cannot be reached or used.
-    Raises UserError if the URL is that of a shard's metadata or of a .json file of records, if a shard has no metadata,
-    or if the cache is not writable or too small.
+    Raises UserError if the URL names a shard's metadata or a .json file of records, if a shard has no metadata, or if
+    the cache is not writable or too small.
     """
     cache_settings = CacheSettings(
         make_cache_subfolder(cache_dir, "shards"), None if cache_gib is None else int(cache_gib * 2**30)
