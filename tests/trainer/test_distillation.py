@@ -149,6 +149,14 @@ def test_plan_includes_the_teacher(models: tuple[Path, Path], tmp_path: Path) ->
     assert found is not None
     assert plan.flops > without.flops + 2 * sum(p.numel() for p in weights[1:] if p.ndim == 2) * 4 * SEQ_LEN
     assert plan.time.compute_s > without.time.compute_s
+    # A token of a short document attends to few tokens, in the teacher too.
+    (tmp_path / "short.jsonl").write_text('{"text": "a few words"}\n' * 100)
+    packed = ["data.source=tokens", f"data.path={tmp_path / 'short.jsonl'}", "data.documents=masked"]
+    masked = make_plan(config_of(student, tmp_path, *settings, *packed), shape, machine)
+    assert masked.layout.teacher is not None
+    assert plan.layout.teacher is not None
+    assert masked.probe.attended_length < SEQ_LEN
+    assert masked.layout.teacher.flops < plan.layout.teacher.flops
 
 
 @pytest.mark.slow

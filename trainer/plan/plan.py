@@ -184,11 +184,14 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
     train = config.train
     offload = offloaded_fraction(train.offload_activations)
     trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, offload)
-    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh), probe)
+    return Plan(config, mesh, machine, trace, layout_of(config, trace, mesh, probe.attended_length), probe)
 
 
-def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
-    """Return the layout of the units of `trace` on `mesh`, according to `config`."""
+def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float) -> Layout:
+    """Return the layout of the units of `trace` on `mesh`, according to `config`.
+
+    attended_length: see `Probe`.
+    """
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward
     reshard = resolve_resharding(setting, [unit.name for unit in trace.units[: trace.root]], mesh.shard)
@@ -211,7 +214,7 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
         reduce_size=_SIZES[fsdp.reduce_dtype],
         cpu_offload=fsdp.cpu_offload,
         has_reference_model=config.has_reference_model,
-        teacher=teacher_of(config, mesh.shard),
+        teacher=teacher_of(config, mesh.shard, attended_length),
         context=config.context,
         expert=config.expert,
         has_average=config.train.ema > 0,
@@ -227,8 +230,11 @@ def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape) -> Layout:
     )
 
 
-def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
-    """Return a distillation teacher's memory and FLOPs on one rank, or None without a teacher."""
+def teacher_of(config: RunConfig, num_shards: int, attended_length: float | None = None) -> Teacher | None:
+    """Return a distillation teacher's memory and FLOPs on one rank, or None without a teacher.
+
+    attended_length: the sequence length for which the FLOPs of attention are counted; `data.seq_len` by default.
+    """
     teacher = teacher_config(config)
     if teacher is None:
         return None
@@ -236,7 +242,7 @@ def teacher_of(config: RunConfig, num_shards: int) -> Teacher | None:
     shard_bytes = sum(p.numel() * p.element_size() for p in model.parameters()) // num_shards
     output_numel = max(p.numel() for p in model.parameters() if p.shape[:1] == (teacher.vocab_size,))
     tokens = int(config.train.micro_batch_size) * config.data.seq_len // config.context
-    flops = training_flops_per_token(teacher, model, config.data.seq_len) / 3 * tokens
+    flops = training_flops_per_token(teacher, model, attended_length or config.data.seq_len) / 3 * tokens
     return Teacher(shard_bytes + output_numel * _SIZES[config.fsdp.param_dtype], flops)
 
 

@@ -63,10 +63,10 @@ class Probe:
     @property
     def flops_per_token(self) -> float:
         """Model FLOPs per token for forward and backward, excluding recomputation."""
-        return training_flops_per_token(self.config, self._model, self._attended_length)
+        return training_flops_per_token(self.config, self._model, self.attended_length)
 
     @cached_property
-    def _attended_length(self) -> float:
+    def attended_length(self) -> float:
         """The sequence length, in tokens, for which the FLOPs of attention are counted.
 
         With `data.documents=masked`, this is the length of the document that a token belongs to, averaged over tokens;
@@ -119,7 +119,7 @@ class Probe:
             self._imbalance,
         )
         # Attention in the trace spans full rows; that affects its FLOPs, not what its kernels save.
-        return trace.scaled("attention", self._attended_length / self.config.data.seq_len)
+        return trace.scaled("attention", self.attended_length / self.config.data.seq_len)
 
 
 def _trace(
