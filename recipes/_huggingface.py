@@ -45,14 +45,14 @@ def parse_yarn(rope: Mapping[str, Any], entries: Mapping[str, tuple[str, Any]]) 
     if rope.get("attention_factor") is not None:
         rule = "must be null: this recipe computes it as YaRN does by default"
         raise UserError(f"attention_factor={rope['attention_factor']}: {rule}")
-    given = {field: rope.get(entry) for field, (entry, _) in entries.items()}
-    return fields | {field: entries[field][1] if value is None else value for field, value in given.items()}
+    values = {field: rope.get(entry) for field, (entry, _) in entries.items()}
+    return fields | {field: entries[field][1] if value is None else value for field, value in values.items()}
 
 
 def export_yarn(config: Any, entries: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
     """Return config.json's entries for the rotary embedding of the model that `config` describes.
 
-    `rope_parameters` is in the format of transformers 5; `rope_theta` and `rope_scaling` are in that of transformers 4.
+    `rope_parameters` is in transformers 5's format; `rope_theta` and `rope_scaling` are in transformers 4's format.
     These entries agree, so a file with all three works with both versions.
 
     entries: as in `parse_yarn`; the defaults are not used.

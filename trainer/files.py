@@ -45,8 +45,8 @@ def local_path(path: str | os.PathLike[str]) -> Path | None:
 
 
 MAX_JSON_BYTES = 16 << 20
-"""Maximum size in bytes of each of a model's JSON files, except tokenizer.json and the index of the weights.  Real
-files are a few megabytes at most."""
+"""Size limit, in bytes, for each JSON file of a model, except tokenizer.json and the index of the weights.  Real files
+are a few megabytes at most."""
 
 
 def read_json(path: Path, max_bytes: int = MAX_JSON_BYTES) -> Any:

@@ -32,13 +32,13 @@ class FileLock:
         """Make a shared lock exclusive, unless other processes share it; return whether it is exclusive.
 
         If it returns False, the shared lock has been released (flock(2) itself does so on most file systems), so that
-        if all holders call this at the same time, the last one succeeds.  If each kept its share, all could fail, and
+        if all holders call this at the same time, the last one succeeds.  If each kept its lock, all could fail, and
         nobody would clean up.  Raises OSError if the file system has no locks.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # NFS keeps the share
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # NFS keeps the shared lock
             return False
         return True
 

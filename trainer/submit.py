@@ -5,8 +5,9 @@
     meshtrainer submit local recipe=llama_small                      run here, by default on all GPUs
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-On a cluster, the number of nodes is given by --nodes, or follows from the mesh in the settings if its size is fixed.
-Otherwise it is the smallest power of two with which the run fits, according to the planner (1 with run.device=cpu).
+On a cluster, --nodes sets the number of nodes.  By default, it is computed from the mesh in the settings if its size is
+fixed; otherwise it is the smallest power of two for which the planner predicts that the run fits in memory (1 with
+run.device=cpu).
 Settings are checked before the job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that
 it will end the job, and resumes from that checkpoint.
 """

@@ -24,15 +24,15 @@ def table_lines(
 
     Columns are right-aligned, except for those in `text_columns`, which are left-aligned.  Values are never truncated.
     If the columns do not fit side by side, the last one is wrapped, provided that it is text and has enough space.
-    Otherwise each row becomes a block: its first cell after its header, and below them `header: value` for all other
-    cells that are not empty.  If all headers are empty, there is no header line.
+    Otherwise each row becomes a block: a line with its first header and cell, and below it `header: value` for each of
+    its other cells that is not empty.  If all headers are empty, there is no header line.
     """
     width = max(_MIN_WIDTH, terminal_width() if width is None else width)
     all_rows = [headers, *rows] if any(headers) else list(rows)
     *widths, longest_last = [max(len(row[column]) for row in all_rows) for column in range(len(headers))]
     last_width = width - sum(widths) - len(_GAP) * len(widths)
-    is_last_text = len(headers) - 1 in text_columns
-    if last_width < min(longest_last, _MIN_WIDTH if is_last_text else longest_last):
+    is_last_column_text = len(headers) - 1 in text_columns
+    if last_width < min(longest_last, _MIN_WIDTH if is_last_column_text else longest_last):
         return [line for row in rows for line in _block_lines(headers, row, width)]
     lines = []
     for *cells, final in all_rows:
@@ -41,7 +41,7 @@ def table_lines(
             for column, (cell, size) in enumerate(zip(cells, widths, strict=True))
         ]
         first, *more = textwrap.wrap(final, last_width, break_on_hyphens=False) or [""]
-        lines.append(_GAP.join([*aligned, first if is_last_text else first.rjust(longest_last)]).rstrip())
+        lines.append(_GAP.join([*aligned, first if is_last_column_text else first.rjust(longest_last)]).rstrip())
         indent = " " * (width - last_width)
         lines += [indent + line for line in more]
     return lines

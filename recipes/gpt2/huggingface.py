@@ -67,7 +67,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GPT2Config` for a config.json.
 
     Raises UserError if the feed-forward layer is not four times as wide as the model, if two names for one entry have
-    different values, or if a dropout rate is null.
+    different values, or if `embd_pdrop` or `attn_pdrop` is null.
     """
     fields = {field: _entry(config_json, entry, default) for field, (entry, default) in FIELDS.items()}
     if config_json.get("n_inner") not in (None, 4 * fields["dim"]):

@@ -1,7 +1,7 @@
 """The recipe for any causal language model that transformers can build from a local model folder.
 
-Importing this package does not import transformers, so other recipes work without transformers.  Downloading models is
-left to `trainer.hub`, and converting .gguf files to folders to `trainer.gguf_model`.
+Importing this package does not import transformers, so other recipes work without transformers.  `trainer.hub`
+downloads such folders, and `trainer.gguf_model` creates them from .gguf files.
 Source: https://huggingface.co/docs/transformers.
 """
 

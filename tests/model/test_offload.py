@@ -16,7 +16,7 @@ from tests.plan.test_plan import config_of
 from trainer import Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, check_config
 from trainer.model import offload as offloading
-from trainer.model.offload import ActivationOffload, offloaded_blocks
+from trainer.model.offload import ActivationOffload, choose_offloaded_blocks
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
 from trainer.plan.search import fastest_choice
@@ -65,7 +65,7 @@ def run(blocks: nn.ModuleList) -> torch.Tensor:
     ],
 )
 def test_blocks_are_chosen_evenly_and_never_the_last(num_blocks: int, share: float, expected: list[bool]) -> None:
-    assert offloaded_blocks(num_blocks, share) == expected
+    assert choose_offloaded_blocks(num_blocks, share) == expected
 
 
 def test_memory_is_free_when_the_next_block_ends() -> None:

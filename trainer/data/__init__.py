@@ -10,7 +10,7 @@
     loader      a rank's micro-batches, and the position from which a run resumes
     transfer    micro-batches -> device
 
-Nothing here uses a device mesh or a model.  A rank is just an integer, and all that is known of the model is its
+Nothing here uses a device mesh or a model.  A rank is just an integer, and a model is represented only by its
 vocabulary size and the tokenizer that came with its weights.  Only `loader` and `transfer` import torch, so that
 mistakes in the data settings are reported early, before any process is spawned.
 """

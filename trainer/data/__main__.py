@@ -10,11 +10,11 @@
             --full        prints the complete text; otherwise, the middle of a long text is left out
   check   looks for broken shards, duplicate documents, and held-out text in the training data; exits with code 1 if it
           finds any
-  plan    prints, for each phase (a range of steps with the same weights) and source, the tokens that the run would
-          read, the source's share of the samples, and its epochs by the end of the phase
+  plan    prints, for each phase (a range of steps with the same mixture weights) and source, the number of tokens
+          that the run would read, the source's share of the samples, and its epochs by the end of the phase
 
-recipe=NAME is a recipe, a path ending in .yaml, or a run folder.  Without it, the settings are those of llama_small,
-and the ids in the data are not compared with the model's vocabulary size.
+recipe=NAME is a recipe, a path ending in .yaml, or a run folder.  Without it, the settings of llama_small are
+used, and token ids in the data are not checked against the model's vocabulary size.
 
 --allow-import M allows importing module M, which the run in recipe= names; it may be repeated.
 """

@@ -40,8 +40,8 @@ _MAX_SAMPLED_WINDOWS = 64
 def _document_entries(is_start: NDArray[np.bool_]) -> dict[str, NDArray[Any]]:
     """Return the batch entries `documents` and `positions`, both (B, T).
 
-    They hold the number of each token's document within its row, from 0, and the position of each token in that
-    document.
+    They hold the index of each token's document within its row, and the token's position in that document, both
+    from 0.
 
     is_start: (B, T), True at the start of each document except the first in a row.
     """

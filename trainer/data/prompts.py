@@ -53,7 +53,7 @@ def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "mod
     key: the setting or option that contains the message, for error messages.
     template: the value of `data.chat_template`.
 
-    Raises UserError as `ChatPrompts` does, or if the template rejects the message.
+    Raises UserError in the same cases as `ChatPrompts`, and if the template rejects the message.
     """
     return ChatPrompts(tokenizer, key, text, template).tokens([{"role": "user", "content": text}])
 

@@ -27,7 +27,7 @@ _EXCLUDED_FOLDERS = frozenset(
 
 
 class SourceFile(NamedTuple):
-    """A source file.  Its size and modification time serve to detect changes."""
+    """A source file.  Its size and modification time are used to detect changes."""
 
     name: str
     """Path relative to the library's folder, with `/` as separator."""

@@ -1,8 +1,8 @@
 """Stores and loads a teacher's top-k log-probabilities of the next token, for each token of a source's samples.
 
 `python -m trainer.teach` writes a folder with three files: `ids.npy` (the k token ids: int32, shape (samples, seq_len,
-k)), `logps.npy` (their log-probabilities: float32, same shape), and `top.json`, which identifies the samples.  This
-module does not import torch.
+k)), `logps.npy` (their log-probabilities: float32, same shape), and `top.json`, which names the teacher and identifies
+the samples.  This module does not import torch.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
 
 
 def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
-    """Create both arrays without filling in values; arrays in an incomplete folder are overwritten.
+    """Create `ids.npy` and `logps.npy` without filling in values, overwriting those in an incomplete folder.
 
     Raises UserError if the folder is complete.
     """

@@ -1,4 +1,4 @@
-"""Grouped matmuls: each row is multiplied by the matrix of its group (for example, of its expert).
+"""Grouped matmuls: each row is multiplied by its group's matrix (one group per expert, for example).
 
 Group sizes are known only on the device, so these matmuls are custom operators: fake tensors, compiled code and
 activation checkpointing see a single operator, whatever its implementation.  This module does not depend on recipes.

@@ -1,8 +1,8 @@
 """Checks, for expert parallelism, that the experts' gradients are correct and that the right ranks compute each expert.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
-computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
-wrong ranks, the model still trains, but its checkpoints hold a different model.
+computed correctly, and its curve merely suggests a higher learning rate.  If experts are computed on the wrong ranks,
+the model still trains, but its checkpoints hold a different model.
 
 1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and their biases.  So by
    Euler's theorem on homogeneous functions, the inner product of these parameters with their gradients equals the inner
@@ -10,8 +10,8 @@ wrong ranks, the model still trains, but its checkpoints hold a different model.
    the outputs themselves as their gradients: the result is a sum of squares, in which nothing cancels, and even in
    bfloat16 a wrong factor changes it far more than rounding does.  One short pass yields both inner products, and no
    weights need to be gathered to compare them.
-2. *Placement.*  One token's output is compared with the output of its chosen experts, recomputed from weights that are
-   collected from the ranks that should hold them.
+2. *Placement.*  One token's output is compared with the output of its chosen experts, recomputed from weights collected
+   from the ranks that should hold them.
 """
 
 from __future__ import annotations

@@ -5,13 +5,13 @@
     any ----end----> ended                   finished, stopped or failed: the end record and status.json are written,
                                              the folder is released
 
-A user error or a stop request before `begin` leaves an existing run without a new record: there is no transition.  Its
-other files stay as they are too, but loading may have quarantined damaged checkpoints (`CheckpointReader.restore`), and
-right before `begin` superseded files are moved aside (`Resume.supersede`).
+A user error or a stop request before `begin` causes no transition and is not recorded.  The files of an existing run
+stay as they are, except that loading may have quarantined damaged checkpoints (`CheckpointReader.restore`), and that
+superseded files are moved aside right before `begin` (`Resume.supersede`).
 A standalone evaluation (`without_writing`) enters `ended` at once and writes nothing.
 
-This module also abandons a step or an evaluation that waits for data after a stop request, and runs the command
-`run.on_end`.
+This module also runs the command `run.on_end`, and after a stop request, it abandons a step or an evaluation that is
+waiting for data.
 """
 
 from __future__ import annotations

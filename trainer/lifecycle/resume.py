@@ -58,7 +58,7 @@ class Resume:
         self.changed: list[str] = []
         """Permitted differences between this run's settings and those in the loaded checkpoint, one line each."""
         self.seconds = 0.0
-        """Total time of all loads so far in seconds, measured by the Trainer."""
+        """Total time in seconds of all loads so far, measured by the Trainer."""
         self._must_supersede = False
         """True from a rollback during training until the later checkpoints have been superseded."""
 

@@ -61,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def start_facts(trainer: Trainer) -> Mapping[str, str]:
-    """Return the entries of the summary printed at the start (the start block) by name, from `run` to `data`.
+    """Return the entries of the start block (the summary printed at the start), from `run` to `data`, by name.
 
     On rank 0, this may compute the plan; on other ranks, the entry `plan` is empty.
     """

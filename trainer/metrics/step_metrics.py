@@ -44,7 +44,7 @@ class Update:
         self.num_targets = num_targets
         self._numbers = HostScalars(loss, grad_norm)
 
-    def ended_at(self, previous: Update | None, previous_end: float) -> float | None:
+    def end_time(self, previous: Update | None, previous_end: float) -> float | None:
         """Return the time, by `time.perf_counter`, at which the device finished the step.  Waits for the device.
 
         Returns None if the loss and the norm were computed on the host: the step then ended when the host finished it.
@@ -190,7 +190,7 @@ class StepMetrics:
         """
         if queued.means is None:
             update = queued.update
-            ended_at = update.ended_at(self._last_measured, self._last_end) or queued.host_ended_at
+            ended_at = update.end_time(self._last_measured, self._last_end) or queued.host_ended_at
             queued.seconds = ended_at - max(queued.started_at, self._last_end)
             self._last_measured, self._last_end = update, ended_at
             loss = None if update.skipped else update.loss

@@ -1,12 +1,11 @@
-"""Activation offloading: keeps the tensors saved by autograd in host memory until the backward pass
-needs them.
+"""Activation offloading: keeps the tensors saved by autograd in host memory until the backward pass needs them.
 
 When the forward pass of an offloaded block ends, the tensors that autograd saved in it are copied to pinned host memory
 on a separate stream; when the next block ends, the originals on the device are freed.  A block's tensors are copied
 back during the backward pass of the block that follows it in the forward pass.  The host never waits: streams wait for
 each other's events.  On a CPU the same code makes plain copies, which saves no memory but lets tests run the code.
 
-Copies are bit-identical, so losses do not change.  Parameters, buffers and all but the first of a block's arguments
+Copies are bit-identical, so losses do not change.  Parameters, buffers and a block's arguments after the first
 (such as RoPE tables and masks) stay on the device, because other references usually keep them in memory anyway.
 
 Offloading can be combined with activation checkpointing: it then offloads a block's input and, with `selective` and
@@ -34,7 +33,7 @@ MIN_BYTES = 4096
 """Minimum size in bytes of an offloaded storage.  Copying a smaller one takes more time than its memory is worth."""
 
 
-def offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) -> list[bool]:
+def choose_offloaded_blocks(num_blocks: int, fraction: float, with_last: bool = False) -> list[bool]:
     """Return, for each of `num_blocks` blocks, whether it is offloaded.
 
     fraction: the fraction of the blocks to offload, from 0 to 1 (`train.offload_activations`).
@@ -195,7 +194,7 @@ class ActivationOffload:
         self.device = device
         self.copied_bytes = self.fetched_bytes = self.host_bytes = self.peak_host_bytes = 0
         self._model, self._blocks = model, blocks
-        self._is_offloaded = offloaded_blocks(len(blocks), fraction)
+        self._is_offloaded = choose_offloaded_blocks(len(blocks), fraction)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._call: _Call | None = None
         """The forward pass in progress, if its block is offloaded."""

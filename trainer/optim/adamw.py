@@ -1,6 +1,6 @@
 """Two implementations of AdamW: torch's, and one for weights in bfloat16 and for moments in bfloat16 or 8 bits.
 
-The latter computes in float32, one parameter (or piece of a parameter) at a time, so no full float32 copy exists.  It
+The second computes in float32, one parameter (or piece of a parameter) at a time, so no full float32 copy exists.  It
 rounds the results, stochastically or to nearest.  The random bits depend on the seed, the parameter's name, the step
 and the element's position in the full parameter.  This module does not depend on models or meshes.
 

@@ -53,7 +53,7 @@ def advice_on_experts(plan: Plan) -> Iterator[str]:
         comparison = f" ({num_tokens:,} tokens per micro-batch; the break-even point is {break_even:,.0f})"
     alternatives = list(_alternatives(plan))
     if not alternatives:
-        yield _why_impossible(plan)
+        yield _explain_impossibility(plan)
         return
     fitting = [other for other in alternatives if other.fits]
     if plan.fits and not fitting:
@@ -121,7 +121,7 @@ def _alternatives(plan: Plan) -> Iterator[Plan]:
         yield make_plan(config, plan.mesh, plan.machine, plan.probe.with_config(config))
 
 
-def _why_impossible(plan: Plan) -> str:
+def _explain_impossibility(plan: Plan) -> str:
     """Return a line on why none of `expert_sizes` is possible: the rule that the smallest one breaks."""
     per_node, model = plan.machine.rates.ranks_per_node, build_network(plan.config)
     sizes = expert_sizes(per_node)

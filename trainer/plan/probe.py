@@ -32,7 +32,7 @@ from trainer.errors import UserError, setting_error
 from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, simulate_expert_group
 from trainer.loss import find_loss, loss_mode
 from trainer.model.network import build_network, num_extra_forward_passes, training_flops_per_token
-from trainer.model.offload import ActivationOffload, offloaded_blocks
+from trainer.model.offload import ActivationOffload, choose_offloaded_blocks
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
 from trainer.model.recompute import OperatorId
@@ -235,7 +235,7 @@ class _PlannedOffload(ActivationOffload):
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], fraction: float, counts_host: bool) -> None:
         super().__init__(model, blocks, fraction, torch.device("cpu"))
         self._counts_host = counts_host
-        chosen = offloaded_blocks(len(blocks), fraction, with_last=True)
+        chosen = choose_offloaded_blocks(len(blocks), fraction, with_last=True)
         self.offloaded_by_pattern = {id(block) for block, is_chosen in zip(blocks, chosen, strict=True) if is_chosen}
         """Ids of the blocks that count as offloaded in the search for identical blocks.  Training never offloads the
         last block, but here it counts if it fits the pattern."""

@@ -29,7 +29,7 @@ EventKind = Literal[
     "block_backward",  # a block's backward pass starts
     "activation_offload",  # activations start being copied to the host
     "activation_reload",  # activations start being copied back to the device
-    "activation_reload_wait",  # the backward pass waits for the earliest pending copy back
+    "activation_reload_wait",  # the backward pass waits for the earliest pending reload
 ]
 
 

@@ -4,10 +4,10 @@ Within a chunk, everything is computed with matmuls; a loop passes the state fro
 operator, so that autograd keeps only the states that it needs, and so that neither `torch.compile` nor the planner
 unrolls the thousands of iterations that a long sequence takes.
 
-A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  Writes may have fewer columns
-than states; they are then added to the last columns only.
+A chunk of S tokens changes the state Z to decay x Z + keys^T (writes - seen Z).  The writes may have fewer columns
+than the state; they are then added to its last columns only.
 
-Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E columns of writes, X columns of states.
+Shape suffixes: B rows, N heads, C chunks of S tokens, H key size, E columns of the writes, X columns of the state.
 """
 
 from __future__ import annotations

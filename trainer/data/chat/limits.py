@@ -3,8 +3,8 @@
 A template comes with a model, which may come from an untrusted source.  Jinja's sandbox restricts what a template can
 access, but not how much CPU time and memory it uses.  Both are limited in two ways:
 
-- `try_in_child`: a forked child compiles and renders a template before this process does, under the kernel's limits on
-  CPU time and address space.  Only the kernel can interrupt a single long call into C.
+- `try_in_child`: as a trial, a forked child compiles and renders a template before this process does, under kernel
+  limits on CPU time and address space.  Only the kernel can interrupt a single long call into C.
 - `rendering_limits`: a template that passes the trial may still misbehave on a particular conversation, so each
   rendering in this process is limited too.  The kernel limits its memory.  A watchdog thread limits its CPU time, by
   raising an exception in the rendering thread.

@@ -48,7 +48,8 @@ MAX_PAUSE_S = 60.0
 """Maximum pause between attempts, in seconds; pauses start at one second and double."""
 
 FEW_TRIES = 3
-"""Maximum attempts to look up, list or peek at files, whose URL may be wrong, or to read a slow server's files."""
+"""Maximum number of attempts while a URL may still be wrong (to look up, list or peek at files), or if the server is
+too slow."""
 
 MANY_TRIES = 12
 """Maximum number of attempts to download a file that has been found; the pauses take about 6 minutes in total."""
