@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -21,7 +20,7 @@ from trainer.config import RunConfig
 from trainer.config.teacher import TEACHER_KEY, teacher_config
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source
-from trainer.data.top_logps import TopLogps, create_files, finish_files
+from trainer.data.top_logps import TopLogps, new_top_logps
 from trainer.data.transfer import prefetch_to_device
 from trainer.errors import setting_error
 from trainer.loss import IGNORE, Gradients, find_loss, replace_loss
@@ -255,25 +254,21 @@ def write_top_logps(config: RunConfig, folder: Path, num_top: int) -> int:
             load_initial_weights(trainer.model, trainer.model_files, trainer.config, trainer.world, TEACHER_KEY)
             batch_size = int(trainer.config.train.micro_batch_size)
             source = open_source(trainer.config.data, vocab_size, "train")
-            create_files(folder, len(source), source.seq_len, num_top)
-            ids, logps = (np.load(folder / f"{name}.npy", mmap_mode="r+") for name in ("ids", "logps"))
-            batches = EvalLoader(source, global_batch_size=batch_size, micro_batch_size=batch_size)
-            chunk_rows, num_tokens, first = _rows_per_chunk(vocab_size), batch_size * source.seq_len, 0
-            trainer.model.eval()
-            for batch in prefetch_to_device(batches, trainer.world.device):
-                outputs = outputs_of(trainer.model, batch)
-                chunks = [
-                    outputs.logits(start, min(start + chunk_rows, num_tokens)).log_softmax(1).topk(num_top)
-                    for start in range(0, num_tokens, chunk_rows)
-                ]
-                top_logps, top_ids = (torch.cat(parts).cpu().numpy() for parts in zip(*chunks, strict=True))
-                shape, last = (batch_size, source.seq_len, num_top), min(first + batch_size, len(source))
-                logps[first:last] = top_logps.reshape(shape)[: last - first]  # the last batch is padded
-                ids[first:last] = top_ids.reshape(shape)[: last - first]
-                first = last
-            ids.flush()
-            logps.flush()
-            finish_files(folder, source.fingerprint, source.seq_len, str(config.objective.teacher))
+            with new_top_logps(folder, source, num_top, str(config.objective.teacher)) as (ids, logps):
+                batches = EvalLoader(source, global_batch_size=batch_size, micro_batch_size=batch_size)
+                chunk_rows, num_tokens, first = _rows_per_chunk(vocab_size), batch_size * source.seq_len, 0
+                trainer.model.eval()
+                for batch in prefetch_to_device(batches, trainer.world.device):
+                    outputs = outputs_of(trainer.model, batch)
+                    chunks = [
+                        outputs.logits(start, min(start + chunk_rows, num_tokens)).log_softmax(1).topk(num_top)
+                        for start in range(0, num_tokens, chunk_rows)
+                    ]
+                    top_logps, top_ids = (torch.cat(parts).cpu().numpy() for parts in zip(*chunks, strict=True))
+                    shape, last = (batch_size, source.seq_len, num_top), min(first + batch_size, len(source))
+                    logps[first:last] = top_logps.reshape(shape)[: last - first]  # the last batch is padded
+                    ids[first:last] = top_ids.reshape(shape)[: last - first]
+                    first = last
             return len(source)
     finally:
         trainer.close()

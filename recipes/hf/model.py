@@ -60,11 +60,15 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     model.__class__ = _with_loss(model_class)
     if _head_computes_logits(model):
         model.get_output_embeddings().__class__ = LossHead
-    recurrent_layers = [module for module in model.modules() if _is_recurrent(module)]
-    for layer in recurrent_layers:
-        layer_class: Any = type(layer)
-        layer.__class__ = _with_document_resets(layer_class)
-    model.has_recurrent_layers = bool(recurrent_layers)
+    model.has_recurrent_layers = False
+    for module in model.modules():
+        # A layer that has a convolution, and accepts a cache of its state, is taken for a recurrent one.
+        arguments = inspect.signature(module.forward).parameters
+        has_cache = not {"cache_params", "past_key_values"}.isdisjoint(arguments)
+        if has_cache and any(isinstance(child, nn.Conv1d) for child in module.children()):
+            layer_class: Any = type(module)
+            module.__class__ = _with_document_resets(layer_class)
+            model.has_recurrent_layers = True
     return model
 
 
@@ -174,13 +178,6 @@ def _with_loss(library: Any) -> Any:
     subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
     subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
     return subclass
-
-
-def _is_recurrent(module: nn.Module) -> bool:
-    """Return whether a module looks like a recurrent layer: it has a convolution, and accepts a cache of its state."""
-    arguments = inspect.signature(module.forward).parameters
-    has_cache = not {"cache_params", "past_key_values"}.isdisjoint(arguments)
-    return has_cache and any(isinstance(child, nn.Conv1d) for child in module.children())
 
 
 @functools.cache

@@ -69,22 +69,14 @@ def _layer_types(num_layers: int, attention_every: int) -> list[str]:
     return ["linear_attention" if number % attention_every else "full_attention" for number in range(1, num_layers + 1)]
 
 
-def _rotary_fraction(config: Qwen3NextConfig) -> float:
-    """Return a `partial_rotary_factor` for which int(head_dim * partial_rotary_factor) is `rotary_dim`.
-
-    The quotient may be rounded down, so that the product is slightly below an integer: 98 * (2 / 98) < 2.
-    """
-    fraction = config.rotary_dim / config.head_dim
-    is_exact = int(config.head_dim * fraction) == config.rotary_dim
-    return fraction if is_exact else math.nextafter(fraction, 1.0)
-
-
 def export_config(config: Qwen3NextConfig) -> dict[str, Any]:
     """Return the entries of config.json for `config`.
 
     `output_router_logits` is left out, since it would make generation return the router's logits with every token.
     """
-    fraction, rope = _rotary_fraction(config), export_rope(config.rope_theta)
+    rope, fraction = export_rope(config.rope_theta), config.rotary_dim / config.head_dim
+    if int(config.head_dim * fraction) != config.rotary_dim:  # the quotient was rounded down: 98 * (2 / 98) < 2
+        fraction = math.nextafter(fraction, 1.0)
     return {
         **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
         "layer_types": _layer_types(config.num_layers, config.attention_every),

@@ -190,18 +190,14 @@ class Saver:
         self.schedule.policy.update(history)
         return self.schedule.policy.describe()
 
-    def record_loaded(self, state: TrainState, is_own: bool) -> None:
-        """Record that a checkpoint was loaded; if it is this run's own, it need not be saved again.  Not collective."""
-        self._saved_key = self._state_key(state) if is_own else None
+    def record_saved(self, state: TrainState, is_saved: bool) -> None:
+        """Record whether this state is in a checkpoint of this run, so that it need not be saved.  Not collective."""
+        self._saved_key = self._state_key(state) if is_saved else None
 
     @property
     def storage(self) -> str:
         """The folder or URL of the checkpoints."""
         return str(self._checkpoints.storage)
-
-    def forget_saved(self) -> None:
-        """Record that the saved checkpoints are lost, so that the current state is saved again.  Not collective."""
-        self._saved_key = None
 
     @property
     def expected_save_s(self) -> float:

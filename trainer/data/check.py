@@ -165,15 +165,10 @@ class _Hasher:
             stop_document = int(np.searchsorted(starts, first + len(terms)))
             sums = np.add.reduceat(terms, np.maximum(starts[first_document:stop_document] - first, 0))
             hashes[first_document:stop_document] += sums * np.uint64(pow(_BASE, first, 2**64))
-        return hashes * _powers_at(_INVERSE, starts)
-
-
-def _powers_at(base: int, exponents: NDArray[np.int64]) -> Hashes:
-    """Return base**exponents, modulo 2**64."""
-    powers = np.ones(len(exponents), dtype=np.uint64)
-    for bit in range(int(exponents.max(initial=0)).bit_length()):
-        powers[(exponents >> bit) & 1 == 1] *= np.uint64(pow(base, 1 << bit, 2**64))
-    return powers
+        # Divide by base**start, bit by bit of all starts, so that a hash does not depend on where the document lies.
+        for bit in range(int(starts.max(initial=0)).bit_length()):
+            hashes[(starts >> bit) & 1 == 1] *= np.uint64(pow(_INVERSE, 1 << bit, 2**64))
+        return hashes
 
 
 # -- duplicate documents ----------------------------------------------------------------------------------------------
@@ -216,7 +211,11 @@ class _HeldOutIndex:
 
     def __init__(self, source: Source) -> None:
         self.seq_len = source.seq_len
-        tokens, ignored = zip(*_sample_chunks(source), strict=True)
+        tokens, ignored, step = [], [], max(1, _CHUNK_TOKENS // source.seq_len)
+        for first in range(0, len(source), step):
+            entries = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))
+            tokens.append(entries["tokens"].ravel())
+            ignored.append(entries["targets"].ravel() == IGNORE)
         self.tokens = np.concatenate(tokens)
         grams = _Hasher(source.vocab_size).grams(self.tokens)
         # 32-grams with ignored targets, such as padding, and those of a single token are not indexed: many samples
@@ -262,14 +261,6 @@ def _count_in_windows(flags: NDArray[np.bool_], count: int, width: int = _GRAM_T
     """Return the number of set flags in each of the first `count` windows of `width` tokens."""
     sums = np.concatenate([np.zeros(1, dtype=np.int64), np.cumsum(flags)])
     return sums[width : width + count] - sums[:count]
-
-
-def _sample_chunks(source: Source) -> Iterator[tuple[NDArray[np.int64], NDArray[np.bool_]]]:
-    """Yield the tokens of all samples in order, in chunks, each with a mask of the tokens whose targets are ignored."""
-    step = max(1, _CHUNK_TOKENS // source.seq_len)
-    for first in range(0, len(source), step):
-        entries = as_mapping(source.batch(np.arange(first, min(len(source), first + step))))
-        yield entries["tokens"].ravel(), entries["targets"].ravel() == IGNORE
 
 
 def _report_leaks(train: Source, held_out: Source, data: DataSection, report: Reporter) -> int:

@@ -40,8 +40,8 @@ def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     for messages in (exchange, [system, *exchange]) if chat_template is not None else ():
         with suppress(BadChat):  # a template may require a system message, or reject one
             encoded = Encoder(chat_tokenizer, chat_template, "last").encode(Conversation(messages))
-            last_targets = encoded.ids[encoded.loss_mask][-1:].tolist()
-            end_ids |= {last for last in last_targets if chat_tokenizer.is_added_token(last)}
+            last_targets = set(encoded.ids[encoded.loss_mask][-1:].tolist())
+            end_ids |= last_targets.intersection(chat_tokenizer.added_tokens.values())
     return end_ids
 
 

@@ -8,7 +8,8 @@ the samples.  This module does not import torch.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.teacher import TEACHER_KEY, TOP_FILE
-from trainer.data.source import Fingerprint, Source, SourceSubset, as_mapping
+from trainer.data.source import Source, SourceSubset, as_mapping
 from trainer.errors import setting_error
 from trainer.files import write_atomically
 
@@ -30,7 +31,7 @@ class TopLogps(SourceSubset):
     def __init__(self, base: Source, folder: str) -> None:
         super().__init__(base, 0, len(base))
         content = json.loads((Path(folder) / TOP_FILE).read_text())
-        if content["samples"] != describe_samples(base.fingerprint, base.seq_len):
+        if content["samples"] != _describe_samples(base):
             rule = "was written for other samples: the data, their tokenizer and data.seq_len must be the same"
             raise setting_error(TEACHER_KEY, folder, rule, fix="write it again with python -m trainer.teach")
         self._ids, self._logps = (np.load(Path(folder) / f"{name}.npy", mmap_mode="r") for name in ("ids", "logps"))
@@ -42,24 +43,27 @@ class TopLogps(SourceSubset):
         return {**as_mapping(super().batch(indices)), **top}
 
 
-def describe_samples(fingerprint: Fingerprint, seq_len: int) -> dict[str, Any]:
+def _describe_samples(source: Source) -> dict[str, Any]:
     """Return JSON values that identify the samples of a source."""
-    return {"seq_len": seq_len, "data": json.loads(json.dumps(fingerprint.to_state()))}
+    return {"seq_len": source.seq_len, "data": json.loads(json.dumps(source.fingerprint.to_state()))}
 
 
-def create_files(folder: Path, num_samples: int, seq_len: int, num_top: int) -> None:
-    """Create `ids.npy` and `logps.npy` without filling in values, overwriting those in an incomplete folder.
+@contextmanager
+def new_top_logps(
+    folder: Path, source: Source, num_top: int, teacher: str
+) -> Iterator[tuple[NDArray[np.int32], NDArray[np.float32]]]:
+    """Yield the arrays of a new folder, `ids` and `logps`, to be filled in; then write `top.json`, which completes it.
 
-    Raises UserError if the folder is complete.
+    Arrays in an incomplete folder are overwritten.  Raises UserError if the folder is complete.
     """
     if (folder / TOP_FILE).exists():
         raise setting_error("--out", folder, "has already been written", fix="choose a new folder")
     folder.mkdir(parents=True, exist_ok=True)
-    for name, dtype in (("ids", np.int32), ("logps", np.float32)):
-        np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, (num_samples, seq_len, num_top))
-
-
-def finish_files(folder: Path, fingerprint: Fingerprint, seq_len: int, teacher: str) -> None:
-    """Mark the folder as complete by writing `top.json`."""
-    content = {"teacher": teacher, "samples": describe_samples(fingerprint, seq_len)}
+    shape = (len(source), source.seq_len, num_top)
+    ids = np.lib.format.open_memmap(folder / "ids.npy", "w+", np.int32, shape)
+    logps = np.lib.format.open_memmap(folder / "logps.npy", "w+", np.float32, shape)
+    yield ids, logps
+    ids.flush()
+    logps.flush()
+    content = {"teacher": teacher, "samples": _describe_samples(source)}
     write_atomically(folder / TOP_FILE, json.dumps(content, indent=1) + "\n")

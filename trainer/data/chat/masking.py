@@ -130,7 +130,8 @@ class Encoder:
                 )
             targets = encoded.ids[encoded.loss_mask]
             has_response = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
-            if has_response and self._train_on != "all" and not self.tokenizer.is_added_token(int(targets[-1])):
+            added_ids = self.tokenizer.added_tokens.values()
+            if has_response and self._train_on != "all" and int(targets[-1]) not in added_ids:
                 end = full[full.rfind("Hello") + 5 :].strip()
                 notes.append(
                     f"warning: the chat template ends turns with {end!r}, which is not a single token: generation "
@@ -355,7 +356,10 @@ class ChatTokenizer:
             # A post-processor may exclude white space from the tokens' spans.  It would also add special tokens, which
             # the template already writes.
             self._content["post_processor"] = None
-        special = [token["content"] for token in self._content.get("added_tokens", ()) if token.get("special")]
+        added = self._content.get("added_tokens", ())
+        self.added_tokens: dict[str, int] = {token["content"]: token["id"] for token in added}
+        """The id of each token that is not ordinary text, such as the end-of-turn token."""
+        special = [token["content"] for token in added if token.get("special")]
         self._special_tokens = sorted(filter(None, special), key=len, reverse=True)  # the longest one must match
         self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
 
@@ -390,14 +394,6 @@ class ChatTokenizer:
             return ""
         rendered = (token for token in self._special_tokens if token in text)
         return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
-
-    def is_added_token(self, token_id: int) -> bool:
-        """Return whether an id is an added token, such as the end-of-turn token, rather than text."""
-        return any(token["id"] == token_id for token in self._content.get("added_tokens", ()))
-
-    def has_added_token(self, text: str) -> bool:
-        """Return whether a text is an added token."""
-        return any(token["content"] == text for token in self._content.get("added_tokens", ()))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of an id, which may be a special token."""

@@ -67,7 +67,7 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 def make_encoder(data: DataSection) -> Encoder:
     """Return the encoder for the data settings.  Raises UserError if the tokenizer or template cannot be used."""
     template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
-    missing = [token for token in ("<|im_start|>", "<|im_end|>") if not tokenizer.has_added_token(token)]
+    missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.added_tokens]
     if data.chat_template == CHATML and missing:
         rule = f"the tokenizer has no token {missing[-1]}, so the model could not learn to stop"
         fix = "give a .jinja file that ends turns with a token that the tokenizer has, such as {{ eos_token }}"

@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 _OPTIONS = ("config", "split", "column")
 
 _SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "dev", "val"),
-    "test": ("test", "testing", "eval", "evaluation"),
+    "train": "train|training",
+    "validation": "validation|valid|dev|val",
+    "test": "test|testing|eval|evaluation",
 }
-"""For each split, the words in a file's path that identify it."""
+"""For each split, the words in a file's path that identify it, as in `data/train-00000-of-00002.parquet`."""
 
 
 @dataclass(frozen=True)
@@ -196,8 +196,11 @@ def _files_of_split(
             rule = f"has no configuration {config}" + (f"; its folders are {', '.join(folders)}" if folders else "")
             raise setting_error(key, url, rule)
         files = files_in_config
-    by_split = {name: [file for file in files if _has_word(file.path, words)] for name, words in _SPLITS.items()}
-    existing = {name: split_files for name, split_files in by_split.items() if split_files}
+    existing = {}
+    for name, words in _SPLITS.items():
+        pattern = re.compile(rf"(?:^|[-._ 0-9/])(?:{words})(?:[-._ 0-9/]|$)")
+        if split_files := [file for file in files if pattern.search(file.path.lower())]:
+            existing[name] = split_files
     if not existing:
         existing = {"train": files}
     if split not in existing:
@@ -213,11 +216,6 @@ _NOT_DATA = ("README.md", "LICENSE.txt", "dataset_infos.json", "dataset_info.jso
 def _is_data(path: str) -> bool:
     kind, name = kind_of(path), path.rpartition("/")[2]
     return kind is not None and kind[0] != "tokens" and name not in _NOT_DATA and not name.startswith(".")
-
-
-def _has_word(path: str, words: Sequence[str]) -> bool:
-    """Return whether a file's path contains one of the words, as in `data/train-00000-of-00002.parquet`."""
-    return any(re.search(rf"(?:^|[-._ 0-9/]){word}(?:[-._ 0-9/]|$)", path.lower()) for word in words)
 
 
 def _matches(path: str, pattern: str) -> bool:
