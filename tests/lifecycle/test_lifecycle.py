@@ -233,6 +233,14 @@ def test_status_is_written_before_steps_that_may_hang(run: Run) -> None:
     assert run.life.phase == "ended"
 
 
+def test_launcher_does_not_cut_off_a_rank_that_records_its_failure(run: Run) -> None:
+    """The launcher sends SIGTERM as soon as another rank has exited."""
+    run.begin()
+    run.life.peer_failed()
+    run.life.fail(TrainingFailed("no"))
+    assert not run.life.stop.exits_on_sigterm
+
+
 def test_failure_of_a_different_rank_is_written_from_a_thread(run: Run) -> None:
     run.begin()
     (listener,) = run.world.failure_listeners

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.helpers.ranks import run_command, run_ranks, run_tiny
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, check_config, recipe_description, recipe_files, resolve_expert_method
 from trainer.plan.__main__ import command_line, default_num_ranks
+from trainer.plan.forecast import Forecast
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
 from trainer.plan.probe import Probe
@@ -627,6 +629,21 @@ def test_out_of_memory_is_explained(tmp_path: Path) -> None:
     assert any(str(file) in ran.stderr for file in kept)
     assert all("OutOfMemoryError: CUDA out of memory" in file.read_text() for file in kept)
     assert all("in loss" in file.read_text() for file in kept)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_explanation_does_not_wait_for_the_end_of_a_rank(
+    size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With several ranks it is printed at once: the failure of another rank may end this one at any moment."""
+    world = SimpleNamespace(size=size, rank=0, once=lambda name, work: work(), device=torch.device("cpu"))
+    forecast = Forecast(SimpleNamespace(run_dir=tmp_path), MeshShape(1, size), world)  # type: ignore[arg-type]
+    forecast.plan = None
+    error = MemoryError()
+    forecast.explain(error)
+    printed, notes = capsys.readouterr().err, getattr(error, "__notes__", [])
+    assert ("out of memory" in printed) == (size > 1 or sys.version_info < (3, 11))
+    assert "out of memory" in printed + "".join(notes)
 
 
 @pytest.mark.campaign

@@ -237,6 +237,7 @@ class Lifecycle:
         self._watchdog.stop()
         self._forecast.explain(error)
         first_failure = self._world.announce_failure(error)
+        self.stop.exits_on_sigterm = False  # this thread does not hang, and what follows must not be cut off
         self._saver.wait(self._config.run.timeout_s)  # let a save in flight finish
         self._saver.quarantine_since(self._state.skips.failed_since)
         if isinstance(error, UserError) and self.phase != "running":
