@@ -4,7 +4,7 @@
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
 
-The command is read-only.  It exits with 1 if a listed checkpoint is damaged, and with 2 for a mistake in the input.
+The command is read-only.  It exits with 1 if a listed checkpoint is damaged, and with 2 if the arguments are invalid.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from trainer.errors import (
 from trainer.tables import table_lines, terminal_width
 
 _MAX_LISTINGS = 10
-"""Maximum number of times to list a folder, which is listed again until no new checkpoint has appeared."""
+"""Maximum number of times to list a folder.  Listing is repeated until it finds no new checkpoints."""
 
 _BLOCK_BYTES = 64 << 20
 """Bytes of each tensor to read at a time when two checkpoints are compared."""

@@ -48,13 +48,14 @@ class Costs:
     def best_interval_s(self) -> float:
         """Daly's estimate of the best interval between the starts of consecutive saves, kept within the limits."""
         ratio = self.blocked_s / (2 * self.mtbf_s)
-        interval_s = self.mtbf_s + self.blocked_s  # if the pause is at least twice the mean time between failures
         if ratio < 1:
             interval_s = math.sqrt(2 * self.blocked_s * self.mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9)
+        else:
+            interval_s = self.mtbf_s + self.blocked_s
         return max(MIN_INTERVAL_S, _SAVE_MARGIN * self.total_s, min(MAX_INTERVAL_S, interval_s))
 
     def goodput(self, interval_s: float) -> float:
-        """Return the fraction of time spent on progress that is kept, if a save starts every `interval_s` seconds."""
+        """Return the fraction of time spent on work that is not lost, if a save starts every `interval_s` seconds."""
         expected_kept_s = math.exp(-self.total_s / self.mtbf_s) * max(0.0, interval_s - self.blocked_s)
         expected_failures = min(700.0, interval_s / self.mtbf_s)  # `expm1` overflows above 709
         return expected_kept_s / math.expm1(expected_failures) / (self.mtbf_s + self.restart_s)

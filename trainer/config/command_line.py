@@ -128,7 +128,7 @@ usage: python -m trainer.run recipe=NAME [section.key=value ...] [nproc=N]
   --print-config       checks the resolved configuration, prints it as YAML and exits
   --why                with --print-config: a comment on each value that is not a default says where it came from
   --dry-run            starts up, but does not train: builds the model, opens the data, plans; leaves no files behind
-  --allow-import M     allows importing M, a module that the run in recipe= names; may be repeated
+  --allow-import M     allows importing module M if the run folder given as recipe= refers to it; may be repeated
   --help [SECTION]     prints this, or one section, and exits; with recipe=NAME also shows the recipe's values
   --version            prints the version and exits
 

@@ -16,7 +16,7 @@
 recipe=NAME is a recipe, a path ending in .yaml, or a run folder.  Without it, the settings of llama_small are
 used, and token ids in the data are not checked against the model's vocabulary size.
 
---allow-import M allows importing M, a module that the run in recipe= names; it may be repeated.
+--allow-import M allows importing module M if the run folder given as recipe= refers to it; it may be repeated.
 """
 
 from __future__ import annotations

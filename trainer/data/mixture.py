@@ -13,7 +13,7 @@ phase has one pattern, a shuffled list of 1024 entries that each name a source; 
 rotated by a pseudorandom offset.  The rotated pattern determines the source at a position.  Let k be the number of
 samples from that source at earlier positions; it follows from the pattern and the counts of earlier blocks and phases.
 Then the sample at the position is the one at index k in the source's own sequence, which is reshuffled in each epoch.
-So all samples of a source are read before any of them is repeated, whatever the phases.
+So all samples of a source are read before any of them is repeated, regardless of the phases.
 """
 
 from __future__ import annotations

@@ -25,10 +25,10 @@ from dataclasses import dataclass
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
 SPAWNED_BY_US = "MESHTRAINER_NPROC"
-"""Environment variable that marks the workers that `nproc=N` starts, whose parent has already printed the notes."""
+"""Environment variable set in the workers that `nproc=N` starts: the parent has printed the start-up notes for them."""
 
 START_TIME = "MESHTRAINER_STARTED"
-"""Environment variable with the command's start time (`metrics.record.uptime`), for this process and its workers."""
+"""Environment variable with the command's start time, as `metrics.record.uptime` returns it."""
 
 LAUNCHER = "MESHTRAINER_LAUNCHER"
 """Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""

@@ -1,8 +1,8 @@
 """Checks, for expert parallelism, that the experts' gradients are correct and that the right ranks compute each expert.
 
 An error in either would go unnoticed.  If gradients are too large by a factor of the number of ranks, the loss is still
-computed correctly, and its curve merely suggests a higher learning rate.  If experts are computed on the wrong ranks,
-the model still trains, but its checkpoints hold a different model.
+computed correctly, and its curve merely looks like that of a higher learning rate.  If experts are computed on the
+wrong ranks, the model still trains, but its checkpoints hold a different model.
 
 1. *Gradients.*  A mixture-of-experts layer is linear in its experts' down projections and their biases.  So by
    Euler's theorem on homogeneous functions, the inner product of these parameters with their gradients equals the inner
@@ -42,8 +42,8 @@ _MAX_TOKENS_PER_ROW = 32
 
 _GRADIENT_TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
 _OUTPUT_TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
-"""Relative tolerances for the two inner products and for the outputs, by dtype.  They allow for a different order of
-summation."""
+"""Relative tolerances for the two inner products and for the outputs, by dtype.  They allow for rounding and for a
+different order of summation."""
 
 
 @dataclass

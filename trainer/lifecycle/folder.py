@@ -1,8 +1,8 @@
 """Manages the run folder: its owner, configuration and status, and the files of earlier attempts.
 
-If the folder is deleted, renamed or replaced during the run, the run continues in another one (`Relocation`).  Of a
-run's ranks, only rank 0 writes, and only after the run's settings have been validated.  A launcher writes after its
-ranks have exited (`record_end`).
+If the folder is deleted, renamed or replaced during the run, the run saves its state in another one and ends
+(`Relocation`).  Of these files rank 0 writes its run's, once the settings have been validated, and a launcher those of
+ranks that have exited (`record_end`).
 """
 
 from __future__ import annotations

@@ -1,19 +1,19 @@
-"""The watchdog detects hangs and names the ranks that the others wait for.
+"""The watchdog detects hangs and names the ranks that the others are waiting for.
 
 Every rank tracks its phase, and a thread watches the clock.  If a step, a save or an evaluation makes no progress for
 too long, all ranks report their phase and stack through the rendezvous store, not in a collective, since some of them
-are blocked in one.  Rank 0 prints one table and names the ranks that the others wait for, and the run fails on all
-ranks.
+are blocked in one.  Rank 0 prints one table and names the ranks that the others are waiting for, and the run fails on
+all ranks.
 
 Limits: `run.step_timeout_s` covers one step, from the request for its data to its log line; each forward pass restarts
-it.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), the time between two forward
-passes of an evaluation, and starting or writing a profile.  `checkpoint.timeout_s` covers the time for which training
-is blocked by a save, and the whole duration of a background save.  A rank that waits for another rank's evaluation,
-save or profile gets that rank's limit.  A run's start and a custom loop's code between steps have no limit, but a rank
-that already waits inside a step has the step's limit.
+this limit and the next.  `run.first_step_timeout_s` covers the first step (which compiles and allocates), the time
+between two forward passes of an evaluation, and starting or writing a profile.  `checkpoint.timeout_s` covers the time
+for which training is blocked by a save, and the whole duration of a background save.  A rank that is waiting for
+another rank's evaluation, save or profile gets that rank's limit.  There is no limit on a run's start or on a custom
+loop's code between steps; but if another rank is already waiting inside a step, that step's limit applies.
 
 Limitations: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
-it does not respond.  If it is rank 0, there is no common table: each other rank prints its own status, reports that
+it does not respond.  If it is rank 0, no table is printed: every other rank prints its own status, reports that
 rank 0 does not answer, and exits.  If the process group was initialized by the caller, there is no store for messages:
 each rank reports only on itself and does not exit.
 
@@ -55,9 +55,9 @@ _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """`_ANSWER_S`: seconds that rank 0 waits for the other ranks' reports, and later for them to read its verdict.
 `_VERDICT_S`: seconds that the other ranks wait for the verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Seconds that this process waits before it exits: up to `_GRACE_S` each for the failure to be recorded and for the
-flight recorder's dump, up to `_SAVE_GRACE_S` for a save in flight that is not stuck, and then, except on rank 0,
-`_GRACE_S` for rank 0 to record and print the failure."""
+"""Maximum waits before this process exits, in seconds.  `_GRACE_S` applies to recording the failure, to the flight
+recorder's dump, and on ranks other than 0 to rank 0's report of the failure; `_SAVE_GRACE_S` to a save in flight that
+is not stuck."""
 _SUSPENDED_S = 5.0
 """If two consecutive checks are more than this many seconds apart, the process is assumed to have been suspended."""
 _MAX_FRAMES = 12

@@ -1,11 +1,12 @@
-"""Operations that mix tokens or number their positions: attention, linear attention, convolutions and positions.
+"""Operations that mix tokens or compute their positions: attention, linear attention, convolutions and positions.
 
-A model that mixes tokens and numbers positions only with these functions keeps packed documents separate.  With
+A model that uses only these functions to mix tokens and to compute positions keeps packed documents separate.  With
 `attend`, a token attends only to itself and earlier tokens in its own document; `gated_delta_rule` and
-`causal_convolution` reset their state at the start of each document, and `positions` restarts from 0.  Without
-documents, each row is one document.  Such a model also supports context parallelism, where each rank holds a slice of
-every sequence: the model is called with the slice, and these functions still take the full sequence into account.
-`apply_by_document` separates the documents for any other causal layer, but does not support slices.
+`causal_convolution` reset their state at the start of each document, and `positions` restarts from 0.  If no
+`documents` are given, each row is treated as one document.  Such a model also supports context parallelism, where each
+rank holds a slice of every sequence: the model is called with the slice, and these functions still take the full
+sequence into account. `apply_by_document` separates the documents for any other causal layer, but does not support
+slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.
 """
