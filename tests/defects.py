@@ -1484,7 +1484,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "foreign-gradients-unseen",
         "documents-tested",
-        "_has_foreign_gradient",
+        "find_leak",
         "_is_nonzero(gradient, others_BT)",
         "_is_nonzero(gradient, others_BT & ~others_BT)",
     ),
