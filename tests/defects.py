@@ -711,7 +711,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "torchs-muon-is-not-recognized",
         "muon",
-        "OptimizerState._match_torch_muon",
+        "OptimizerState.differences",
         '"ns_steps" in group or MATCHES_TORCH_MUON in group',
         "MATCHES_TORCH_MUON in group",
     ),
