@@ -711,7 +711,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "torchs-muon-is-not-recognized",
         "muon",
-        "OptimizerState._match_torch_muon",
+        "OptimizerState.differences",
         '"ns_steps" in group or MATCHES_TORCH_MUON in group',
         "MATCHES_TORCH_MUON in group",
     ),
@@ -1484,7 +1484,7 @@ DEFECTS: list[Defect] = [
     Defect(
         "foreign-gradients-unseen",
         "documents-tested",
-        "_has_foreign_gradient",
+        "find_leak",
         "_is_nonzero(gradient, others_BT)",
         "_is_nonzero(gradient, others_BT & ~others_BT)",
     ),

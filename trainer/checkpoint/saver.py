@@ -250,7 +250,8 @@ class Saver:
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
-        self._watchdog.begin_save(lambda: self._checkpoints.stage)
+        self._watchdog.saving_since = time.monotonic()
+        self._watchdog.save_stage = lambda: self._checkpoints.stage
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
@@ -261,7 +262,7 @@ class Saver:
         """
         with self._watchdog.during("save"):
             result = self._checkpoints.take_result(has_ended)
-        self._watchdog.end_save()
+        self._watchdog.saving_since = None
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
             every_s = self.schedule.policy.every_s

@@ -94,7 +94,10 @@ def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.dev
             first, second = (max(1, length * num_tokens // sum(_LENGTHS)) for length in _LENGTHS[:2])
             lengths = (first, second, num_tokens - first - second)
             batch = _make_batch(lengths, vocab_size, generator, device)
-            if _has_foreign_gradient(model, batch):
+            # In no module may the documents with targets depend on the embeddings of other documents.
+            others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
+            gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
+            if any(_is_nonzero(gradient, others_BT) for gradient in gradients):
                 return _name_mixing_module(model, batch)
         length = min(_MAX_SWAPPED, seq_len // 2)
         return _compare_swapped(model, _make_batch((length, length), vocab_size, generator, device)) if length else None
@@ -120,13 +123,6 @@ def _make_batch(
 
 # ---------------------------------------------------------------------------------------------------------------
 # Gradients
-
-
-def _has_foreign_gradient(model: nn.Module, batch: Batch) -> bool:
-    """Return whether, in any module, the documents with targets depend on the embeddings of other documents."""
-    others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
-    gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
-    return any(_is_nonzero(gradient, others_BT) for gradient in gradients)
 
 
 def _embedding_gradients(

@@ -150,7 +150,10 @@ class RunFolder:
                 lock.follow(loss.moved_to)
             else:
                 lock.release()
-                lock = self._locks[index] = FolderLock(_rescue_folder(loss.folder), loss.setting)
+                suffixes = (f"-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+                paths = (loss.folder.with_name(loss.folder.name + suffix) for suffix in suffixes)
+                unused_path = next(path for path in paths if not path.exists())
+                lock = self._locks[index] = FolderLock(unused_path, loss.setting)
                 lock.acquire()
             checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
             if checkpoint_dir is not None and loss.folder.absolute() in (checkpoint_dir, *checkpoint_dir.parents):
@@ -241,12 +244,6 @@ def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator
     except OSError as error:
         where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
-
-
-def _rescue_folder(folder: Path) -> Path:
-    """Return an unused path next to `folder`, for the state of a run that has lost this folder."""
-    names = (f"{folder.name}-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 _RETRY_PAUSES_S = (0.2, 1.0)

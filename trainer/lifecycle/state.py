@@ -369,19 +369,13 @@ class OptimizerState(StatePart):
             for group, stored, initial in zip(groups, state["groups"], state["built"], strict=True):
                 group.update({k: v for k, v in stored.items() if k not in ("lr", "initial_lr") and v != initial.get(k)})
 
-    def _match_torch_muon(self, plain: Any) -> None:
-        """Give Muon the parameters that it had in a checkpoint of torch.optim.Muon, which older versions used.
-
-        Older versions also gave it output projections and routers, but no stacked experts.
-        """
-        if not any("ns_steps" in group or MATCHES_TORCH_MUON in group for group in plain["groups"]):
-            return
-        names = {name for name, kind in plain["classes"].items() if kind == "Muon"}
-        self.optimizer.match_torch_muon([p for name, (_, _, p) in self._parameters.items() if name in names])
-        self._index_parameters()
-
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-        self._match_torch_muon(plain)
+        # Older versions used torch.optim.Muon, and also gave it output projections and routers, but no stacked experts.
+        # For their checkpoints, Muon gets the parameters that it had then.
+        if any("ns_steps" in group or MATCHES_TORCH_MUON in group for group in plain["groups"]):
+            names = {name for name, kind in plain["classes"].items() if kind == "Muon"}
+            self.optimizer.match_torch_muon([p for name, (_, _, p) in self._parameters.items() if name in names])
+            self._index_parameters()
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
             old, new = plain["classes"].get(name), _algorithm(part)
