@@ -1,10 +1,10 @@
 """Opens the source that the data settings describe, and computes the settings that depend on the data.
 
 `open_source` handles each kind of data: chats, synthetic patterns, the source code of Python's standard library,
-mixtures, and token shards or text at a path.  `find_shards` finds the shards at a path or URL, which may name token shards, a manifest, files of text
-or records, a folder or glob of any of these, or a dataset on the Hub.  Text is tokenized into the cache
-(`data.cache_dir`) on first use; later processes and runs find the shards there.  `resolve_from_data` computes the row
-length and the number of steps from the data.
+mixtures, and token shards or text at a path.  `find_shards` finds the shards at a path or URL, which may name token
+shards, a manifest, files of text or records, a folder or glob of any of these, or a dataset on the Hub.  Text is
+tokenized into the cache (`data.cache_dir`) on first use; later processes and runs find the shards there.
+`resolve_from_data` computes the row length and the number of steps from the data.
 
 This module does not import torch, since the source is opened to check the data settings before any process is spawned.
 """
