@@ -153,7 +153,11 @@ def prepare(
         stem = Path(out).expanduser()  # the part that the shards' paths have in common
         if out.endswith(os.sep) or stem.is_dir():
             raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-        with writing_to("--out", stem, _min_bytes(job, stem)), _creating_folder(stem, out):
+        # A lower bound: two bytes per byte of plain text, or 0 for other input and if an earlier build is continued.
+        is_plain = all(file.kind == "text" and not file.compression for file in files)
+        has_bound = text_tokenizer.name == "bytes" and is_plain and not is_in_progress(_work_folder(job, stem))
+        min_bytes = 2 * sum(file.size for file in files) if has_bound else 0
+        with writing_to("--out", stem, min_bytes), _creating_folder(stem, out):
             manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
     return _describe(stem, manifest, tokenizer, bos)
 
@@ -203,14 +207,6 @@ def _make_job(
     if holdout and any(file.kind == "tokens" for file in files):
         raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
     return BuildJob(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _SETTING_NAMES)
-
-
-def _min_bytes(job: BuildJob, stem: Path) -> int:
-    """Return a lower bound on the bytes to write: two per byte of plain text, or 0 if there is no such estimate."""
-    is_plain = all(file.kind == "text" and not file.compression for file in job.inputs)
-    if job.tokenizer.name != "bytes" or not is_plain or is_in_progress(_work_folder(job, stem)):
-        return 0
-    return 2 * sum(file.size for file in job.inputs)
 
 
 def _work_folder(job: BuildJob, stem: Path) -> Path:

@@ -146,7 +146,8 @@ class RoundingAdamW(torch.optim.Optimizer):
         for p, state, row, origin in zip(parameters, states, scalars.unbind(), origins.unbind(), strict=True):
             if not local(p).numel():
                 continue  # but it still has a state, since checkpoints compare states across ranks
-            tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in moment_names(state)))]
+            names = [*CODES, *(f"{name}{SCALE}" for name in CODES if f"{name}{SCALE}" in state)]
+            tensors = [_flat(tensor) for tensor in (p, p.grad, *(state[name] for name in names))]
             _update_by_pieces(tensors, row, origin, self._stochastic)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -232,11 +233,6 @@ def _flat(tensor: torch.Tensor | None) -> torch.Tensor:
     """Return the elements of this rank's shard, flattened."""
     assert tensor is not None
     return local(tensor).detach().view(-1)
-
-
-def moment_names(state: Mapping[str, Any]) -> list[str]:
-    """Return the names of the moments in a parameter's state, followed by those of their scales, if any."""
-    return [*CODES, *(f"{name}{SCALE}" for name in CODES if f"{name}{SCALE}" in state)]
 
 
 def _update(tensors: list[torch.Tensor], scalars: torch.Tensor, origin: torch.Tensor, stochastic: bool) -> None:

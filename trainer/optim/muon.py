@@ -251,12 +251,6 @@ class Ownership:
         start, stop = max(matrix.start, rows[0]), min(matrix.start + matrix.rows, rows[1])
         return Piece(number, start - matrix.start, max(0, stop - start), columns[0], columns[1] - columns[0])
 
-    def local_rows(self, matrix: Matrix, piece: Piece, s: int) -> slice:
-        """Return the rows of a piece among all rows of its parameter on rank `s` of a replica."""
-        experts, rows, _ = self._boxes[matrix.parameter][s]
-        start = (matrix.expert - experts[0]) * (rows[1] - rows[0]) + matrix.start + piece.start - rows[0]
-        return slice(start, start + piece.rows)
-
     def costs(self, rank: int) -> list[BucketCosts]:
         """Return the costs of updating each bucket, for one rank."""
         return [self._costs(bucket, rank) for bucket in self.owned]
@@ -359,14 +353,6 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
     return axes[0] if axes else None
 
 
-def _division_of(parameter: torch.Tensor) -> Division:
-    division = division_of(parameter)
-    if division is None:
-        rule = f"a parameter of shape {tuple(parameter.shape)} is sharded in an unknown way"
-        raise setting_error("optim.name", "muon", rule, "adamw")
-    return division
-
-
 class _Bucket:
     """Matrices exchanged together.  Each rank derives the layout of all messages from the owners.
 
@@ -414,11 +400,24 @@ class _Layout(Ownership):
 
     def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_numel: float) -> None:
         self.mesh = _Mesh(parameters[0])
-        shapes, divisions = [tuple(p.shape) for p in parameters], [_division_of(p) for p in parameters]
+        shapes = [tuple(p.shape) for p in parameters]
+        divisions = []
+        for parameter, shape in zip(parameters, shapes, strict=True):
+            division = division_of(parameter)
+            if division is None:
+                rule = f"a parameter of shape {shape} is sharded in an unknown way"
+                raise setting_error("optim.name", "muon", rule, "adamw")
+            divisions.append(division)
         super().__init__(shapes, divisions, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
         self.buckets = [
             _Bucket([matrix for matrix, _ in bucket], [owner for _, owner in bucket], self) for bucket in self.owned
         ]
+
+    def local_rows(self, matrix: Matrix, piece: Piece) -> slice:
+        """Return the rows of a local piece among all rows that this rank holds of its parameter."""
+        experts, rows, _ = self._boxes[matrix.parameter][self.mesh.shard_rank]
+        start = (matrix.expert - experts[0]) * (rows[1] - rows[0]) + matrix.start + piece.start - rows[0]
+        return slice(start, start + piece.rows)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -567,7 +566,7 @@ class _Step:
 
     def _direction(self, matrix: Matrix, piece: Piece) -> torch.Tensor:
         """Update the momentum of a piece of a matrix and return its Nesterov momentum, of shape (rows, columns)."""
-        rows = self._local_rows(matrix, piece)
+        rows = self._layout.local_rows(matrix, piece)
         gradient, momentum = self._gradients[matrix.parameter][rows], self._momenta[matrix.parameter][rows]
         beta = self._groups[matrix.parameter]["momentum"]
         if self._grad_scale is not None:
@@ -576,9 +575,6 @@ class _Step:
             gradient = torch.where(self._found_inf > 0, momentum, gradient)
         momentum.lerp_(gradient.to(momentum.dtype), 1 - beta)
         return gradient.to(momentum.dtype).lerp(momentum, beta)
-
-    def _local_rows(self, matrix: Matrix, piece: Piece) -> slice:
-        return self._layout.local_rows(matrix, piece, self._mesh.shard_rank)
 
     def _new_message(self, sizes: Sequence[int]) -> torch.Tensor:
         return torch.empty(sum(sizes), device=self._mesh.device, dtype=self._optimizer._dtype)
@@ -624,7 +620,7 @@ class _Step:
         for i, update in updates.items():
             matrix = bucket.matrices[i]
             group, weight = self._groups[matrix.parameter], self._weights[matrix.parameter]
-            rows = weight[self._local_rows(matrix, pieces[i])]
+            rows = weight[self._layout.local_rows(matrix, pieces[i])]
             step_size = group["lr"] * update_scale(self._optimizer._scale, matrix.rows, matrix.columns)
             update = update.to(weight.device)
             new = rows if self._found_inf is None else rows.clone()
@@ -644,7 +640,7 @@ class _Step:
         divided: dict[int, torch.Tensor] = {}
         for i, update in updates.items():
             matrix = bucket.matrices[i]
-            squares = self._squares[matrix.parameter][self._local_rows(matrix, pieces[i])]
+            squares = self._squares[matrix.parameter][self._layout.local_rows(matrix, pieces[i])]
             update = update.to(squares.device).float()
             mean = update.square().mean(dim=1)
             if self._found_inf is not None:

@@ -137,8 +137,8 @@ def at_rest(trace: Trace, layout: Layout) -> dict[Kind, int]:
     kinds: dict[Kind, int] = {"buffers and inputs": trace.buffer_bytes + trace.input_bytes}
     if layout.cpu_offload:
         return kinds
-    parameters = [p for unit in trace.units for p in unit.parameters]
-    shards = [(p, layout.shard_numel(p)) for p in parameters]
+    divisions = [(p, layout.division(p)) for unit in trace.units for p in unit.parameters]
+    shards = [(p, division.gathered_numel(p.shape) // division.parts) for p, division in divisions]  # with padding
     kinds["parameters"] = (1 + layout.has_reference_model) * sum(numel * p.element_size for p, numel in shards)
     kinds["parameters"] += layout.teacher.num_bytes if layout.teacher is not None else 0
     ema_size = EMA_ELEMENT_SIZE * layout.has_average

@@ -146,33 +146,25 @@ class _GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention and _supports_flash(*args, **kwargs):
-            return _flash(*args, **kwargs)
+        if func is F.scaled_dot_product_attention and (out := _flash(*args, **kwargs)) is not None:
+            return out
         if func is F.rms_norm:
             return _rms_norm(*args, **kwargs)
         return func(*args, **kwargs)
-
-
-def _supports_flash(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    **options: Any,
-) -> bool:
-    return attn_mask is None and query.dtype in (torch.bfloat16, torch.float16) and query.shape[-1] <= 256
 
 
 def _flash(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attn_mask: None = None,
+    attn_mask: torch.Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     **options: Any,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
+    """Return the output of flash attention, or None if the kernel does not support the arguments."""
+    if attn_mask is not None or query.dtype not in (torch.bfloat16, torch.float16) or query.shape[-1] > 256:
+        return None
     out: torch.Tensor = aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal)[0]
     return out
 

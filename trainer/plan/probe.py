@@ -485,7 +485,13 @@ class Repetition:
         return all_names
 
     def _note_call(self, run: _BlockRun, position: int, block: nn.Module, args: Any, kwargs: Any) -> None:
-        self._calls[id(run)].append((position, _signature_of((args, kwargs))))
+        """Record the form of a call, which is equal for equal structure, shapes, dtypes and plain values."""
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        forms = [
+            (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
+            for leaf in leaves
+        ]
+        self._calls[id(run)].append((position, (str(structure), forms)))
 
     def _check(self, events: Sequence[Event]) -> None:
         """Raise CannotSkipBlocks unless the model treats skipped blocks like the blocks that represent them.
@@ -553,15 +559,6 @@ class Repetition:
                     if own_run is run:
                         unit = self._unit_at[id(run), position + run.period + offset, name]
                 yield replace(event, unit=unit)
-
-
-def _signature_of(arguments: Any) -> Any:
-    """Return a value that is equal for two calls with the same structure, shapes, dtypes and plain values."""
-    leaves, structure = pytree.tree_flatten(arguments)
-    return str(structure), [
-        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else repr(leaf)
-        for leaf in leaves
-    ]
 
 
 def without_block_events(events: Iterable[Event]) -> Iterator[Event]:

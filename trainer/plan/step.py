@@ -101,11 +101,6 @@ class Layout:
         """Return how a parameter is divided among the ranks of the shard axis."""
         return self.divisions.get(parameter.name) or Division(0, self.shard)
 
-    def shard_numel(self, parameter: ParameterInfo) -> int:
-        """Return the number of elements that a rank holds of a parameter, with padding."""
-        division = self.division(parameter)
-        return division.gathered_numel(parameter.shape) // division.parts
-
 
 class Watcher:
     """Receives every event of a step, in the order in which the host issues them; does nothing by default.

@@ -225,16 +225,17 @@ class MemoryMeter(TorchDispatchMode):
         key = storage_id(storage)
         if key not in self._live_storages and key not in self._untracked:
             size = storage.nbytes()
-            self._live_storages[key] = weakref.ref(storage, lambda _: self._note_free(key, size))
+
+            def note_free(_: object) -> None:
+                del self._live_storages[key]
+                self._log.append((self._serials.pop(key), -size))
+
+            self._live_storages[key] = weakref.ref(storage, note_free)
             self._num_allocated += 1
             self._serials[key] = self._num_allocated
             self._log.append((self._num_allocated, size))
             if self.in_block and not self.is_backward:
                 self._from_forward.add(self._num_allocated)
-
-    def _note_free(self, key: int, size: int) -> None:
-        del self._live_storages[key]
-        self._log.append((self._serials.pop(key), -size))
 
     def serial(self, storage: torch.UntypedStorage) -> int:
         """Return the serial number of a storage; if it is not tracked, the negative of its `storage_id`."""

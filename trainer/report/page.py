@@ -64,10 +64,7 @@ def render_comparison(runs: Sequence[RecordedRun]) -> str:
     It has a summary table, the settings that differ, charts of all runs, and the configuration of each.
     """
     names = names_of(runs)
-    rows = [
-        [_run_label(number, name), *_summary_cells(run)]
-        for number, (name, run) in enumerate(zip(names, runs, strict=True))
-    ]
+    rows = [_summary_row(number, name, run) for number, (name, run) in enumerate(zip(names, runs, strict=True))]
     headers = ("run", "state", "model", "parameters", "steps", "target tokens", "loss", "eval loss", "target tokens/s")
     parts = [
         f'<header><h1>{len(runs)} runs compared</h1></header><section class="card">',
@@ -194,7 +191,8 @@ def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> s
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
     rows = []
     for key in differing:
-        texts = [_format_setting(values, key) for values in settings]
+        per_run = [values.get(key, "") for values in settings]
+        texts = ["null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in per_run]
         cells = [
             escape(text)
             if len(text) <= _LONG_SETTING
@@ -209,11 +207,6 @@ def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> s
 _LONG_SETTING = 120
 """Settings longer than this many characters are truncated in a table, and expand when clicked.  A setting may hold a
 model's entire `config.json`."""
-
-
-def _format_setting(values: Mapping[str, Any], key: str) -> str:
-    value = values.get(key, "")
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 _MAX_SAMPLES = 20
@@ -369,17 +362,14 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], num_text: int)
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def _run_label(number: int, name: str) -> str:
+def _summary_row(number: int, name: str, run: RecordedRun) -> list[str]:
+    """Return a run's row of the table that compares runs; its label selects whether the charts show it."""
     color, text = RUN_COLORS[number % len(RUN_COLORS)], escape(name)
     box = f'<input type="checkbox" data-run="{text}" checked>'
-    return f'<label>{box} <span class="swatch" style="background: var(--{color})"></span>{text}</label>'
-
-
-def _summary_cells(run: RecordedRun) -> list[str]:
-    """Return a run's cells in the table that compares runs, except for its name."""
     start = run.attempts[-1].start if run.attempts else {}
     speed, parameters = run.median("tokens_per_s"), start.get("parameters")
     return [
+        f'<label>{box} <span class="swatch" style="background: var(--{color})"></span>{text}</label>',
         f'<span class="{_state_class(run.state)}">{escape(run.state)}</span>',
         escape(run.model),
         readable_count(parameters) if parameters else MISSING,

@@ -155,7 +155,11 @@ def _attend_causally(
     if q_BNQH.is_cuda:
         bias = causal_lower_right(num_queries, num_keys)  # GPU kernels never materialize it
         return F.scaled_dot_product_attention(q_BNQH, k_BKTH, v_BKTH, bias, **arguments)
-    mask = _reversed_causal_mask(q_BNQH, num_keys)
+    # With the queries in reverse order, each row of the mask, which is 0 where attention is allowed and else -inf, is
+    # the previous one shifted by one, so the mask is a strided view of only Q + T numbers.
+    values = q_BNQH.new_zeros(num_queries + num_keys - 1)
+    values[num_keys:] = -torch.inf
+    mask = values.as_strided((num_queries, num_keys), (1, 1))
     return F.scaled_dot_product_attention(q_BNQH.flip(2), k_BKTH, v_BKTH, mask, **arguments).flip(2)
 
 
@@ -230,17 +234,6 @@ def _attend_in_window(
     mask_R1WS = (numbers_RS[:, None, window:, None] == numbers_RS[:, None, None, :]) & band_WS
     out_RNWH = _attend_masked(q_RNWH, k_RKSH, v_RKSH, mask_R1WS, options)
     return out_RNWH.unflatten(0, (num_rows, num_blocks)).transpose(1, 2).flatten(2, 3)[:, :, query_padding:]
-
-
-def _reversed_causal_mask(q_BNQH: torch.Tensor, num_keys: int) -> torch.Tensor:
-    """Return the mask of the last Q of T tokens, in reverse order: (Q, T), 0 where attention is allowed, else -inf.
-
-    Each row is the previous one shifted by one, so the mask is a strided view of only Q + T numbers.
-    """
-    num_queries = q_BNQH.shape[2]
-    values = q_BNQH.new_zeros(num_queries + num_keys - 1)
-    values[num_keys:] = -torch.inf
-    return values.as_strided((num_queries, num_keys), (1, 1))
 
 
 def _attend_per_document(
