@@ -356,7 +356,7 @@ def _dry_run(config: RunConfig, trainer: Trainer) -> int:
 
 
 def _out_of_memory(error: BaseException, config: RunConfig, is_built: bool) -> str:
-    """Return the message for an out-of-memory error, or an empty string if another rank reports the error."""
+    """Return the message for an out-of-memory error, or an empty string if it has been explained already."""
     if is_built:
         return "\n".join(getattr(error, "__notes__", []))
     return (

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -233,12 +235,22 @@ def test_status_is_written_before_steps_that_may_hang(run: Run) -> None:
     assert run.life.phase == "ended"
 
 
-def test_launcher_does_not_cut_off_a_rank_that_records_its_failure(run: Run) -> None:
-    """The launcher sends SIGTERM as soon as another rank has exited."""
+def test_launcher_does_not_cut_off_a_rank_that_records_its_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launcher sends SIGTERM as soon as another rank has exited, in the first step too."""
     run.begin()
-    run.life.peer_failed()
-    run.life.fail(TrainingFailed("no"))
-    assert not run.life.stop.exits_on_sigterm
+    stop, said = run.life.stop, run.said
+    monkeypatch.setattr(os, "_exit", lambda code: said.append("cut off"))
+    stop.on_first_signal = lambda: said.append("acknowledged")
+    stop.install()
+    try:
+        stop.enable_immediate_stop()
+        run.life.fail(TrainingFailed("no"))
+        run.life.peer_failed()  # a thread may notice it late
+        signal.raise_signal(signal.SIGTERM)
+        time.sleep(1.5)  # `ImmediateStop` raises in this thread after a second
+    finally:
+        stop.uninstall()
+    assert not {"cut off", "acknowledged"} & set(said)
 
 
 def test_failure_of_a_different_rank_is_written_from_a_thread(run: Run) -> None:

@@ -55,7 +55,9 @@ class StopRequest:
         self._deadline: float | None = None
         self._reason: str | None = None
         self.exits_on_sigterm = False
-        """True after another rank has failed: SIGTERM then ends the process at once, as it may hang in a collective."""
+        """True after another rank has failed: SIGTERM then ends the process at once, as it may hang in a collective.
+        Has no effect after `ignore_requests`."""
+        self._ignores_requests = False
         self.on_first_signal: Callable[[], None] | None = None
         """Called once, in the handler of the first signal, to acknowledge the request."""
         self.is_acknowledged = False
@@ -83,6 +85,11 @@ class StopRequest:
         if self.immediate_stop is not None:
             self.immediate_stop.cancel()
 
+    def ignore_requests(self) -> None:
+        """From now on, let only a second Ctrl-C end this process, because it is about to end by itself."""
+        self.disable_immediate_stop()
+        self._ignores_requests = True
+
     def uninstall(self) -> None:
         self.disable_immediate_stop()
         for number, handler in self._previous.items():
@@ -109,7 +116,7 @@ class StopRequest:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.immediate_stop is not None and self.immediate_stop.on_signal(signal.Signals(number).name):
             return
-        if number == signal.SIGTERM and self.exits_on_sigterm:
+        if number == signal.SIGTERM and self.exits_on_sigterm and not self._ignores_requests:
             os._exit(EXIT_FAILED)
         if number == signal.SIGINT and self._signal == "SIGINT":
             if self.on_second_interrupt is not None:
@@ -119,7 +126,7 @@ class StopRequest:
             with contextlib.suppress(OSError, ValueError):  # stderr may be gone
                 faulthandler.dump_traceback(all_threads=True)
         is_first, self._signal = self._signal is None, signal.Signals(number).name
-        if is_first and self.on_first_signal is not None:
+        if is_first and self.on_first_signal is not None and not self._ignores_requests:
             self.is_acknowledged = True
             self.on_first_signal()
 

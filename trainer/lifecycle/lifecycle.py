@@ -233,11 +233,11 @@ class Lifecycle:
             else:
                 self._folder.release()
             return
+        self.stop.ignore_requests()  # the launcher sends SIGTERM if another rank ends before the failure is recorded
         self._watchdog.explain(error)
         self._watchdog.stop()
         self._forecast.explain(error)
         first_failure = self._world.announce_failure(error)
-        self.stop.exits_on_sigterm = False  # this thread does not hang, and what follows must not be cut off
         self._saver.wait(self._config.run.timeout_s)  # let a save in flight finish
         self._saver.quarantine_since(self._state.skips.failed_since)
         if isinstance(error, UserError) and self.phase != "running":

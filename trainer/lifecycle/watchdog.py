@@ -13,7 +13,7 @@ another rank's evaluation, save or profile gets that rank's limit.  There is no 
 loop's code between steps; but if another rank is already waiting inside a step, that step's limit applies.
 
 Limitations: a process that is suspended or never releases Python's GIL cannot report.  Its rank is still named, because
-it does not respond.  If it is rank 0, no table is printed: every other rank prints its own status, reports that
+it does not respond.  If it is rank 0, there is no combined table: every other rank prints its own status, reports that
 rank 0 does not answer, and exits.  If the process group was initialized by the caller, there is no store for messages:
 each rank reports only on itself and does not exit.
 
@@ -56,9 +56,9 @@ _ANSWER_S, _VERDICT_S = 6.0, 15.0
 """`_ANSWER_S`: seconds that rank 0 waits for the other ranks' reports, and later for them to read its verdict.
 `_VERDICT_S`: seconds that the other ranks wait for the verdict."""
 _GRACE_S, _SAVE_GRACE_S = 3.0, 60.0
-"""Maximum waits before this process exits, in seconds.  `_GRACE_S` applies to recording the failure, to the flight
-recorder's dump, and on ranks other than 0 to rank 0's report of the failure; `_SAVE_GRACE_S` to a save in flight that
-is not stuck."""
+"""How long this process waits before it exits, in seconds: up to `_GRACE_S` for the failure to be recorded, as long for
+the flight recorder's dump, and up to `_SAVE_GRACE_S` for a save in flight that is not stuck.  Ranks other than
+0 then wait `_GRACE_S` more, for rank 0 to record and print the failure."""
 _SUSPENDED_S = 5.0
 """If two consecutive checks are more than this many seconds apart, the process is assumed to have been suspended."""
 _MAX_FRAMES = 12

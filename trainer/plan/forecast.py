@@ -6,6 +6,7 @@ import math
 import statistics
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import cached_property
 
@@ -239,7 +240,12 @@ class Forecast:
         if is_out_of_memory(error):
             traceback_place = self._write_traceback(error)
             report = print_stderr if self._world.size > 1 else getattr(error, "add_note", print_stderr)
-            self._world.once("explain", lambda: report(self._explanation(error, traceback_place)))
+
+            def report_parts() -> None:
+                for text in self._explanation(error, traceback_place):
+                    report(text)
+
+            self._world.once("explain", report_parts)
 
     def _write_traceback(self, error: BaseException) -> str:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"
@@ -250,12 +256,14 @@ class Forecast:
             return "above"
         return f"in {path}"
 
-    def _explanation(self, error: BaseException, traceback_place: str) -> str:
+    def _explanation(self, error: BaseException, traceback_place: str) -> Iterator[str]:
+        """Yield what happened, then what would fit, which takes seconds to compute."""
         rank = f"rank {self._world.rank}: " if self._world.size > 1 else ""
         first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
         lines = [f"out of memory: {rank}{first_line}", f"(the traceback is {traceback_place})"]
         if self.plan is None:
-            return "\n".join([*lines, f"no plan to compare with: {self.failure_reason}"])
+            yield "\n".join([*lines, f"no plan to compare with: {self.failure_reason}"])
+            return
         if self._world.device.type == "cuda":
             allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
             lines.append(
@@ -265,7 +273,8 @@ class Forecast:
         if self.plan.fits:
             memory_gib = self.plan.machine.memory_gib
             lines.append(f"less than {memory_gib:.2f} GiB was available: other processes use memory, or a limit is set")
-        return "\n".join([*lines, *self._remedies(self.plan)])
+        yield "\n".join(lines)
+        yield "\n".join(self._remedies(self.plan))
 
     def _remedies(self, plan: Plan) -> list[str]:
         """Return changes that need at least a tenth less memory than the plan, since the run as planned did not fit."""
