@@ -293,9 +293,9 @@ DEFECTS: list[Defect] = [
     Defect(
         "advice-scrolled-away",
         "out-of-memory",
-        "Forecast._explanation",
-        'return "\\n".join([*lines, *self._remedies(self.plan)])',
-        'return "\\n".join([*self._remedies(self.plan), *lines])',
+        "Forecast.explain",
+        "for text in self._explanation(error, traceback_place):",
+        "for text in reversed([*self._explanation(error, traceback_place)]):",
     ),
     Defect(
         "plan-fits-whatever",
