@@ -256,10 +256,12 @@ def declare(default: Any, meaning: str, **limits: Any) -> Any:
     """Return the dataclass field of one configuration key, with its default, its help text and its limits.
 
     limits: `at_least`, `above`, `at_most` and `below` for numbers.  `aliases` maps other names of values to the values
-        that messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.  `free=True`
-        marks a model field that only affects training, such as dropout: it may differ from the value that the model in
-        `train.init_from` was trained with.
+        that messages suggest: {"gpu": "cuda"}.  `form` describes valid values if the type alone does not.
+        `training_only=True` marks a model field that only affects training, such as dropout: it may differ from the
+        value that the model in `train.init_from` was trained with.
     """
+    if "free" in limits:
+        limits["training_only"] = limits.pop("free")  # the old name; remove in the next release
     return field(default=default, metadata={"meaning": meaning, **limits})
 
 
@@ -271,26 +273,26 @@ class BalanceConfig:
     """
 
     balance: float = declare(
-        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, free=True
+        0.0, "coefficient of the load-balancing loss over the global batch; 0: none", at_least=0, training_only=True
     )
     balance_shares: Literal["exact", "last"] = declare(
         "exact",
         "fractions of tokens routed to each expert, as used in that loss: `exact`, those of this step, which takes one "
         "more forward pass per micro-batch if there are several; `last`, those of the previous step, at no cost",
-        free=True,
+        training_only=True,
     )
     balance_rate: float | None = declare(
         None,
         "amount by which each expert's bias changes after a step, to even out the experts' load; 0: constant biases; "
         "null: no biases",
         at_least=0,
-        free=True,
+        training_only=True,
     )
     sequence_balance: float = declare(
-        0.0, "coefficient of the load-balancing loss within each sequence; 0: none", at_least=0, free=True
+        0.0, "coefficient of the load-balancing loss within each sequence; 0: none", at_least=0, training_only=True
     )
     z_loss: float = declare(
-        0.0, "coefficient of the squared log-sum-exp of the router's logits; 0: none", at_least=0, free=True
+        0.0, "coefficient of the squared log-sum-exp of the router's logits; 0: none", at_least=0, training_only=True
     )
 
     @property

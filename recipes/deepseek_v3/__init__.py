@@ -16,7 +16,7 @@ from .huggingface import HUGGINGFACE
 def flops(config: DeepseekV3Config, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; if documents are masked, the mean length of a token's document.
+    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
     """
     dim, num_heads, value_dim = config.dim, config.num_heads, config.value_dim
     queries = num_heads * config.head_dim

@@ -16,7 +16,7 @@ class DeepseekV3Config(BalanceConfig):
         0.0,
         "amount by which each expert's bias changes after a step, to even out the experts' load; 0: constant biases",
         at_least=0,
-        free=True,
+        training_only=True,
     )
     vocab_size: int = declare(257, "size of the vocabulary", at_least=1, at_most=2**31 - 1)
     dim: int = declare(192, "width of the residual stream", at_least=1, at_most=2**20)
@@ -56,8 +56,8 @@ class DeepseekV3Config(BalanceConfig):
     )
     rope_mscale: float = declare(
         1.0,
-        "YaRN: coefficient for scaling RoPE's cosines and sines, relative to the scaling by rope_mscale_all_dim; if "
-        "either coefficient is 0, cosines and sines have YaRN's default scale",
+        "YaRN: RoPE's cosines and sines are scaled by m(rope_mscale) / m(rope_mscale_all_dim), where m(x) is "
+        "0.1 x ln(rope_factor) + 1; if either is 0, by m(1)",
         at_least=0,
     )
     rope_mscale_all_dim: float = declare(

@@ -14,7 +14,7 @@ from .huggingface import HUGGINGFACE
 def flops(config: GPT2Config, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; if documents are masked, the mean length of a token's document.
+    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
     """
     matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
     return 6.0 * (matrices + config.num_layers * config.dim * seq_len)

@@ -22,13 +22,13 @@ class GPT2Config:
         "dropout on both residual branches; also the default for embedding_dropout and attention_dropout",
         at_least=0,
         below=1,
-        free=True,
+        training_only=True,
     )
     embedding_dropout: float | None = declare(
-        None, "dropout on embeddings; null: model.dropout", at_least=0, below=1, free=True
+        None, "dropout on embeddings; null: model.dropout", at_least=0, below=1, training_only=True
     )
     attention_dropout: float | None = declare(
-        None, "dropout on attention weights; null: model.dropout", at_least=0, below=1, free=True
+        None, "dropout on attention weights; null: model.dropout", at_least=0, below=1, training_only=True
     )
     norm_eps: float = declare(1e-5, "epsilon of LayerNorm", above=0)
     init_std: float = declare(

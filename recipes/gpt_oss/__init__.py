@@ -16,7 +16,7 @@ from .huggingface import HUGGINGFACE
 def flops(config: GptOssConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus attention.
 
-    seq_len: the number of tokens that attention spans; if documents are masked, the mean length of a token's document.
+    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
     """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim

@@ -19,18 +19,18 @@ from trainer.recipe import declare
 class HfConfig:
     """The configuration of a model that transformers builds: its folder, its config.json, and a few settings."""
 
-    path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", free=True)
+    path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", training_only=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
         None,
         "attention implementation; null: sdpa if the model supports it",
-        free=True,
+        training_only=True,
         aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
     )
     fresh: bool = declare(
         False,
         "start from random weights; for a folder without weights, the default is true, except for fine-tuning (chats, "
         "preferences, LoRA)",
-        free=True,
+        training_only=True,
     )
     config: dict[str, Any] = field(
         default_factory=dict, metadata={"meaning": "the content of config.json; read from the folder, not a setting"}

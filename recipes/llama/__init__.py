@@ -26,7 +26,7 @@ def units(model: nn.Module) -> list[str | tuple[str, ...]]:
 def flops(config: LlamaConfig, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; if documents are masked, the mean length of a token's document.
+    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.  The causal mask halves the score matrix.
     """

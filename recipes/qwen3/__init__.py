@@ -23,7 +23,7 @@ def units(model: Any) -> list[str | tuple[str, ...]]:
 def flops(config: Qwen3Config, seq_len: float) -> float:
     """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; if documents are masked, the mean length of a token's document.
+    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
     """
     attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
     matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size

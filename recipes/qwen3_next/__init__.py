@@ -20,7 +20,7 @@ def flops(config: Qwen3NextConfig, seq_len: float) -> float:
     recurrence: each token reads the state with its key, writes to the state, and reads the state with its query.  The
     additional matmuls of the chunked computation are not counted.
 
-    seq_len: the number of tokens that attention spans; if documents are masked, the mean length of a token's document.
+    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
     """
     num_attention = config.num_layers // config.attention_every
     num_delta = config.num_layers - num_attention

@@ -95,7 +95,9 @@ def free_fields(model: type, allowed: Iterable[str]) -> set[str]:
     These are the fields declared `free`, which only affect training, and the fields whose keys are in `allowed`.
     """
     allowed = set(allowed)
-    return {f.name for f in dataclasses.fields(model) if f.metadata.get("free") or f"model.{f.name}" in allowed}
+    return {
+        f.name for f in dataclasses.fields(model) if f.metadata.get("training_only") or f"model.{f.name}" in allowed
+    }
 
 
 def read_declared_model(folder: str | Path, recipe: Recipe, setting: str) -> DeclaredModel | None:

@@ -40,8 +40,7 @@ class Callback:
 
     Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
     callbacks in the same order and call them at the same points, so hooks may be collective.  The exceptions are
-    `end_fit` and `end_loop`, which a failed rank calls without the others.  `end_` hooks are called in the reverse
-    order of the callbacks.
+    `end_fit` and `end_loop`, which a failed rank calls without the others.  `end_` hooks are called in reverse order.
     """
 
     def start_note(self, step: int) -> str:
@@ -52,9 +51,9 @@ class Callback:
         """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
 
     def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, even if it raised an exception, unless a `begin_fit` did.
+        """Called when `Trainer.fit` ends, even with an exception.  Must not be collective.
 
-        Must not be collective.
+        Not called if the `begin_fit` of any callback has raised an exception.
         """
 
     def begin_step(self, step: int) -> None:

@@ -53,7 +53,7 @@ class ConsoleWriter(RecordWriter):
         """Status bar label until the first step has completed, such as `compiling`; empty for none."""
 
     def start(self, summary: Mapping[str, str]) -> None:
-        """Print the summary at the start of the run.  summary: maps topics to texts."""
+        """Print the summary at the start of the run.  summary: the text for each topic."""
         self._screen.show_summary({printable(topic): printable(text) for topic, text in summary.items()})
 
     def write(self, record: Record) -> None:

@@ -23,7 +23,7 @@ _MAX_PADDING = 1 / 8
 class Division:
     """How a tensor is divided among `parts` x `expert` ranks of the shard axis.
 
-    Dimension 0 is divided among the ranks of an expert group, which are `expert` consecutive ranks.  Then dimension
+    Dimension 0 is divided among the ranks of an expert group: `expert` consecutive ranks.  Then dimension
     `dim` of each piece is divided among the `parts` groups.  If `ranks_per_matrix` is above 1, the tensor is a stack
     (N, rows, columns) of fewer matrices than there are ranks, and each matrix is instead split by rows among that many
     consecutive ranks.

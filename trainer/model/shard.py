@@ -54,9 +54,9 @@ def apply_sharding(
 
     The block settings are float8, activation checkpointing, activation offloading and compilation.  The mesh is
     (shard,) or (replicate, shard).  Parameters become DTensors, sharded on dimension 0 or, where that would need a lot
-    of padding, on another dimension (`placement.divide`).  A stack of fewer matrices than ranks is sharded by the rows
-    of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` returns True, the
-    model keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an
+    of padding, on another dimension (`placement.divide`).  A stack with fewer matrices than there are ranks is sharded
+    along the rows of each matrix (`row_shards`).  On the meta device nothing is allocated.  If `is_unsharded` returns
+    True, the model keeps plain parameters; call `trainer.model.gradients.replicate` once they have values.  With an
     `expert_mesh`, the experts' parameters are sharded on that mesh.  `split_mesh` splits the last axis of a mesh in
     two.  Returns the units, in the order of `find_units`.
 

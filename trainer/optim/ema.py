@@ -3,7 +3,7 @@
 Each rank averages its own shards, element by element in float32, so the average is the same on any mesh and needs no
 communication.  It starts as a copy of the weights after the first step; skipped steps do not change it.
 
-Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; as an exponential average,
+Source: Polyak and Juditsky 1992, "Acceleration of stochastic approximation by averaging"; for the exponential variant,
 torch.optim.swa_utils.
 """
 
@@ -21,14 +21,14 @@ from trainer.model.parameters import local
 class WeightAverage:
     """The exponential moving average of a model's trainable parameters.  With a decay of 0, it averages nothing."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, is_evaluated: bool = True) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, use_for_eval: bool = True) -> None:
         """Allocate the average; the first step sets it.
 
         parameters: the trainable parameters, by name.
         decay: the weight of the old average in each update.
-        is_evaluated: whether evaluations use the average.
+        use_for_eval: whether evaluations use the average.
         """
-        self._decay, self._is_evaluated = decay, is_evaluated
+        self._decay, self._use_for_eval = decay, use_for_eval
         self.parameters = dict(parameters) if decay else {}
         """The averaged parameters, by name."""
         self.averages = {
@@ -43,7 +43,7 @@ class WeightAverage:
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
-        `is_finite` is None if the step was not checked.  The first call copies the weights in any case.  No
+        `is_finite` is None if the step was not checked.  The first call always copies the weights.  No
         collectives, and no host sync unless parameters are offloaded to the CPU.
         """
         if not self.has_started:
@@ -75,7 +75,7 @@ class WeightAverage:
         The weights are copied so that they can be restored.  This does not raise peak memory, since no gradients
         exist at that time.  No-op before the first step, and if evaluations do not use the average.
         """
-        if not (self.has_started and self._is_evaluated):
+        if not (self.has_started and self._use_for_eval):
             yield
             return
         saved = [parameter.clone() for parameter, _ in self._pairs()]

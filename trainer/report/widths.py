@@ -1,4 +1,4 @@
-"""Generates the page of a coordinate check: how the magnitude of activations depends on a model's width."""
+"""Generates the report page for a coordinate check: how the magnitude of activations depends on a model's width."""
 
 from __future__ import annotations
 
