@@ -899,12 +899,9 @@ def test_storage_never_responds(place: str, rank: int, mode: str, tmp_path: Path
     arguments = with_(f"checkpoint.mode={mode}", base=arguments)
     run = start(tmp_path / "run", *arguments, ranks=2, fault=fault)
     assert run.wait() == [1, 1], run.stderr
-    doing = {"write": "writing", "publish": "publishing", "begin": "making"}[place]
+    doing = {"write": "writing", "publish": "publishing", "begin": "creating"}[place]
     assert f"watchdog: rank {rank} made no progress in save of step" in run.stderr
-    hung = re.search(rf"{doing} {run.folder}/checkpoints/step_(\d+)", run.stderr)
-    assert hung, run.stderr
-    # The second save: that of step 8, or of a later step if the first one was still in progress then.
-    assert int(hung[1]) in range(8, 200, 4)
+    assert f"{doing} {run.folder}/checkpoints/step_00000008" in run.stderr
     assert "Traceback" not in run.stderr
     assert json.loads((run.folder / "status.json").read_text())["state"] == "failed"
     again = start(tmp_path / "run", *with_("train.steps=12"), ranks=2)
