@@ -166,8 +166,8 @@ def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: Sha
                 "export": [str(run), str(tmp_path / f"out{number}")],
                 "generate": [str(run), "--prompt", "def ", "--max-tokens", "2"],
                 "checkpoints": [str(run), "--verify", "--json"],
-                "evaluate": [str(run), "--json"],
-                "evaluate nproc=2": [str(run), "--json", "nproc=2"],
+                "evaluate": [str(run), "--json", "eval.steps=2"],
+                "evaluate nproc=2": [str(run), "--json", "eval.steps=2", "nproc=2"],
             }[command]
             logs = tmp_path / f"logs{number}"
             logs.mkdir()
