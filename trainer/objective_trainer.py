@@ -123,11 +123,7 @@ class ObjectiveTrainer(Trainer):
         needs = self.config.objective.needs
         with loss_mode(self.config):
             outputs = super().loss(batch)  # each row's loss, (R,), or its scores at the last target, (R, outputs)
-        if outputs.shape[:1] != batch["tokens"].shape[:1]:  # not computed with the functions of trainer.loss
-            name, objective = self.recipe.name, self.config.train.objective
-            rule = f"recipe {name!r} sums the loss over all rows itself, but {objective} needs the loss of each row"
-            fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
-            raise setting_error("train.objective", objective, rule, fix=fix)
+        self._check_rows(batch, outputs)
         return ObjectiveInputs(
             logps=torch.empty(0) if "scores" in needs else -outputs,
             lengths=(batch["targets"] != IGNORE).sum(1).clamp(min=1),
@@ -147,6 +143,14 @@ class ObjectiveTrainer(Trainer):
             logps_R = -find_loss(self.reference)(batch)
             reshard(self.reference)
             return logps_R
+
+    def _check_rows(self, batch: Batch, values: torch.Tensor) -> None:
+        """Raise UserError if the model did not compute its loss with the functions of trainer.loss."""
+        if values.shape[:1] != batch["tokens"].shape[:1]:
+            name, objective = self.recipe.name, self.config.train.objective
+            rule = f"recipe {name!r} sums the loss over all rows itself, but {objective} needs the loss of each row"
+            fix = "compute it with trainer.linear_cross_entropy, or have the model return logits"
+            raise setting_error("train.objective", objective, rule, fix=fix)
 
     def _sample_mask(self, batch: Batch) -> torch.Tensor:
         """Return a mask of the samples whose first row has targets, (S,); padding has none."""

@@ -371,7 +371,7 @@ class Trainer:
         if restored is not None:
             self.schedule.zero_after_end = self.state.zero_after_end
             self.step_metrics.discard_pending_step()
-            self.saver.record_saved(self.state, self.resume.is_own_checkpoint)
+            self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
             self.stop_criterion.after_load(self.resume.is_own_checkpoint)
             if has_changed(self.config, restored.config_yaml, "data.tokenizer", "data.chat_template"):
                 store_tokenizer(self.model_files, self.config, self.world)

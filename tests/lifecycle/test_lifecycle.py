@@ -253,6 +253,16 @@ def test_launcher_does_not_cut_off_a_rank_that_records_its_failure(run: Run, mon
     assert not {"cut off", "acknowledged"} & set(said)
 
 
+def test_run_that_is_tried_again_after_a_user_error_heeds_requests(run: Run) -> None:
+    acknowledged: list[bool] = []
+    with pytest.raises(UserError), run.life.running():
+        raise UserError("no such checkpoint")
+    run.life.stop.on_first_signal = lambda: acknowledged.append(True)
+    with run.life.running():
+        signal.raise_signal(signal.SIGTERM)
+    assert acknowledged == [True]
+
+
 def test_failure_of_a_different_rank_is_written_from_a_thread(run: Run) -> None:
     run.begin()
     (listener,) = run.world.failure_listeners

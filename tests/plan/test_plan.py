@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -636,8 +637,9 @@ def test_explanation_does_not_wait_for_the_end_of_a_rank(
     size: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With several ranks it is printed at once: the failure of another rank may end this one at any moment."""
-    world = SimpleNamespace(size=size, rank=0, once=lambda name, work: work(), device=torch.device("cpu"))
-    forecast = Forecast(SimpleNamespace(run_dir=tmp_path), MeshShape(1, size), world)  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(run_dir=tmp_path)
+    world: Any = SimpleNamespace(size=size, rank=0, once=lambda name, work: work(), device=torch.device("cpu"))
+    forecast = Forecast(config, MeshShape(1, size), world)
     forecast.plan = None
     error = MemoryError()
     forecast.explain(error)

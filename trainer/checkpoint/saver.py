@@ -190,14 +190,18 @@ class Saver:
         self.schedule.policy.update(history)
         return self.schedule.policy.describe()
 
-    def record_saved(self, state: TrainState, is_saved: bool) -> None:
-        """Record whether this state is in a checkpoint of this run, so that it need not be saved.  Not collective."""
-        self._saved_key = self._state_key(state) if is_saved else None
+    def record_loaded(self, state: TrainState, is_own: bool) -> None:
+        """Record that a checkpoint was loaded; if it is this run's own, it need not be saved again.  Not collective."""
+        self._saved_key = self._state_key(state) if is_own else None
 
     @property
     def storage(self) -> str:
         """The folder or URL of the checkpoints."""
         return str(self._checkpoints.storage)
+
+    def forget_saved(self) -> None:
+        """Record that the saved checkpoints are lost, so that the current state is saved again.  Not collective."""
+        self._saved_key = None
 
     @property
     def expected_save_s(self) -> float:
@@ -250,8 +254,7 @@ class Saver:
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
-        self._watchdog.saving_since = time.monotonic()
-        self._watchdog.save_stage = lambda: self._checkpoints.stage
+        self._watchdog.begin_save(lambda: self._checkpoints.stage)
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
@@ -262,7 +265,7 @@ class Saver:
         """
         with self._watchdog.during("save"):
             result = self._checkpoints.take_result(has_ended)
-        self._watchdog.saving_since = None
+        self._watchdog.end_save()
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
             every_s = self.schedule.policy.every_s

@@ -69,7 +69,8 @@ class StopRequest:
         """Ends the process within seconds of a signal while nothing needs saving; None if never enabled."""
 
     def install(self) -> None:
-        """Install the signal handlers, unless they are installed already."""
+        """Install the signal handlers, unless they are installed already, and heed requests again."""
+        self._ignores_requests = False
         if threading.current_thread() is threading.main_thread() and not self._previous:
             for number in caught_signals():
                 self._previous[number] = signal.signal(number, self._on_signal)
@@ -86,7 +87,7 @@ class StopRequest:
             self.immediate_stop.cancel()
 
     def ignore_requests(self) -> None:
-        """From now on, let only a second Ctrl-C end this process, because it is about to end by itself."""
+        """Until the next `install`, let only a second Ctrl-C end this process, because it is about to end by itself."""
         self.disable_immediate_stop()
         self._ignores_requests = True
 

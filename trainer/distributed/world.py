@@ -274,6 +274,15 @@ class World(Channel):
         self.first_failure = None if first_failure == message else first_failure
         return self.first_failure
 
+    def remember_failure(self) -> None:
+        """Fetch the failure that another rank has announced, while the store still exists.
+
+        If rank 0 hosts the store and exits first, the main thread of this rank fails with a misleading error.
+        """
+        if (store := self.timed_store) is not None:
+            with contextlib.suppress(RuntimeError):
+                self.first_failure = store.get(FAILURE)
+
     def leave_store(self) -> None:
         """Stop using the store, before all ranks exit because of the same user error.
 

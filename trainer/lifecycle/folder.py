@@ -1,8 +1,8 @@
 """Manages the run folder: its owner, configuration and status, and the files of earlier attempts.
 
 If the folder is deleted, renamed or replaced during the run, the run saves its state in another one and ends
-(`Relocation`).  Of these files rank 0 writes its run's, once the settings have been validated, and a launcher those of
-ranks that have exited (`record_end`).
+(`Relocation`).  Only rank 0 writes these files, once the settings have been validated; if its ranks could not record
+how the run ended, the launcher does (`record_end`).
 """
 
 from __future__ import annotations
@@ -150,10 +150,7 @@ class RunFolder:
                 lock.follow(loss.moved_to)
             else:
                 lock.release()
-                suffixes = (f"-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-                paths = (loss.folder.with_name(loss.folder.name + suffix) for suffix in suffixes)
-                unused_path = next(path for path in paths if not path.exists())
-                lock = self._locks[index] = FolderLock(unused_path, loss.setting)
+                lock = self._locks[index] = FolderLock(_rescue_folder(loss.folder), loss.setting)
                 lock.acquire()
             checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
             if checkpoint_dir is not None and loss.folder.absolute() in (checkpoint_dir, *checkpoint_dir.parents):
@@ -244,6 +241,12 @@ def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator
     except OSError as error:
         where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
+
+
+def _rescue_folder(folder: Path) -> Path:
+    """Return an unused path next to `folder`, for the state of a run that has lost this folder."""
+    names = (f"{folder.name}-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
+    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 _RETRY_PAUSES_S = (0.2, 1.0)

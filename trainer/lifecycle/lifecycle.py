@@ -198,7 +198,7 @@ class Lifecycle:
         outcome = "its state is not saved"
         if saves and step:
             if not had_moved:  # the last save was in the lost folder
-                self._saver.record_saved(self._state, False)
+                self._saver.forget_saved()
             self._saver.save_final(self._state)
             outcome = f"the state of step {step} is in {self._saver.storage}"
         raise self._relocation.final_error(outcome)

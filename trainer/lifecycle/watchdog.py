@@ -43,7 +43,6 @@ from torch.utils._pytree import tree_leaves
 from trainer.config import RunConfig
 from trainer.distributed import exchange
 from trainer.distributed.channel import TimedStore
-from trainer.distributed.failure_watch import FAILURE
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILED, PeerFailed, print_stderr
 from trainer.metrics.callbacks import Callback
@@ -85,10 +84,7 @@ class Watchdog(Callback):
     def __init__(self, world: World, config: RunConfig) -> None:
         self._world, self._limits, self._folder = world, config.run, config.run_dir
         self._save_limit_s = config.checkpoint.timeout_s
-        self.saving_since: float | None = None
-        """When the background save started, by `time.monotonic`; None without one.  Set by the saver."""
-        self.save_stage: Callable[[], str] = str
-        """Returns what the background save is doing now.  Set by the saver."""
+        self._save_stage: Callable[[], str] = str
         self.phase, self.since, self.num_phases_entered, self.step = "start", time.monotonic(), 0, 0
         self.observers: list[Callable[[str], None]] = []
         """Functions that are called with each phase that this rank enters, by the thread that enters it."""
@@ -96,6 +92,7 @@ class Watchdog(Callback):
         """Number of completed reports.  Each report uses its own keys in the store."""
         self._limit: _Limit | None = None
         self._num_steps = 0
+        self._saving_since: float | None = None
         self._main_thread = 0
         self._stop_event, self._has_reported = threading.Event(), threading.Event()
         self._timed_out = ""
@@ -154,6 +151,14 @@ class Watchdog(Callback):
         finally:
             self._limit = None
 
+    def begin_save(self, stage: Callable[[], str]) -> None:
+        """Record that a background save has started.  `stage()` returns what it is doing now."""
+        self._saving_since, self._save_stage = time.monotonic(), stage
+
+    def end_save(self) -> None:
+        """Record that the background save has ended."""
+        self._saving_since = None
+
     def begin_forward(self) -> None:
         """Record a forward pass, which restarts the current limit: in an evaluation, each pass counts as progress."""
         if self.phase in STEP_PHASES:
@@ -200,12 +205,12 @@ class Watchdog(Callback):
     def _extend_limits(self, seconds: float) -> None:
         if self._limit is not None:
             self._limit = replace(self._limit, expires=self._limit.expires + seconds)
-        if self.saving_since is not None:
-            self.saving_since += seconds
+        if self._saving_since is not None:
+            self._saving_since += seconds
 
     def _describe_expired_limit(self) -> str:
         """Describe the expired limit; empty if none has expired."""
-        limit, saving_since, save_limit_s = self._limit, self.saving_since, self._save_limit_s
+        limit, saving_since, save_limit_s = self._limit, self._saving_since, self._save_limit_s
         if limit is not None and time.monotonic() > limit.expires:
             return f"no progress within {limit.key}, {limit.seconds:g} s"
         has_expired = saving_since is not None and time.monotonic() > saving_since + save_limit_s
@@ -274,9 +279,7 @@ class Watchdog(Callback):
         elif rank == 0:
             self._end(describe_stragglers(reason, statuses), verdict == "stuck")
         else:
-            # If rank 0 hosts the store and exits first, this rank's main thread fails with a misleading error.
-            with suppress(RuntimeError):
-                self._world.first_failure = store.get(FAILURE)
+            self._world.remember_failure()
             self._exit(verdict == "stuck")
 
     def _gather(self, store: TimedStore) -> list[RankStatus]:
@@ -336,15 +339,15 @@ class Watchdog(Callback):
             if saving_frame is not None:
                 phase, since, stack = (
                     "save",
-                    self.saving_since or since,
-                    [self.save_stage(), *_stack_lines(saving_frame)],
+                    self._saving_since or since,
+                    [self._save_stage(), *_stack_lines(saving_frame)],
                 )
                 is_within_limit = time.monotonic() < since + save_limit_s
         elif (
             saving_frame is not None and main_frame is not None and main_frame.f_code.co_filename == threading.__file__
         ):
             is_waiting = _is_in_a_collective(saving_frame)
-            stack = [*stack, f"and the thread that saves, {self.save_stage()}, at", *_stack_lines(saving_frame)]
+            stack = [*stack, f"and the thread that saves, {self._save_stage()}, at", *_stack_lines(saving_frame)]
         return RankStatus(
             rank=self._world.rank,
             phase=phase,

@@ -272,12 +272,10 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     total = base_flops + _flops_of_adapters(model, model_config)
     if all(parameter.requires_grad for parameter in model.parameters()):
         return total
-    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
-    # An embedding table counts only if a head shares it, and then only in `Recipe.flops`.
-    counted = others if recipe.flops is not None else others - tables
     adapter_ids, numel = {id(parameter) for parameter in _adapter_parameters(model)}, num_weights(model)
-    matrices = [p for p in model.parameters() if id(p) in counted and id(p) not in adapter_ids and p.ndim >= 2]
+    matrices = [
+        p for p in _matmul_weights(model, with_tied_tables=recipe.flops is not None) if id(p) not in adapter_ids
+    ]
     # In a mixture of experts, a token uses only a fraction of the weights.
     used_fraction = min(1.0, base_flops / (6.0 * sum(numel[id(p)] for p in matrices)))
     before_first_trained = {id(p) for p in takewhile(lambda parameter: not parameter.requires_grad, model.parameters())}
@@ -288,3 +286,11 @@ def flops_per_token(recipe: Recipe, model_config: Any, model: nn.Module, seq_len
     blocks_before = [block for block in blocks if all(id(p) in before_first_trained for p in block.parameters())]
     attention_before = attention * len(blocks_before) / max(1, len(blocks))
     return total - 2.0 * used_fraction * (frozen + without_backward) - 2.0 / 3.0 * attention_before
+
+
+def _matmul_weights(model: nn.Module, with_tied_tables: bool) -> list[nn.Parameter]:
+    """Return the matrices that tokens are multiplied by; an embedding table counts only if a head shares it."""
+    tables = {id(p) for m in model.modules() if isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    others = {id(p) for m in model.modules() if not isinstance(m, nn.Embedding) for p in m.parameters(recurse=False)}
+    ids = others if with_tied_tables else others - tables
+    return [p for p in model.parameters() if id(p) in ids and p.ndim >= 2]

@@ -71,20 +71,21 @@ def apply_row_shards(module: FSDPModule, shards: RowShards) -> None:
     for group in fsdp_param_groups(module) if shards else ():
         for sharded in group.fsdp_params:
             shard = shards.get((id(sharded._module_info.module), sharded._module_info.param_name))
-            if shard is None:
-                continue
-            rows, mesh = shard.rows, shard.mesh
-            placements = (*[Replicate()] * (mesh.ndim - 2), Shard(0), Shard(1))
-            parameter = DTensor.from_local(
-                rows, mesh, placements, run_check=False, shape=shard.shape, stride=shard.stride
-            )
-            sharded.sharded_size = sharded.padded_sharded_param_size = rows.size()
-            sharded.contiguous_sharded_stride = rows.stride()
-            sharded._sharding_spec = parameter._spec
-            sharded.sharded_param = nn.Parameter(parameter, requires_grad=sharded.sharded_param.requires_grad)
-            sharded._setattr_on_modules(sharded.sharded_param)
-            sharded.reset_sharded_param()  # registers the new storage, in pinned memory if parameters are offloaded
-            sharded.__class__ = _RowShardedParam
+            if shard is not None:
+                _replace_shard(sharded, shard)
+
+
+def _replace_shard(sharded: FSDPParam, shard: RowShard) -> None:
+    rows, mesh = shard.rows, shard.mesh
+    placements = (*[Replicate()] * (mesh.ndim - 2), Shard(0), Shard(1))
+    parameter = DTensor.from_local(rows, mesh, placements, run_check=False, shape=shard.shape, stride=shard.stride)
+    sharded.sharded_size = sharded.padded_sharded_param_size = rows.size()
+    sharded.contiguous_sharded_stride = rows.stride()
+    sharded._sharding_spec = parameter._spec
+    sharded.sharded_param = nn.Parameter(parameter, requires_grad=sharded.sharded_param.requires_grad)
+    sharded._setattr_on_modules(sharded.sharded_param)
+    sharded.reset_sharded_param()  # registers the new storage, in pinned memory if parameters are offloaded
+    sharded.__class__ = _RowShardedParam
 
 
 class _RowShardedParam(FSDPParam):

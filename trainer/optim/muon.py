@@ -353,6 +353,14 @@ def _shard_axis(parameter: torch.Tensor) -> int | None:
     return axes[0] if axes else None
 
 
+def _division_of(parameter: torch.Tensor) -> Division:
+    division = division_of(parameter)
+    if division is None:
+        rule = f"a parameter of shape {tuple(parameter.shape)} is sharded in an unknown way"
+        raise setting_error("optim.name", "muon", rule, "adamw")
+    return division
+
+
 class _Bucket:
     """Matrices exchanged together.  Each rank derives the layout of all messages from the owners.
 
@@ -400,14 +408,7 @@ class _Layout(Ownership):
 
     def __init__(self, parameters: Sequence[torch.Tensor], matrices: Sequence[Matrix], bucket_numel: float) -> None:
         self.mesh = _Mesh(parameters[0])
-        shapes = [tuple(p.shape) for p in parameters]
-        divisions = []
-        for parameter, shape in zip(parameters, shapes, strict=True):
-            division = division_of(parameter)
-            if division is None:
-                rule = f"a parameter of shape {shape} is sharded in an unknown way"
-                raise setting_error("optim.name", "muon", rule, "adamw")
-            divisions.append(division)
+        shapes, divisions = [tuple(p.shape) for p in parameters], [_division_of(p) for p in parameters]
         super().__init__(shapes, divisions, matrices, self.mesh.replicate, self.mesh.shard, bucket_numel)
         self.buckets = [
             _Bucket([matrix for matrix, _ in bucket], [owner for _, owner in bucket], self) for bucket in self.owned

@@ -190,7 +190,7 @@ def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe
 def layout_of(config: RunConfig, trace: Trace, mesh: MeshShape, attended_length: float) -> Layout:
     """Return the layout of the units of `trace` on `mesh`, according to `config`.
 
-    attended_length: see `Probe`.
+    attended_length: see `Probe.attended_length`.
     """
     fsdp = config.fsdp
     setting = fsdp.reshard_after_forward

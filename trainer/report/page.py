@@ -191,8 +191,7 @@ def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> s
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
     rows = []
     for key in differing:
-        per_run = [values.get(key, "") for values in settings]
-        texts = ["null" if v is None else str(v).lower() if isinstance(v, bool) else str(v) for v in per_run]
+        texts = [_format_setting(values.get(key, "")) for values in settings]
         cells = [
             escape(text)
             if len(text) <= _LONG_SETTING
@@ -360,6 +359,11 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], num_text: int)
         f"<tr>{''.join(f'<td{side}>{cell}</td>' for side, cell in zip(sides, row, strict=True))}</tr>" for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _format_setting(value: Any) -> str:
+    """Return a value as YAML spells it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _summary_row(number: int, name: str, run: RecordedRun) -> list[str]:

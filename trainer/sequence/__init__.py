@@ -5,7 +5,7 @@ A model that uses only these functions to mix tokens and to compute positions ke
 `causal_convolution` reset their state at the start of each document, and `positions` restarts from 0.  If no
 `documents` are given, each row is treated as one document.  Such a model also supports context parallelism, where each
 rank holds a slice of every sequence: the model is called with the slice, and these functions still take the full
-sequence into account. `apply_by_document` separates the documents for any other causal layer, but does not support
+sequence into account.  `apply_by_document` separates the documents for any other causal layer, but does not support
 slices.
 
 Shape suffixes: B batch, T time, N query heads, K key and value heads, H head size.

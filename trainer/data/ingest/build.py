@@ -35,7 +35,7 @@ from trainer.data.ingest.encode import (
     DocumentSplitter,
     Engine,
     TokenizationMismatch,
-    check_same_ids,
+    check_sample,
     find_engine,
     find_reference,
 )
@@ -384,8 +384,6 @@ def _run_worker(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: C
 
 CHECK_INTERVAL_BYTES = 1 << 26
 """Bytes of a unit's text between two checks of the engine against the reference."""
-_MAX_COMPARED_TEXTS, _COMPARED_BYTES = 8, 1024
-"""Maximum number of texts to compare in such a check, and of bytes from the start of each."""
 
 
 class UnitWriter:
@@ -464,10 +462,7 @@ class UnitWriter:
         Raises TokenizationMismatch if they differ.
         """
         if self._bytes_until_check <= 0:
-            if self._engine is not self._job.reference and texts:
-                sample = texts[:: -(-len(texts) // _MAX_COMPARED_TEXTS)]
-                starts = [text[:_COMPARED_BYTES].decode(errors="ignore").encode() for text in sample]
-                check_same_ids(self._engine, self._job.reference, starts)
+            check_sample(self._engine, self._job.reference, texts)
             self._bytes_until_check = CHECK_INTERVAL_BYTES
         self._bytes_until_check -= sum(map(len, texts))
 

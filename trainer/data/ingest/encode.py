@@ -27,6 +27,9 @@ from trainer.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer
 IdsAndCounts: TypeAlias = "tuple[NDArray[np.integer[Any]], NDArray[np.int64]]"
 """The concatenated ids of several texts, and the number of ids of each text."""
 
+_MAX_SAMPLES, _SAMPLE_BYTES = 8, 1024
+"""Maximum number of texts that `check_sample` compares, and of bytes that it uses from the start of each."""
+
 
 class TokenizationMismatch(Exception):
     """An engine gives different ids from the reference, or cannot encode with this tokenizer at all."""
@@ -49,7 +52,7 @@ def find_engine(tokenizer: Tokenizer) -> Engine:
         for make in (_Gigatoken, _Tiktoken):
             with contextlib.suppress(ImportError, TokenizationMismatch, ValueError, KeyError, RuntimeError, TypeError):
                 engine = make(tokenizer, reference)
-                check_same_ids(engine, reference, _probe_texts(tokenizer))
+                _compare(engine, reference, _probe_texts(tokenizer))
                 return engine
     return reference
 
@@ -59,8 +62,15 @@ def find_reference(tokenizer: Tokenizer) -> Engine:
     return _TokenizersEngine(tokenizer) if isinstance(tokenizer, FileTokenizer) else _ByteEngine(tokenizer)
 
 
-def check_same_ids(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
-    """Raise TokenizationMismatch if an engine gives different ids from the reference."""
+def check_sample(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
+    """Raise TokenizationMismatch if an engine differs from the reference on the beginnings of some of the `texts`."""
+    if engine is not reference and texts:
+        sample = texts[:: -(-len(texts) // _MAX_SAMPLES)]
+        starts = [text[:_SAMPLE_BYTES].decode(errors="ignore").encode() for text in sample]
+        _compare(engine, reference, starts)
+
+
+def _compare(engine: Engine, reference: Engine, texts: Sequence[bytes]) -> None:
     (ids, counts), (expected_ids, expected_counts) = engine.encode(texts), reference.encode(texts)
     if not np.array_equal(counts, expected_counts) or not np.array_equal(ids, expected_ids):
         raise TokenizationMismatch(f"{engine.name} gives different ids from {reference.name}")
@@ -335,12 +345,11 @@ class DocumentSplitter:
             return MAX_PIECE_BYTES
         if not searched_to:
             for start in (max(0, MAX_PIECE_BYTES - _SEARCH_BYTES), 0):
-                piece = text[start:MAX_PIECE_BYTES].decode(errors="surrogateescape")  # may start or end in a character
                 for pattern in self._boundary_patterns:
-                    if end := max((match.end() for match in pattern.finditer(piece)), default=0):
-                        return start + len(piece[:end].encode(errors="surrogateescape"))
+                    if end := _last_match_end(pattern, text[start:MAX_PIECE_BYTES]):
+                        return start + end
         start = max(MAX_PIECE_BYTES, searched_to) - 8
-        remainder = text[start:].decode(errors="surrogateescape")
+        remainder = text[start:].decode(errors="surrogateescape")  # may start or end within a character
         matches = (pattern.search(remainder) for pattern in self._boundary_patterns)
         ends = [match.end() for match in matches if match]
         return start + len(remainder[: min(ends)].encode(errors="surrogateescape")) if ends else 0
@@ -363,6 +372,13 @@ class DocumentSplitter:
         if _always_splits(library, ((left, f" {right}") for left, right in itertools.product(_LETTERS, _LETTERS))):
             patterns.append(_BEFORE_SPACE)
         return patterns
+
+
+def _last_match_end(pattern: re.Pattern[str], text: bytes) -> int:
+    """Return the byte offset at which the last match ends, or 0.  `text` may start or end within a character."""
+    decoded = text.decode(errors="surrogateescape")
+    last_end = max((match.end() for match in pattern.finditer(decoded)), default=0)
+    return len(decoded[:last_end].encode(errors="surrogateescape"))
 
 
 def _example_characters(extra_characters: str) -> list[str]:
