@@ -828,7 +828,7 @@ class Pass:
 
     name: str
     function: Any
-    """`function(config, resolution) -> config`, or "package.module:function" if it needs the data or the device."""
+    """`function(config, resolution) -> config`; or "package.module:function" if imported only when needed."""
     stage: Stage
     reason: str
     for_stored: bool = False

@@ -237,11 +237,7 @@ class Ownership:
         """The matrices of each bucket with their owners."""
 
     def _local_numel(self, matrix: Matrix, s: int) -> int:
-        (first, last), (top, bottom), (left, right) = self._boxes[matrix.parameter][s]
-        if not first <= matrix.expert < last:
-            return 0
-        num_rows = min(matrix.start + matrix.rows, bottom) - max(matrix.start, top)
-        return max(0, num_rows) * (right - left)
+        return self.piece_of(0, matrix, s).numel
 
     def piece_of(self, number: int, matrix: Matrix, s: int) -> Piece:
         """Return the piece of a matrix on rank `s` of a replica.  number: the index of the matrix in its bucket."""
