@@ -53,6 +53,18 @@ def test_templates_are_rendered_as_transformers_renders_them(tmp_path: Path) -> 
         assert encoder.encode(Conversation(case.messages, case.tools)).ids.tolist() == ids, name
 
 
+def test_a_token_that_the_file_lists_under_two_ids_has_the_one_it_is_encoded_as(tmp_path: Path) -> None:
+    folder = write_tokenizer(tmp_path / "model", CHATML)
+    expected = ChatTokenizer(str(folder)).added_tokens
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"] += [{**token, "id": token["id"] + 100} for token in content["added_tokens"]]
+    path.write_text(json.dumps(content))
+    tokenizer = ChatTokenizer(str(folder))
+    assert tokenizer.added_tokens == expected
+    assert all(tokenizer.encode(text)[0].tolist() == [token_id] for text, token_id in expected.items())
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Rejected conversations
 

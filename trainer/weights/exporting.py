@@ -618,11 +618,11 @@ def _add_tokenizer_config(files: Mapping[str, bytes], tokenizer: str, end_id: in
     try:
         content = json.loads(files[TOKENIZER])
         vocab = content["model"]["vocab"]
-        ids = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        added = [(token["content"], token["id"]) for token in content.get("added_tokens", ())]
     except (ValueError, KeyError, TypeError) as error:
         raise setting_error("tokenizer", tokenizer, f"is not a Hugging Face tokenizer.json ({error!r})") from error
-    ids = (vocab if isinstance(vocab, dict) else {}) | ids
-    end_token = next((text for text, number in ids.items() if number == end_id), None)
+    tokens = [*(vocab.items() if isinstance(vocab, dict) else ()), *added]
+    end_token = next((text for text, token_id in tokens if token_id == end_id), None)
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from trainer.data.chat.formats import BadChat, Completion, Conversation, Sample
 from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, RenderedChat
-from trainer.data.tokenizer import Tokenizer, find_tokenizer, tokenizer_file
+from trainer.data.tokenizer import FileTokenizer, Tokenizer, find_tokenizer, tokenizer_file
 from trainer.stopping import raise_if_stop_requested
 
 
@@ -356,10 +356,11 @@ class ChatTokenizer:
             # A post-processor may exclude white space from the tokens' spans.  It would also add special tokens, which
             # the template already writes.
             self._content["post_processor"] = None
-        added = self._content.get("added_tokens", ())
-        self.added_tokens: dict[str, int] = {token["content"]: token["id"] for token in added}
+        # The library's ids: a file may list one token twice, and then the library keeps the id that the vocabulary has.
+        added = self.plain.library.get_added_tokens_decoder() if isinstance(self.plain, FileTokenizer) else {}
+        self.added_tokens: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         """The id of each token that is not ordinary text, such as the end-of-turn token."""
-        special = [token["content"] for token in added if token.get("special")]
+        special = [token.content for token in added.values() if token.special]
         self._special_tokens = sorted(filter(None, special), key=len, reverse=True)  # the longest one must match
         self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
 
