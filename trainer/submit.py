@@ -5,11 +5,12 @@
     meshtrainer submit local recipe=llama_small                      run here, by default on all GPUs
     meshtrainer submit slurm --dry-run recipe=llama3_8b > my.sbatch  only print the job
 
-On a cluster, --nodes sets the number of nodes.  By default, it is computed from the mesh in the settings if its size is
-fixed; otherwise it is the smallest power of two for which the planner predicts that the run fits in memory (1 with
-run.device=cpu).
-Settings are checked before the job is submitted.  A job on a cluster saves a checkpoint when the cluster announces that
-it will end the job, and resumes from that checkpoint.
+On a cluster, --nodes sets the number of nodes.  Without it, mesh.replicate and mesh.shard determine the number if both
+are fixed.  Otherwise it is the smallest power of two at which the planner predicts that the run fits in memory, or 1
+with run.device=cpu.
+
+Settings are checked before the job is submitted.  A cluster job saves a checkpoint when it is warned of a preemption or
+of its time limit, and resumes from that checkpoint when the cluster starts it again.
 """
 
 from __future__ import annotations
@@ -43,22 +44,21 @@ from trainer.recipe import add_working_directory_to_sys_path
 
 _USAGE = "usage: meshtrainer submit slurm|k8s|local recipe=NAME [section.key=value ...]"
 _MAX_NODES = 512
-"""The largest number of nodes to try if the number is determined neither by --nodes nor by the mesh."""
+"""The largest number of nodes that the planner tries if neither --nodes nor the mesh determines the number."""
 
 
 @dataclass(frozen=True)
 class ClusterJob:
-    """A run as a cluster job: the arguments of `trainer.run`, and the resources that the run needs."""
+    """What is needed to submit a run: the arguments of `trainer.run`, and the resources of the cluster job."""
 
     name: str
     arguments: Sequence[str]
     """Arguments of `trainer.run`: the recipe and the overrides, including run.dir except in a job array."""
     num_nodes: int
-    gpus: int
-    """GPUs per node; 0 for a run on CPUs."""
+    gpus_per_node: int
+    """0 for a run on CPUs."""
     ranks_per_node: int
-    cpus: int
-    """CPUs per rank."""
+    cpus_per_rank: int
     time: str
     """Time limit, HH:MM:SS."""
     python: str
@@ -80,12 +80,12 @@ def batch_file(job: ClusterJob, array: str = "", setup: Sequence[str] = (), extr
     """
     name = re.sub(r"[^\w.+-]+", "-", job.name)
     resources = f"--nodes={job.num_nodes} --ntasks-per-node={job.ranks_per_node}"
-    resources += f" --gpus-per-node={job.gpus}" if job.gpus else ""
+    resources += f" --gpus-per-node={job.gpus_per_node}" if job.gpus_per_node else ""
     lines = [
         "#!/usr/bin/env bash",
         f"#SBATCH --job-name={name}",
         *([f"#SBATCH --array={array}"] if array else []),
-        f"#SBATCH {resources} --cpus-per-task={job.cpus}",
+        f"#SBATCH {resources} --cpus-per-task={job.cpus_per_rank}",
         f"#SBATCH --time={job.time} --signal=B:USR1@300",
         f"#SBATCH --requeue --open-mode=append --output={'%x-%A_%a.log' if array else '%x-%j.log'}",
         *(f"#SBATCH {option}" for option in job.scheduler_options),
@@ -126,7 +126,9 @@ def job_set(job: ClusterJob, pod: Pod) -> dict[str, Any]:
         f"exec torchrun --nnodes={job.num_nodes} --nproc-per-node={job.ranks_per_node} --rdzv-backend=c10d "
         f'--rdzv-id="{name}-$ATTEMPT" --rdzv-endpoint={name}-node-0-0.{name}:29500 -m trainer.run "$@"'
     )
-    limits: dict[str, Any] = {"nvidia.com/gpu": job.gpus} if job.gpus else {"cpu": job.ranks_per_node * job.cpus}
+    limits: dict[str, Any] = (
+        {"nvidia.com/gpu": job.gpus_per_node} if job.gpus_per_node else {"cpu": job.ranks_per_node * job.cpus_per_rank}
+    )
     attempt = "metadata.labels['jobset.sigs.k8s.io/restart-attempt']"
     container = {
         "name": "trainer",
@@ -286,9 +288,9 @@ def make_job(options: argparse.Namespace, arguments: Arguments, volume: str | No
         name=config.run.name,
         arguments=[f"recipe={arguments.recipe}", f"run.dir={folder}", *other_overrides],
         num_nodes=num_nodes,
-        gpus=gpus,
+        gpus_per_node=gpus,
         ranks_per_node=ranks,
-        cpus=options.cpus,
+        cpus_per_rank=options.cpus,
         time=options.time,
         python=options.python,
         scheduler_options=options.option,

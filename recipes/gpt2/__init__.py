@@ -12,12 +12,12 @@ from .huggingface import HUGGINGFACE
 
 
 def flops(config: GPT2Config, seq_len: float) -> float:
-    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per matmul parameter, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
+    seq_len: sequence length; with document masking, the average length of the document that a token belongs to.
     """
-    matrices = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
-    return 6.0 * (matrices + config.num_layers * config.dim * seq_len)
+    matmul_params = config.num_layers * 12 * config.dim**2 + config.dim * config.vocab_size
+    return 6.0 * (matmul_params + config.num_layers * config.dim * seq_len)
 
 
 register(

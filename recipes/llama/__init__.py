@@ -24,17 +24,18 @@ def units(model: nn.Module) -> list[str | tuple[str, ...]]:
 
 
 def flops(config: LlamaConfig, seq_len: float) -> float:
-    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per matmul parameter, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
+    seq_len: sequence length; with document masking, the average length of the document that a token belongs to.
 
     Source: Chowdhery et al. 2022, arXiv:2204.02311, appendix B.  The causal mask halves the score matrix.
     """
     head_dim = config.dim // config.num_heads
-    attention = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
-    scores = config.num_layers * 2 * config.dim * seq_len / 2
-    return 6.0 * (matrices + scores)
+    attention_params = config.dim * head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
+    layer_params = attention_params + 3 * config.dim * config.ffn_dim
+    matmul_params = config.num_layers * layer_params + config.dim * config.vocab_size
+    attention_matmuls = config.num_layers * 2 * config.dim * seq_len / 2
+    return 6.0 * (matmul_params + attention_matmuls)
 
 
 register(

@@ -21,14 +21,15 @@ def units(model: Any) -> list[str | tuple[str, ...]]:
 
 
 def flops(config: Qwen3Config, seq_len: float) -> float:
-    """Return model FLOPs per token for forward and backward: 6 per matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per matmul parameter, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
+    seq_len: sequence length; with document masking, the average length of the document that a token belongs to.
     """
-    attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
-    matrices = config.num_layers * (attention + 3 * config.dim * config.ffn_dim) + config.dim * config.vocab_size
-    scores = config.num_layers * config.num_heads * config.head_dim * seq_len
-    return 6.0 * (matrices + scores)
+    attention_params = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    layer_params = attention_params + 3 * config.dim * config.ffn_dim
+    matmul_params = config.num_layers * layer_params + config.dim * config.vocab_size
+    attention_matmuls = config.num_layers * config.num_heads * config.head_dim * seq_len
+    return 6.0 * (matmul_params + attention_matmuls)
 
 
 register(

@@ -13,16 +13,16 @@ from .huggingface import HUGGINGFACE
 
 
 def flops(config: Qwen3MoeConfig, seq_len: float) -> float:
-    """Return model FLOPs per token for forward and backward: 6 per active matrix weight, plus causal attention.
+    """Return model FLOPs per token for forward and backward: 6 per active matmul parameter, plus causal attention.
 
-    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
+    seq_len: sequence length; with document masking, the average length of the document that a token belongs to.
     """
-    attention = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
-    experts = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
-    matrices = config.num_layers * (attention + experts) + config.dim * config.vocab_size
-    # Two matmuls, queries by keys and weights by values; the causal mask halves both.
-    scores = config.num_layers * config.num_heads * config.head_dim * seq_len
-    return 6.0 * (matrices + scores)
+    attention_params = 2 * config.dim * config.head_dim * (config.num_heads + config.num_kv_heads)
+    moe_params = config.num_experts * config.dim + 3 * config.num_chosen * config.dim * config.expert_dim
+    matmul_params = config.num_layers * (attention_params + moe_params) + config.dim * config.vocab_size
+    # Two matmuls: QK^T, and the attention probabilities times V.  The causal mask halves both.
+    attention_matmuls = config.num_layers * config.num_heads * config.head_dim * seq_len
+    return 6.0 * (matmul_params + attention_matmuls)
 
 
 register(

@@ -14,24 +14,26 @@ from .huggingface import HUGGINGFACE
 
 
 def flops(config: Qwen3NextConfig, seq_len: float) -> float:
-    """Return model FLOPs per token in training: 6 per active matrix weight, plus attention and the delta rule.
+    """Return model FLOPs per token in training: 6 per active matmul parameter, plus attention and the delta rule.
 
     Since attention is causal, only half of each of its two matmuls is counted.  The delta rule is counted as a
     recurrence: each token reads the state with its key, writes to the state, and reads the state with its query.  The
     additional matmuls of the chunked computation are not counted.
 
-    seq_len: the number of tokens that attention spans; with document masking, the mean length of a token's document.
+    seq_len: sequence length; with document masking, the average length of the document that a token belongs to.
     """
     num_attention = config.num_layers // config.attention_every
     num_delta = config.num_layers - num_attention
-    attention = config.dim * config.head_dim * (3 * config.num_heads + 2 * config.num_kv_heads)
+    attention_params = config.dim * config.head_dim * (3 * config.num_heads + 2 * config.num_kv_heads)
     keys, values = config.delta_key_heads * config.delta_key_dim, config.delta_heads * config.delta_value_dim
-    delta = config.dim * (2 * keys + 3 * values + 2 * config.delta_heads) + config.conv_width * (2 * keys + values)
-    experts = (config.num_experts + 1 + 3 * config.num_chosen * config.expert_dim + 3 * config.shared_dim) * config.dim
-    matrices = num_attention * attention + num_delta * delta + config.num_layers * experts
-    scores = num_attention * config.num_heads * config.head_dim * seq_len
+    delta_params = config.dim * (2 * keys + 3 * values + 2 * config.delta_heads)
+    delta_params += config.conv_width * (2 * keys + values)
+    moe_params = config.dim * (config.num_experts + 1)
+    moe_params += 3 * config.dim * (config.num_chosen * config.expert_dim + config.shared_dim)
+    matmul_params = num_attention * attention_params + num_delta * delta_params + config.num_layers * moe_params
+    attention_matmuls = num_attention * config.num_heads * config.head_dim * seq_len
     states = num_delta * 3 * values * config.delta_key_dim
-    return 6.0 * (matrices + config.dim * config.vocab_size + scores + states)
+    return 6.0 * (matmul_params + config.dim * config.vocab_size + attention_matmuls + states)
 
 
 register(

@@ -28,10 +28,10 @@ from trainer.config import (
     check_config,
     compare_configs,
     declared_keys,
-    find_mesh_shape,
     has_changed,
     recipe_description,
     recipe_files,
+    resolve_mesh_shape,
     type_name,
 )
 from trainer.config.rules import compiles_blocks
@@ -333,13 +333,13 @@ def test_mesh(
 ) -> None:
     mesh = MeshSection(replicate, shard)
     if expected:
-        shape = find_mesh_shape(mesh, world_size, local_world_size)
+        shape = resolve_mesh_shape(mesh, world_size, local_world_size)
         assert (shape.replicate, shape.shard) == expected
-        assert shape.is_hybrid == (expected[0] > 1)
+        assert shape.has_replicas == (expected[0] > 1)
     else:
         with pytest.raises(UserError) as refused:
-            find_mesh_shape(mesh, world_size, local_world_size)
-        find_mesh_shape(as_advised(mesh, str(refused.value)), world_size, local_world_size)  # the advice is legal
+            resolve_mesh_shape(mesh, world_size, local_world_size)
+        resolve_mesh_shape(as_advised(mesh, str(refused.value)), world_size, local_world_size)  # the advice is legal
 
 
 def as_advised(mesh: MeshSection, message: str) -> MeshSection:
@@ -355,7 +355,7 @@ def test_mesh_is_exactly_as_requested_or_rejected() -> None:
         (1, 2, 6, 8), (1, 2), range(-2, 9), [*range(-2, 9), "node"]
     ):
         try:
-            shape = find_mesh_shape(MeshSection(replicate, shard), world_size, local)
+            shape = resolve_mesh_shape(MeshSection(replicate, shard), world_size, local)
         except UserError:
             continue
         num_legal += 1
@@ -501,11 +501,11 @@ EVEN = [(8, 8, 4), (8, 4, 4), (8, 2, 4), (12, 12, 4), (3, 3, 3), (4, 1, 2)]
 
 @pytest.mark.parametrize(("ranks", "shard", "local"), EVEN)
 def test_mesh_that_divides_evenly_into_nodes(ranks: int, shard: int, local: int) -> None:
-    assert MeshShape(ranks // shard, shard).advice(local) == ""
+    assert MeshShape(ranks // shard, shard).straddling_warning(local) == ""
 
 
 def test_mesh_that_shards_unevenly_across_nodes_gets_a_warning() -> None:
-    assert "mesh.shard=6 does not divide evenly into nodes of 4 ranks" in MeshShape(2, 6).advice(4)
+    assert "mesh.shard=6 does not divide evenly into nodes of 4 ranks" in MeshShape(2, 6).straddling_warning(4)
 
 
 UNEVEN = [
@@ -518,12 +518,12 @@ UNEVEN = [
 
 @pytest.mark.parametrize(("shape", "local", "words"), UNEVEN)
 def test_warning_says_how_many_nodes_a_shard_group_spans(shape: MeshShape, local: int, words: str) -> None:
-    assert words in shape.advice(local)
+    assert words in shape.straddling_warning(local)
 
 
 def test_shards_within_nodes_are_suggested_only_if_all_nodes_are_full() -> None:
-    assert "mesh.shard=node" in MeshShape(2, 20).advice(8)
-    assert "mesh.shard=node" not in MeshShape(1, 20).advice(8), "20 ranks do not divide into nodes of 8"
+    assert "mesh.shard=node" in MeshShape(2, 20).straddling_warning(8)
+    assert "mesh.shard=node" not in MeshShape(1, 20).straddling_warning(8), "20 ranks do not divide into nodes of 8"
 
 
 def test_every_forbidden_difference_is_listed_at_once() -> None:

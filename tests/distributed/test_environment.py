@@ -11,7 +11,7 @@ import pytest
 
 from trainer import UserError
 from trainer.distributed.environment import (
-    SPAWNED_BY_US,
+    NPROC_VARIABLE,
     Environment,
     check_rendezvous,
     export_slurm_rendezvous,
@@ -41,7 +41,7 @@ def test_no_launcher() -> None:
 
 def test_torchrun() -> None:
     assert find_environment(dict(TORCHRUN)) == Environment("torchrun", 5, 8, 1, 4)
-    assert find_environment(TORCHRUN | {SPAWNED_BY_US: "8"}).launcher == "nproc"
+    assert find_environment(TORCHRUN | {NPROC_VARIABLE: "8"}).launcher == "nproc"
     assert find_environment({"RANK": "1", "WORLD_SIZE": "2"}) == Environment("torchrun", 1, 2, 0, 2)
     assert find_environment(TORCHRUN | SRUN).launcher == "torchrun", "torchrun started by srun"
 

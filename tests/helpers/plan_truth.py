@@ -34,7 +34,7 @@ def fake_model(config: RunConfig, shape: MeshShape) -> Iterator[tuple[nn.Module,
     """Open a fake process group of `shape`, and yield rank 0's sharded model on fake CPU tensors."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=shape.num_ranks)
     try:
-        sizes = (shape.replicate, shape.shard) if shape.is_hybrid else (shape.shard,)
+        sizes = (shape.replicate, shape.shard) if shape.has_replicas else (shape.shard,)
         mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard")[-len(sizes) :])
         model = build_network(config)
         apply_sharding(model, config.recipe, config, mesh)

@@ -19,7 +19,7 @@ import pytest
 
 from tests.helpers.faults import Fault, start
 from trainer import UserError
-from trainer.distributed.environment import SPAWNED_BY_US, START_TIME, record_start_time, take_start_time
+from trainer.distributed.environment import NPROC_VARIABLE, START_TIME, record_start_time, take_start_time
 from trainer.metrics.goodput import Goodput, TimeLedger, compute_goodput
 from trainer.metrics.record import Record
 from trainer.metrics.writers import JsonLines
@@ -167,7 +167,7 @@ def test_start_time_is_that_of_the_command_and_counted_once() -> None:
     env: dict[str, str] = {}
     record_start_time(12.5, env)
     assert (take_start_time(env), take_start_time(env)) == (12.5, None)
-    worker = {SPAWNED_BY_US: "2", START_TIME: "7.25"}
+    worker = {NPROC_VARIABLE: "2", START_TIME: "7.25"}
     record_start_time(12.5, worker)
     assert take_start_time(worker) == 7.25, "a worker began with the command that started it"
 

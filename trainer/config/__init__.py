@@ -14,9 +14,9 @@ from trainer.config.mesh import (
     MeshShape,
     Slices,
     context_choices,
-    find_mesh_shape,
     find_slices,
     resolve_context_method,
+    resolve_mesh_shape,
     smallest_mesh,
 )
 from trainer.config.messages import type_name
@@ -62,7 +62,6 @@ __all__ = [
     "declared_model",
     "expert_parallel_choices",
     "find_deadline",
-    "find_mesh_shape",
     "find_phases",
     "find_slices",
     "has_changed",
@@ -72,6 +71,7 @@ __all__ = [
     "recipe_files",
     "resolve_context_method",
     "resolve_expert_method",
+    "resolve_mesh_shape",
     "smallest_mesh",
     "stored_value",
     "type_name",

@@ -23,7 +23,7 @@ class MeshShape:
     shard: int
 
     @property
-    def is_hybrid(self) -> bool:
+    def has_replicas(self) -> bool:
         """True if there are several replicas, even if each is unsharded."""
         return self.replicate > 1
 
@@ -31,7 +31,7 @@ class MeshShape:
     def num_ranks(self) -> int:
         return self.replicate * self.shard
 
-    def advice(self, local_world_size: int) -> str:
+    def straddling_warning(self, local_world_size: int) -> str:
         """Return a warning if neither `shard` nor `local_world_size` divides the other; otherwise an empty string.
 
         Some shard groups then straddle nodes, and links between nodes are many times slower than those within a node.
@@ -44,12 +44,15 @@ class MeshShape:
         suggestion = "; mesh.shard=node shards within each node" if self.num_ranks % local_world_size == 0 else ""
         return (
             f"mesh.shard={self.shard} does not divide evenly into nodes of {local_world_size} ranks: {groups} "
-            f"{max(spans)} nodes, and all wait for the slowest{suggestion}"
+            f"{max(spans)} nodes, so all ranks wait for the slower links between nodes{suggestion}"
         )
 
 
-def find_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
-    """Return the mesh shape for `world_size` ranks.  Raises UserError for sizes that are illegal or do not fit."""
+def resolve_mesh_shape(mesh: MeshSection, world_size: int, local_world_size: int) -> MeshShape:
+    """Return the mesh shape for `world_size` ranks.
+
+    Raises UserError if a size is invalid, or if the sizes do not multiply to `world_size`.
+    """
     replicate, shard = mesh.replicate, mesh.shard
     if shard == "node":
         if world_size % local_world_size:

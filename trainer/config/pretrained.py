@@ -1,8 +1,8 @@
-"""Converts the config.json of a Hugging Face model folder to a recipe's model fields, and checks the folder's files.
+"""Reads a recipe's model fields from the config.json of a Hugging Face model folder, and checks the folder's files.
 
-The fields are compared with the run's before anything is built, because weights of the same shapes may belong to
-another model, for example one with a different `rope_theta` or number of heads.  `Recipe.hf` says how entries of
-config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
+The fields are compared with the run's configuration before the model is built, because weights of the same shapes may
+belong to another model, for example one with a different `rope_theta` or number of heads.  `Recipe.hf` says how entries
+of config.json correspond to fields, and which values are supported.  This module reads no tensors and does not import
 torch.
 """
 
@@ -26,13 +26,13 @@ from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_
 
 CONFIG_JSON = "config.json"
 
-_UNSUPPORTED_ENTRIES = {
-    "quantization_config": "quantized weights are not supported; convert them first",
-    "compression_config": "compressed weights are not supported; convert them first",
-    "auto_map": "needs custom model code, which is not run here",
+_REJECTED_ENTRIES = {
+    "quantization_config": "quantized weights are not supported; dequantize them first",
+    "compression_config": "compressed weights are not supported; decompress them first",
+    "auto_map": "needs custom model code, which is never run",
 }
-"""Entries of config.json that are not supported, each with the reason.  A recipe can accept some of them
-(`HuggingFace.dropped`); the generic recipe `hf` accepts `auto_map`."""
+"""Entries of config.json for which a folder is rejected, each with the reason, unless the recipe accepts the entry: in
+`HuggingFace.dropped`; the generic recipe `hf` accepts `auto_map`."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:
@@ -56,7 +56,7 @@ def stored_dtype(path: str | Path) -> str | None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Declared models
+# The model that a file next to the weights declares
 
 
 @dataclass(frozen=True)
@@ -466,7 +466,7 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
 
 def check_readable(content: Mapping[str, Any]) -> None:
     """Raise a UserError that names the entry if config.json asks for an unsupported format or for custom code."""
-    for key, rule in _UNSUPPORTED_ENTRIES.items():
+    for key, rule in _REJECTED_ENTRIES.items():
         if content.get(key):
             raise UserError(f"{key}: {rule}")
 

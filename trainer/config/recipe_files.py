@@ -24,7 +24,7 @@ _STARTING_POINT = "the output of python -m trainer.run recipe=llama_small --prin
 
 
 def find_recipe_file(recipe: str) -> Path:
-    """Return the YAML file that `recipe` refers to.  Raises UserError, with a suggestion, if no such file exists."""
+    """Return the YAML file that `recipe` refers to.  Raises UserError if there is none."""
     if not recipe:
         raise setting_error("recipe", recipe, EMPTY_VALUE_PROBLEM, example="llama_small")
     if recipe.endswith((".yaml", ".yml")) and not Path(recipe).is_dir():
@@ -47,7 +47,8 @@ def find_recipe_file(recipe: str) -> Path:
         return Path(recipe) / CONFIG
     if os.sep in recipe:
         fix = f"give a run folder, a path ending in .yaml, or one of {', '.join(sorted(files))}"
-        raise setting_error("recipe", recipe, "no such file or folder", fix=fix)
+        problem = "is neither a .yaml file nor a run folder" if Path(recipe).exists() else "no such file or folder"
+        raise setting_error("recipe", recipe, problem, fix=fix)
     raise choice_error("recipe", recipe, sorted(files), "a path ending in .yaml, a run folder, or one of")
 
 

@@ -29,8 +29,8 @@ from trainer.config.mesh import (
     check_batch,
     check_context,
     context_choices,
-    find_mesh_shape,
     nearest_divisor,
+    resolve_mesh_shape,
     with_context,
 )
 from trainer.config.pretrained import check_single_gguf
@@ -45,7 +45,7 @@ def check_config(config: RunConfig, world_size: int, local_world_size: int) -> M
 
     Raises a UserError that names one setting, the rule that it breaks, and how to fix it.
     """
-    shape = find_mesh_shape(config.mesh, world_size, local_world_size)
+    shape = resolve_mesh_shape(config.mesh, world_size, local_world_size)
     if config.mesh.context == AUTO:  # if there is no valid choice, the checks for context=1 report why
         config = next(iter(context_choices(config, shape, local_world_size)), with_context(config, 1))
     if config.mesh.expert == AUTO:

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 
 from trainer.errors import EXIT_FAILED, UserError, setting_error
 
-SPAWNED_BY_US = "MESHTRAINER_NPROC"
+NPROC_VARIABLE = "MESHTRAINER_NPROC"
 """Environment variable set in the workers that `nproc=N` starts: the parent has printed the start-up notes for them."""
 
 START_TIME = "MESHTRAINER_STARTED"
 """Environment variable with the command's start time, as `metrics.record.uptime` returns it."""
 
-LAUNCHER = "MESHTRAINER_LAUNCHER"
+LAUNCHER_PID_VARIABLE = "MESHTRAINER_LAUNCHER"
 """Environment variable with the launcher's PID, set in the workers that `nproc=N` starts."""
 
 EXPANDABLE = "expandable_segments:True"
@@ -92,7 +92,7 @@ def find_environment(env: MutableMapping[str, str] = os.environ) -> Environment:
         world_size = _read_int(env, "WORLD_SIZE")
         local_world_size = _read_int(env, "LOCAL_WORLD_SIZE", world_size)
         return Environment(
-            launcher="nproc" if SPAWNED_BY_US in env else "torchrun",
+            launcher="nproc" if NPROC_VARIABLE in env else "torchrun",
             rank=_read_int(env, "RANK", below=("WORLD_SIZE", world_size)),
             world_size=world_size,
             local_rank=_read_int(env, "LOCAL_RANK", 0, below=("LOCAL_WORLD_SIZE", local_world_size)),
@@ -147,13 +147,13 @@ def die_with_parent(enabled: bool, env: MutableMapping[str, str] = os.environ) -
     prctl = getattr(ctypes.CDLL(None), "prctl", None) if os.name == "posix" else None
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if enabled else 0)
-    if enabled and env.get(LAUNCHER, str(os.getppid())) != str(os.getppid()):
+    if enabled and env.get(LAUNCHER_PID_VARIABLE, str(os.getppid())) != str(os.getppid()):
         os._exit(EXIT_FAILED)  # the parent is already dead
 
 
 def record_start_time(start_time: float, env: MutableMapping[str, str] = os.environ) -> None:
     """Record the command's start time, for the first Trainer in this process or in each of its workers."""
-    if SPAWNED_BY_US not in env:
+    if NPROC_VARIABLE not in env:
         env[START_TIME] = repr(start_time)
 
 

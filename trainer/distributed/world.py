@@ -180,7 +180,7 @@ class World(Channel):
 
         All ranks must call this.  The axes' process groups get this run's timeout.
         """
-        return self._build_mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.is_hybrid)
+        return self._build_mesh({REPLICATE: shape.replicate, SHARD: shape.shard}, shape.has_replicas)
 
     def build_expert_mesh(self, shape: MeshShape, expert: int) -> DeviceMesh | None:
         """Create the mesh of expert parameters, which are divided among `expert` consecutive ranks; None for one rank.
@@ -191,10 +191,10 @@ class World(Channel):
         if expert == 1:
             return None
         axes = {REPLICATE: shape.replicate, OUTER: shape.shard // expert, EXPERT: expert}
-        return self._build_mesh(axes, shape.is_hybrid)
+        return self._build_mesh(axes, shape.has_replicas)
 
-    def _build_mesh(self, axes: dict[str, int], is_hybrid: bool) -> DeviceMesh:
-        if not is_hybrid:
+    def _build_mesh(self, axes: dict[str, int], has_replicas: bool) -> DeviceMesh:
+        if not has_replicas:
             del axes[REPLICATE]
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)

@@ -1,6 +1,6 @@
-"""Starts `nproc` ranks on this machine through torch's elastic launcher, and reports how the run ended if they cannot.
+"""Starts `nproc` ranks on this machine with torch's elastic launcher; records how the run ended if they could not.
 
-Also redirects the output of a dry run, which stops before the first step, to a temporary folder (`dry_run_config`).
+Also gives a dry run, which stops before the first step, a temporary run folder (`dry_run_config`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from trainer.config import RunConfig
 from trainer.distributed import stop_request
 from trainer.distributed.dead_ranks import describe_killed_ranks
-from trainer.distributed.environment import LAUNCHER, SPAWNED_BY_US, Environment
+from trainer.distributed.environment import LAUNCHER_PID_VARIABLE, NPROC_VARIABLE, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import read_status, record_end
 from trainer.metrics.record import last_step
@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 
-def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
+def spawn(nproc: int, python_arguments: Sequence[str], config: RunConfig) -> int:
     """Start `nproc` workers through torch's elastic launcher, wait for them, and return the run's exit code.
 
-    command: the arguments with which each worker runs the Python interpreter.
+    python_arguments: the arguments of the Python interpreter in each worker.
     """
     import logging
 
@@ -42,9 +42,9 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
     from torch.distributed.launcher.api import elastic_launch
 
     for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers print their own reports
-    os.environ[SPAWNED_BY_US] = str(nproc)
-    os.environ[LAUNCHER] = str(os.getpid())
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report their own errors
+    os.environ[NPROC_VARIABLE] = str(nproc)
+    os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
     _set_shutdown_timeout()
     launch = _launch_config(nproc)
@@ -54,13 +54,14 @@ def spawn(nproc: int, command: Sequence[str], config: RunConfig) -> int:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
     request = stop_request.take_stop_request()
-    request.disable_immediate_stop()  # wait for the ranks to save, however long it takes
+    request.disable_immediate_stop()  # this process must outlive its workers, which may be saving
     try:
-        for number in stop_request.caught_signals():  # until the launcher installs its own handlers
+        # Until the launcher installs its own handlers, in `elastic_launch`.
+        for number in stop_request.caught_signals():
             signal.signal(number, interrupt)
         if request.reason() is not None:
             return EXIT_STOPPED  # the signal came while torch was being imported
-        elastic_launch(launch, sys.executable)(*command)
+        elastic_launch(launch, sys.executable)(*python_arguments)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if deaths := describe_killed_ranks(error.failures):

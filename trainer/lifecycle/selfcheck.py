@@ -106,7 +106,7 @@ def check_shape(world: World, config: RunConfig) -> MeshShape:
     local_world_size = world.env.local_world_size
     shape = world.agreed(lambda: check_config(config, world.size, local_world_size))
     world.agreed(lambda: check_requirements(config, world.device.type))
-    for advice in (shape.advice(local_world_size), advice_on_shards(config, shape)):
+    for advice in (shape.straddling_warning(local_world_size), advice_on_shards(config, shape)):
         if world.is_main and advice:
             warn(advice)
     return shape

@@ -1,8 +1,8 @@
-"""Times each training step, counts good and skipped steps, and writes one record per logged step.
+"""Times each training step, counts applied and skipped steps, and writes one record per logged step.
 
 On a GPU, a step's loss and gradient norm are usually read, and its record is written, only after the next step has been
-queued, so that the device is not idle while the host waits.  They are read immediately in step 1, in a step that may be
-the last, and before an evaluation or a save.  A step is counted and timed when its numbers reach the host.
+queued, so that the device is not idle while the host waits.  They are read without this delay in step 1, in a step that
+may be the last, and before an evaluation or a save.  A step is counted when they are read.
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ if TYPE_CHECKING:
 class Update:
     """The result of one optimizer step, identical on all ranks.
 
-    The loss and gradient norm may still be on their way from the device when the step returns; reading either waits for
-    the transfer.  `num_targets` is the number of targets in the global batch, not counting ignored ones.
+    The loss and gradient norm may still be on their way to the host when `Trainer.train_step` returns; reading either
+    waits for the transfer.  `num_targets` is the number of targets in the global batch, not counting ignored ones.
     """
 
     def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
         self.num_targets = num_targets
-        self._numbers = HostScalars(loss, grad_norm)
+        self._scalars = HostScalars(loss, grad_norm)
 
     def end_time(self, previous: Update | None, previous_end: float) -> float | None:
-        """Return the time, by `time.perf_counter`, at which the device finished the step.  Waits for the device.
+        """Return when the device finished the step, as a time of `time.perf_counter`.  Waits for the device.
 
         Returns None if the loss and the norm were computed on the host: the step then ended when the host finished it.
 
         previous: the previous step; None for the first.
         previous_end: the time at which the previous step ended.
         """
-        return self._numbers.arrived_at(None if previous is None else previous._numbers, previous_end)
+        return self._scalars.arrived_at(None if previous is None else previous._scalars, previous_end)
 
     @property
     def loss(self) -> float:
-        """The loss of the global batch, divided by the sum of `Trainer.count`: by default, the mean over targets."""
-        return self._numbers.read()[0]
+        """The global batch's summed loss divided by its sum of `Trainer.count`: by default, the mean over targets."""
+        return self._scalars.read()[0]
 
     @property
     def grad_norm(self) -> float:
         """The global gradient norm before clipping."""
-        return self._numbers.read()[1]
+        return self._scalars.read()[1]
 
     @property
     def skipped(self) -> bool:
         """True if the loss or the gradient norm was not finite, so the weights were left unchanged."""
-        return not all(map(math.isfinite, self._numbers.read()))
+        return not all(map(math.isfinite, self._scalars.read()))
 
 
 @dataclass
@@ -90,7 +90,7 @@ class _QueuedStep:
 
 
 class StepMetrics:
-    """Times each step, counts good and skipped steps, and writes their records.  Runs identically on all ranks."""
+    """Times each step, counts applied and skipped steps, and writes their records.  Runs identically on all ranks."""
 
     def __init__(self, run: TrainingRun, loader: object) -> None:
         """`loader`: the training loader; epochs are recorded only for a TrainLoader."""

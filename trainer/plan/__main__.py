@@ -40,11 +40,11 @@ from trainer.config import (
     advice_on_shards,
     check_config,
     declared_keys,
-    find_mesh_shape,
     load_config,
     recipe_files,
     resolve_context_method,
     resolve_expert_method,
+    resolve_mesh_shape,
     smallest_mesh,
 )
 from trainer.config.command_line import missing_recipe_error, split_allow_import
@@ -124,7 +124,10 @@ def _plan(arguments: list[str]) -> int:
     for resolve_method in (resolve_context_method, resolve_expert_method):
         config = resolve_method(config, min(num_ranks, machine.rates.ranks_per_node))
     check_sharding(config, mesh.shard)
-    for advice in (mesh.advice(min(num_ranks, machine.rates.ranks_per_node)), advice_on_shards(config, mesh)):
+    for advice in (
+        mesh.straddling_warning(min(num_ranks, machine.rates.ranks_per_node)),
+        advice_on_shards(config, mesh),
+    ):
         if advice:
             print_stderr(f"warning: {advice}")
     try:
@@ -167,7 +170,7 @@ def default_num_ranks(config: RunConfig, machine: Machine) -> int:
     per_node = machine.rates.ranks_per_node
     replicate, shard = config.mesh.replicate, per_node if config.mesh.shard == "node" else config.mesh.shard
     if not isinstance(shard, int) or replicate == 0 or shard == 0:
-        return find_mesh_shape(config.mesh, per_node, per_node).num_ranks
+        return resolve_mesh_shape(config.mesh, per_node, per_node).num_ranks
     if replicate > 0 and shard > 0:
         return replicate * shard
     smallest = smallest_mesh(replace(config, mesh=replace(config.mesh, shard=shard))).num_ranks

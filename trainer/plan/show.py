@@ -98,7 +98,7 @@ def choice_text(choice: PlannedChoice, width: int | None = None) -> str:
 
 def _heading(plan: Plan) -> list[str]:
     config, mesh, machine = plan.config, plan.mesh, plan.machine
-    ranks = f"{mesh.replicate} x {mesh.shard} = {mesh.num_ranks}" if mesh.is_hybrid else f"{mesh.num_ranks}"
+    ranks = f"{mesh.replicate} x {mesh.shard} = {mesh.num_ranks}" if mesh.has_replicas else f"{mesh.num_ranks}"
     size = f"{_format_count(plan.num_parameters)} parameters in {plan.trace.root} units"
     settings = [f"{key.partition('.')[2]} {format_setting(value)}" for key, value in settings_to_show(config).items()]
     batch = f"{plan.num_micro_batches} micro-batches per step, {_format_count(plan.tokens)} token positions"

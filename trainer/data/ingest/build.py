@@ -56,7 +56,7 @@ from trainer.data.ingest.readers import (
 from trainer.data.shards import MANIFEST, SUFFIXES, Shard, ShardError, ShardManifest, ShardWriter, manifest_rows
 from trainer.data.source import sample_content
 from trainer.data.tokenizer import Tokenizer
-from trainer.distributed.environment import LAUNCHER, die_with_parent, find_environment
+from trainer.distributed.environment import LAUNCHER_PID_VARIABLE, die_with_parent, find_environment
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace, sync_folder, verify_checksum, with_checksum
 from trainer.locks import open_lock, remove
@@ -368,7 +368,7 @@ class _Workers:
 def _run_worker(job: BuildJob, path: Path, units: Sequence[BuildUnit], sender: Connection, parent: int) -> None:
     """Build units in a worker, and send the error that occurred, or None, to the parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    die_with_parent(True, {LAUNCHER: str(parent)})
+    die_with_parent(True, {LAUNCHER_PID_VARIABLE: str(parent)})
     error = None
     try:
         with BuildFolder(path) as folder:
