@@ -589,11 +589,10 @@ DEFECTS: list[Defect] = [
     ),
     Defect(
         "blocks-without-experts-repeated",
-        "other-mixtures",
+        "short-plans",
         "_longest_repetition",
         "kinds[n] == kinds[n - period] for n in range(first + period, len(kinds))",
         "kinds[n] == kinds[n - period] for n in range(first + 2 * period + 1, len(kinds))",
-        by_campaign=True,
     ),
     Defect(
         "gradients-of-experts-are-sums",
