@@ -290,16 +290,17 @@ def choice_error(
     return setting_error(key, value, rule, meant=nearest(value, choices) if meant is None else meant)
 
 
+def yaml_scalar(value: object) -> str:
+    """Return a scalar as YAML spells it."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _format(value: object) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_format(item) for item in value) + "]"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_format(key)}: {_format(item)}" for key, item in value.items()) + "}"
-    text = str(masked(str(value)))
+    text = str(masked(yaml_scalar(value)))
     return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[: _MAX_SHOWN_CHARS // 2]}..."
 
 
@@ -492,13 +493,11 @@ _SECRETS_IN_TEXT = tuple(
         rf"(?i)((?:^|[\s'\"])--?[\w-]{{0,40}}(?:{_SECRET_WORD})(?:=|[ \t]+))([^\s'\"$*]+)",
         r"(\b\w{0,40}(?:TOKEN|SECRET|PASSWORD|PASSWD|API_?KEY|ACCESS_KEY)=)([^\s'\"$*&;]{4,})",
         r"((?:^|[\s'\"])(?:-u|--user|--proxy-user)[ \t]*['\"]?[^\s:'\"]+:)([^\s'\"$*]+)",
+        # a token of Hugging Face, GitHub, GitLab, OpenAI, AWS or Slack, or a JSON web token, without a name before it
+        r"()\b(hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}"
+        r"|AKIA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)",
     )
 )
-_SERVICE_TOKEN = re.compile(
-    r"\b(?:hf_[A-Za-z0-9]{16,}|gh[pousr]_[A-Za-z0-9]{16,}|github_pat_\w{16,}|glpat-[\w-]{16,}|sk-[A-Za-z0-9_-]{20,}"
-    r"|AKIA[0-9A-Z]{12,}|xox[abprs]-[\w-]{10,}|eyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]+)"
-)
-"""Tokens of Hugging Face, GitHub, GitLab, OpenAI, AWS and Slack, and JSON web tokens."""
 _SECRET_NAME = re.compile(
     r"(?:^|[._-])(?:token|secret|passw(?:or)?d|passphrase|credentials?|(?:api|access|secret)[-_]?key)$", re.IGNORECASE
 )
@@ -525,14 +524,10 @@ def _mask_text(text: str, secrets: list[str]) -> str:
         secrets.append(match[2])
         return f"{match[1]}{MASK}"
 
-    def mask_all(match: re.Match[str]) -> str:
-        secrets.append(match[0])
-        return MASK
-
     text = _URL.sub(lambda match: _mask_url(match[0], secrets), text)
     for pattern in _SECRETS_IN_TEXT:
         text = pattern.sub(mask, text)
-    return _SERVICE_TOKEN.sub(mask_all, text)
+    return text
 
 
 def _mask_url(url: str, secrets: list[str]) -> str:

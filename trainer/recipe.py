@@ -20,6 +20,7 @@ import types
 import typing
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, cast
 
@@ -250,6 +251,14 @@ class Recipe:
         if isinstance(self.trainer, str):
             return cast("type[TrainerType]", import_object(self.trainer, f"recipe {self.name!r}: trainer"))
         return cast("type[TrainerType]", self.trainer or default)
+
+
+def matches_pattern(name: str, pattern: str) -> bool:
+    """Return whether a module's name matches a pattern of a recipe, in which `*` stays within one part of the name.
+
+    "layers.*" matches the blocks, not the modules inside them.
+    """
+    return name.count(".") == pattern.count(".") and fnmatchcase(name, pattern)
 
 
 def declare(default: Any, meaning: str, **limits: Any) -> Any:

@@ -90,7 +90,7 @@ class Saver:
         self._started_key: tuple[object, ...] | None = None
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
-        """The key of the state that was last saved, or loaded from this run; None if nothing was, or it was lost."""
+        """The key of the state that was last saved, or loaded from this run; None if nothing was."""
         self.longest_save_s = 0.0
         """Duration of the longest save so far, in seconds."""
 
@@ -199,10 +199,6 @@ class Saver:
         """The folder or URL of the checkpoints."""
         return str(self._checkpoints.storage)
 
-    def forget_saved(self) -> None:
-        """Record that the saved checkpoints are lost, so that the current state is saved again.  Not collective."""
-        self._saved_key = None
-
     @property
     def expected_save_s(self) -> float:
         """Expected duration of a save in seconds: the longest so far, or an estimate before the first."""
@@ -242,8 +238,12 @@ class Saver:
             warn(text)
 
     def _state_key(self, state: TrainState) -> tuple[object, ...]:
-        """Return a key that changes with the step, `eval_pending` and, with `checkpoint.keep_best`, the evaluation."""
-        return state.step, state.eval_pending, self._config.keep_best > 0 and tuple(state.evaluation.items())
+        """Return a key that changes with the step, `eval_pending` and, with `checkpoint.keep_best`, the evaluation.
+
+        It also changes when the run moves, since its saved checkpoints are then in the lost folder.
+        """
+        evaluation = self._config.keep_best > 0 and tuple(state.evaluation.items())
+        return state.step, state.eval_pending, evaluation, self._relocation.has_moved
 
     def _is_saved(self, state: TrainState) -> bool:
         return self._saved_key == self._state_key(state)

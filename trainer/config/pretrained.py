@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import gguf_model, hub
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, setting_error, yaml_scalar
 from trainer.files import parse_json, read_json, symlink_target_outside
 from trainer.recipe import HuggingFace, Recipe, all_recipes, check_number, find_recipe, union_members
 
@@ -82,7 +82,7 @@ class DeclaredModel:
         }
         if mismatches:
             lines = [
-                str(setting_error(key, current, f"{self.where} says {_format(value)}", value))
+                str(setting_error(key, current, f"{self.where} says {yaml_scalar(value)}", value))
                 for key, (current, value) in mismatches.items()
             ]
             allow = f"  to allow the difference: checkpoint.allow_changes=[{','.join(mismatches)}]"
@@ -488,7 +488,3 @@ def _as_lists(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _as_lists(item) for key, item in value.items()}
     return [_as_lists(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-
-def _format(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)

@@ -58,14 +58,12 @@ class MaskedSource(TokenSource):
     """
 
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
-        super().__init__(shards, seq_len)
+        num_targets = sum(shard.info.num_tokens - shard.info.num_documents for shard in shards)
+        super().__init__(shards, seq_len, num_targets)
         self._index = DocumentIndex(shards)
 
     def __len__(self) -> int:
         return -(-(self._shard_starts[-1] - 1) // self.seq_len)
-
-    def _count_targets(self) -> int:
-        return self._shard_starts[-1] - sum(shard.info.num_documents for shard in self.shards)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, with `documents` and `positions` (int32); see `Source.batch`."""
@@ -98,15 +96,12 @@ class PackedSource(TokenSource):
     def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
         self._is_masked = data.arrangement == "masked"
         self._rows = load_row_layout(shards, data.seq_len, packs, content or sample_content(shards), data.cache_dir)
-        super().__init__(shards, data.seq_len)
+        super().__init__(shards, data.seq_len, self._rows.totals.targets)
         if self._is_masked and len(self):
             self.attended = self._rows.totals.squares / (len(self) * self.seq_len)
 
     def __len__(self) -> int:
         return len(self._rows)
-
-    def _count_targets(self) -> int:
-        return self._rows.totals.targets
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         if index < 0:
@@ -114,9 +109,6 @@ class PackedSource(TokenSource):
         first = int(self._rows.ends[index - 1]) if index else 0
         pieces: list[tuple[int, int]] = self._rows.pieces[first : int(self._rows.ends[index])].tolist()
         return pieces
-
-    def _starts_of(self, indices: Sequence[int]) -> None:
-        """Return None, since rows are assembled from pieces."""
 
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples; see `Source.read_tokens`."""

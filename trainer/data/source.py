@@ -239,14 +239,15 @@ class TokenSource(Source):
     warnings = ""
     """Warnings about documents that were skipped when the text was tokenized, one line per reason, or ""."""
 
-    def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
+    def __init__(self, shards: Sequence[Shard], seq_len: int, num_targets: int | None = None) -> None:
+        """num_targets: the number of targets; None for all tokens but the first."""
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
         self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
         self.is_local = not any(shard.is_remote for shard in shards)
         self._can_hold_unknown_ids = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
-        self.num_targets = self._count_targets()
+        self.num_targets = self._shard_starts[-1] - 1 if num_targets is None else num_targets
         num_bytes = sum(shard.info.num_bytes for shard in shards)
         if self.num_targets and num_bytes:  # unknown (0) for tokens from other tools
             self.bytes_per_token = num_bytes / self.num_targets
@@ -258,9 +259,6 @@ class TokenSource(Source):
         fraction = self.num_targets / max(1, num_tokens)
         counts = f"{num_tokens:,} tokens, {fraction:.1%} of them are targets"
         return f"{counts}\n{self.warnings}" if self.warnings else counts
-
-    def _count_targets(self) -> int:
-        return self._shard_starts[-1] - 1
 
     def __len__(self) -> int:
         return -(-self.num_targets // self.seq_len)
@@ -296,25 +294,20 @@ class TokenSource(Source):
         """Return tokens and targets of the samples at `indices`, both (len(indices), seq_len)."""
         sample_indices: list[int] = np.asarray(indices, dtype=np.int64).tolist()
         assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
-        starts = self._starts_of(sample_indices)
-        if starts is not None:
-            rows = self._read_rows(sample_indices, starts, self.seq_len + 1)
+        pieces_by_row = [self._pieces_of(index) for index in sample_indices]
+        # Fast if each sample is a full, contiguous window.
+        if all([count for _, count in pieces] == [self.seq_len] for pieces in pieces_by_row):
+            rows = self._read_rows(sample_indices, [pieces[0][0] for pieces in pieces_by_row], self.seq_len + 1)
             return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         tokens, targets = (np.empty((len(sample_indices), self.seq_len), np.int64) for _ in range(2))
-        for row, index in enumerate(sample_indices):
+        for row, (index, pieces) in enumerate(zip(sample_indices, pieces_by_row, strict=True)):
             filled = 0
-            for start, count in self._pieces_of(index):
+            for start, count in pieces:
                 piece = self._read_rows([index], [start], count + 1)[0]
                 tokens[row, filled : filled + count], targets[row, filled : filled + count] = piece[:-1], piece[1:]
                 filled += count
             tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE
         return tokens, targets
-
-    def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
-        """Return the position of each sample's first token if all are full, contiguous windows; otherwise None."""
-        if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self._shard_starts[-1]:
-            return None
-        return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         """Return (position of the first token, number of targets) for each piece of a sample; none for index -1."""

@@ -120,6 +120,7 @@ class StopRequest:
         if number == signal.SIGTERM and self.exits_on_sigterm and not self._ignores_requests:
             os._exit(EXIT_FAILED)
         if number == signal.SIGINT and self._signal == "SIGINT":
+            _write(1, "", _SHOW_CURSOR)  # a status bar has hidden it
             if self.on_second_interrupt is not None:
                 self.on_second_interrupt()
             os._exit(EXIT_FAILED)
@@ -143,11 +144,6 @@ def acknowledge_stop(text: str = "") -> None:
     text: the message, by default the one that fits what the run is doing.
     """
     _write(2, f"{text or (STOPPING_EARLY if immediate_stop_signal() else STOPPING)}\n", _CLEAR_LINE)
-
-
-def show_cursor() -> None:
-    """Show the cursor that a status bar has hidden.  Safe in a signal handler."""
-    _write(1, "", _SHOW_CURSOR)
 
 
 _CLEAR_LINE, _SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"

@@ -19,7 +19,7 @@ from trainer.distributed.exchange import register_group
 from trainer.distributed.world import EXPERT
 from trainer.errors import UserError
 from trainer.experts.dispatch import GROUP_ATTRIBUTE, Estimate, ExpertGroup
-from trainer.recipe import Recipe
+from trainer.recipe import Recipe, matches_pattern
 
 
 def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
@@ -33,7 +33,7 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
     if callable(recipe.experts):
         modules = {name: model.get_submodule(name) for name in recipe.experts(model)}
     else:
-        modules = {name: module for name, module in model.named_modules() if _matches_pattern(name, recipe.experts)}
+        modules = {name: module for name, module in model.named_modules() if matches_pattern(name, recipe.experts)}
     if not modules and not callable(recipe.experts):
         raise UserError(f"recipe {recipe.name!r}: experts: the model has no module {recipe.experts!r}")
     for name, module in modules.items():
@@ -42,14 +42,6 @@ def find_experts(model: nn.Module, recipe: Recipe) -> dict[str, nn.Module]:
             shapes = ", ".join(f"{parameter} {tuple(p.shape)}" for parameter, p in module.named_parameters())
             raise UserError(f"recipe {recipe.name!r}: experts: {name} has parameters that are not stacked: {shapes}")
     return modules
-
-
-def _matches_pattern(name: str, pattern: str) -> bool:
-    """Return whether a dotted name matches a pattern, in which `*` matches exactly one component."""
-    components, expected = name.split("."), pattern.split(".")
-    return len(components) == len(expected) and all(
-        part in ("*", component) for component, part in zip(components, expected, strict=True)
-    )
 
 
 def shard_experts(modules: Sequence[nn.Module], mesh: DeviceMesh, method: str) -> None:

@@ -111,11 +111,11 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     state.add("metrics", metrics)
     state.add("horizon", stop_criterion)  # its name in checkpoints of earlier versions
     average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
-    optimizer.step_listeners.append(average)
+    optimizer.step_listeners.append(average.after_step)
     state.add(EMA, AverageState(average))
     if find_balance(model) is not None:
         expert_balance = ExpertBalance(model, world, trainer.log)
-        optimizer.step_listeners.append(expert_balance)
+        optimizer.step_listeners.append(expert_balance.after_step)
         state.add(BALANCE, expert_balance)
     model_files = ModelFiles()
     state.add(MODEL_FILES, model_files)
@@ -135,7 +135,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, config.higher_is_better, run_info)
 
     norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
-    optimizer.step_listeners.append(norms)
+    optimizer.step_listeners.append(norms.after_step)
     samples = Samples(config, world, model, average, metrics)
     run = TrainingRun(
         config=config,

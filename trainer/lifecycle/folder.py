@@ -328,8 +328,8 @@ class FolderLock:
         """
         if self._heartbeat is not None:
             return
-        self._created_folders = [folder for folder in (self.folder, *self.folder.parents) if not folder.exists()]
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._created_folders = []
+        self.make_folder(self.folder)
         self._identity |= _folder_identity(self.folder)
         temporary = self.folder / f"{self.NAME}.{self._identity['token']}"
         try:
@@ -350,7 +350,7 @@ class FolderLock:
         self._heartbeat.start()
 
     def make_folder(self, folder: Path) -> None:
-        """Create a folder inside this one, and its parents; `release` removes those that are still empty."""
+        """Create this folder or one inside it, and its parents; `release` removes those that are still empty."""
         missing = [path for path in (folder, *folder.parents) if not path.exists()]
         folder.mkdir(parents=True, exist_ok=True)
         self._created_folders = [*missing, *self._created_folders]

@@ -30,10 +30,10 @@ if TYPE_CHECKING:
     from torch.distributed.launcher.api import LaunchConfig
 
 
-def spawn(nproc: int, python_arguments: Sequence[str], config: RunConfig) -> int:
+def spawn(nproc: int, arguments: Sequence[str], config: RunConfig) -> int:
     """Start `nproc` workers through torch's elastic launcher, wait for them, and return the run's exit code.
 
-    python_arguments: the arguments of the Python interpreter in each worker.
+    arguments: the arguments of the Python interpreter in each worker.
     """
     import logging
 
@@ -61,7 +61,7 @@ def spawn(nproc: int, python_arguments: Sequence[str], config: RunConfig) -> int
             signal.signal(number, interrupt)
         if request.reason() is not None:
             return EXIT_STOPPED  # the signal came while torch was being imported
-        elastic_launch(launch, sys.executable)(*python_arguments)
+        elastic_launch(launch, sys.executable)(*arguments)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
         if deaths := describe_killed_ranks(error.failures):

@@ -40,7 +40,6 @@ from trainer.distributed.stop_request import (
     acknowledge_stop,
     causing_stop_request,
     file_identity,
-    show_cursor,
     take_stale_notice,
     take_stop_request,
 )
@@ -192,13 +191,11 @@ class Lifecycle:
 
         With `saves`, first save the state elsewhere, unless that has already been done.
         """
-        had_moved, step = self._relocation.has_moved, self._state.step
+        step = self._state.step
         if not self._relocation.move_if_lost():
             return
         outcome = "its state is not saved"
         if saves and step:
-            if not had_moved:  # the last save was in the lost folder
-                self._saver.forget_saved()
             self._saver.save_final(self._state)
             outcome = f"the state of step {step} is in {self._saver.storage}"
         raise self._relocation.final_error(outcome)
@@ -361,8 +358,7 @@ class Lifecycle:
         return 2.0 * self._step_metrics.step_s + 1.5 * self._saver.expected_save_s + 5.0
 
     def _quit(self) -> None:
-        """Restore the terminal and release the folder, before a second Ctrl-C ends the process."""
-        show_cursor()
+        """Release the folder, before a second Ctrl-C ends the process."""
         self.before_exit(2.0, "a second Ctrl-C", saves=False)
         thread = threading.Thread(target=self._folder.release, daemon=True)
         thread.start()

@@ -78,8 +78,7 @@ class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each FSDP unit every `log.norms_every` steps.
 
     In other steps, nothing is computed.  When norms are due, the host waits for the device only at the end of the step.
-    This object is also one of the optimizer's step listeners, so that `after_step` is called before the gradients are
-    freed.
+    `after_step` is also one of the optimizer's step listeners, so that it is called before the gradients are freed.
     """
 
     def __init__(

@@ -17,12 +17,15 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from trainer.errors import discard_stream, print_stderr, printable
 from trainer.files import read_all
 from trainer.metrics.record import Record, RecordWriter, logged_names
 from trainer.metrics.time_breakdown import KINDS
+
+if TYPE_CHECKING:
+    from trainer.metrics.terminal import Terminal
 
 _SMOOTHING = 0.7
 """Weight of the old value in the moving average of the step time, from which the remaining time is estimated."""
@@ -220,40 +223,26 @@ _INDENT = 14
 """Column of the summary at which the texts start; the topics are to the left of it."""
 
 
-class Screen(Protocol):
-    """Displays console output.  Callers must strip control characters from all text."""
-
-    @property
-    def width(self) -> int | None:
-        """Maximum length of a line in columns, or None if unlimited."""
-        ...
-
-    def show_summary(self, summary: Mapping[str, str]) -> None:
-        """Show the summary at the start of the run, given as text by topic."""
-
-    def show_line(self, text: str, style: str) -> None:
-        """Show a line.  `style` is a color, `bold` or empty; screens without styles ignore it."""
-
-    def show_progress(self, step: int, num_steps: int, note: str) -> None:
-        """Update the status bar, if there is one."""
-
-    def close(self) -> None:
-        """Remove the status bar, if there is one."""
+Screen: TypeAlias = "PlainScreen | Terminal"
+"""Displays console output.  Callers must strip control characters from all text."""
 
 
 class PlainScreen:
     """Writes plain lines of any length, without a status bar, to log files and pipes."""
 
     width: int | None = None
+    """Maximum length of a line in columns, or None if unlimited."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def show_summary(self, summary: Mapping[str, str]) -> None:
+        """Show the summary at the start of the run, given as text by topic."""
         for topic, text in summary.items():
             self.show_line(f"{topic:>{_INDENT - 2}}  {text}".replace("\n", "\n" + _INDENT * " "), "")
 
     def show_line(self, text: str, style: str) -> None:
+        """Show a line.  `style`, a color, `bold` or empty, is ignored here."""
         self._stream.write(text + "\n")
         self._stream.flush()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from trainer.errors import UserError, nearest, setting_error
 from trainer.model.packed import num_weights
 from trainer.model.parameters import tied_names
-from trainer.recipe import Recipe, Unit, import_object
+from trainer.recipe import Recipe, Unit, import_object, matches_pattern
 
 
 @dataclass(frozen=True)
@@ -125,8 +124,7 @@ def _resolve_unit(model: nn.Module, entry: Unit, source: str) -> Iterator[ShardU
             raise UserError(f"{source}: {type(entry).__name__} is not a submodule of the model")
         yield ShardUnit((names[id(entry)],), (entry,))
     elif isinstance(entry, str):
-        # `*` matches one part of a name: "layers.*" matches the blocks, not the modules inside them.
-        matches = [n for n in by_name if n.count(".") == entry.count(".") and fnmatch.fnmatchcase(n, entry)]
+        matches = [n for n in by_name if matches_pattern(n, entry)]
         if not matches:
             wildcards = [f"{name.rpartition('.')[0]}.*" for name in by_name if "." in name]
             best = nearest(entry, [*wildcards, *filter(None, by_name)])

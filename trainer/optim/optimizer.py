@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -29,23 +29,15 @@ MATCHES_TORCH_MUON = "as_torchs"
 this string, so it must not change."""
 
 
-class StepListener(Protocol):
-    """An object that is notified after every optimizer step."""
-
-    def after_step(self, is_finite: torch.Tensor | None) -> None:
-        """Called after each step.  Must not block on the device.
-
-        is_finite: a scalar, false if the step was skipped; None if that was not checked.
-        """
-
-
 class Optimizer:
     """One or more torch optimizers over disjoint parameters, stepped together."""
 
     def __init__(self, *parts: torch.optim.Optimizer) -> None:
         self.parts = parts
-        self.step_listeners: list[StepListener] = []
-        """Objects whose `after_step` is called after each step."""
+        self.step_listeners: list[Callable[[torch.Tensor | None], None]] = []
+        """Functions that are called after each step; they must not block on the device.
+
+        The argument is a scalar that is false if the step was skipped, or None if that was not checked."""
         self.notes: list[str] = []
         """Lines about the parameter groups, printed when the run starts."""
 
@@ -102,7 +94,7 @@ class Optimizer:
             else:
                 part.step()
         for listener in self.step_listeners:
-            listener.after_step(is_finite)
+            listener(is_finite)
 
     def match_torch_muon(self, parameters: Sequence[torch.Tensor]) -> None:
         """Make Muon update exactly `parameters`, and fused ones as a single matrix each, like torch.optim.Muon."""

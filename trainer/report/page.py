@@ -18,6 +18,7 @@ from urllib.parse import quote
 
 from trainer.checkpoint.interval import costs_of, describe_costs
 from trainer.config import CheckpointSection, RunConfig
+from trainer.errors import yaml_scalar
 from trainer.metrics.console import readable_count, readable_duration
 from trainer.report.charts import RUN_COLORS, TIME_PART_STYLES
 from trainer.report.history import NUM_POINTS, RecordedRun, page_data
@@ -191,7 +192,7 @@ def _differences_section(runs: Sequence[RecordedRun], names: Sequence[str]) -> s
         return '<section class="card"><h2>What differs</h2><p class="muted">No setting.</p></section>'
     rows = []
     for key in differing:
-        texts = [_format_setting(values.get(key, "")) for values in settings]
+        texts = [yaml_scalar(values.get(key, "")) for values in settings]
         cells = [
             escape(text)
             if len(text) <= _LONG_SETTING
@@ -359,11 +360,6 @@ def _table(headers: Sequence[str], rows: Iterable[Sequence[str]], num_text: int)
         f"<tr>{''.join(f'<td{side}>{cell}</td>' for side, cell in zip(sides, row, strict=True))}</tr>" for row in rows
     )
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _format_setting(value: Any) -> str:
-    """Return a value as YAML spells it."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _summary_row(number: int, name: str, run: RecordedRun) -> list[str]:

@@ -218,11 +218,11 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
     if chat.tools and not template.reads_tools:
         raise BadChat("has tools, which the chat template does not support", "data.chat_template", fix=_FIX_NO_SUPPORT)
     calls = [number for number, message in enumerate(chat.messages) if message.get("tool_calls")]
-    if calls and not template.reads_tool_calls:
+    if calls and not template.mentions(["tool_calls"]):
         rule = f"messages[{calls[0]}].tool_calls: the chat template does not support tool calls"
         raise BadChat(rule, "data.chat_template", fix=_FIX_NO_SUPPORT)
     reasoning = [(number, key) for number, m in enumerate(chat.messages) for key in REASONING_KEYS if m.get(key)]
-    if reasoning and not template.reads_reasoning:
+    if reasoning and not template.mentions(REASONING_KEYS):
         number, key = reasoning[0]
         rule = f"messages[{number}].{key}: the chat template does not support it"
         raise BadChat(rule, "data.chat_template", fix=f"{_FIX_NO_SUPPORT}, or remove {key} from the records")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -87,15 +87,9 @@ class ChatTemplate:
         """True if the template refers to `tools`."""
         return any("tools" in meta.find_undeclared_variables(self._environment.parse(t)) for t in self.sources.values())
 
-    @cached_property
-    def reads_tool_calls(self) -> bool:
-        """True if the template refers to a message's `tool_calls`."""
-        return any("tool_calls" in text for text in self.sources.values())
-
-    @cached_property
-    def reads_reasoning(self) -> bool:
-        """True if the template refers to a message's reasoning."""
-        return any(key in text for text in self.sources.values() for key in REASONING_KEYS)
+    def mentions(self, names: Iterable[str]) -> bool:
+        """Return whether the template contains one of `names`, such as the keys of a message."""
+        return any(name in text for text in self.sources.values() for name in names)
 
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), add_generation_prompt: bool = False
@@ -104,20 +98,18 @@ class ChatTemplate:
 
         Raises BadChat.  If the template itself rejects the messages, its error message is included.
         """
-        try:
-            with rendering_limits():
-                return self.render_unlimited(messages, tools, add_generation_prompt)
-        except (TemplateTimeout, MemoryError) as error:
-            raise _limit_error(error) from error
+        with self.shared_limits():
+            return self.render_unlimited(messages, tools, add_generation_prompt)
 
     @contextmanager
     def shared_limits(self) -> Iterator[None]:
-        """Context manager for many renderings: sets the memory limit once, and a separate CPU time limit for each."""
+        """Context manager for one or more renderings: sets the memory limit once, and a CPU time limit for each."""
         try:
             with rendering_limits():
                 yield
         except (TemplateTimeout, MemoryError) as error:
-            raise _limit_error(error) from error
+            problem = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
+            raise BadChat(f"the chat template {problem}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE) from error
 
     def render_unlimited(
         self, messages: Sequence[Message], tools: Sequence[Any], add_generation_prompt: bool
@@ -153,11 +145,6 @@ class ChatTemplate:
             rule = "the chat template has {% generation %} in an unsupported place: in a macro, or in {% set %}"
             raise BadChat(rule, "data.chat_template")
         return RenderedChat(text, tuple((start, start + len(part)) for start, part in marked))
-
-
-def _limit_error(error: BaseException) -> BadChat:
-    problem = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
-    return BadChat(f"the chat template {problem}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE)
 
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
