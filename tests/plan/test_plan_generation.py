@@ -22,7 +22,8 @@ from trainer.plan.trace import MemoryMeter
 from trainer.sequence import Cache
 
 SHAPE = ["model.dim=64", "model.vocab_size=4096", "model.num_layers=3", "data.seq_len=64"]
-TEXTS = GenerationWorkload(4, 24, 40)
+TEXTS = GenerationWorkload(4, 24, 60)
+"""Longer than the cache's first allocation, 64 tokens, so that the padding counts."""
 
 
 def planned(config: RunConfig, ranks: int, texts: GenerationWorkload = TEXTS) -> Generation:
@@ -110,4 +111,5 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     head = shape["hidden_size"] // shape["num_attention_heads"]
     of_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * 4
     found = planned(config, 1)
-    assert found.cache == pytest.approx(TEXTS.num_completions * 64 * of_token, rel=0.05)
+    num_tokens = TEXTS.num_completions * (TEXTS.prompt_len + TEXTS.completion_len)
+    assert found.cache == pytest.approx(num_tokens * of_token, rel=0.05)
