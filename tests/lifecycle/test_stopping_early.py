@@ -226,9 +226,15 @@ def test_tokenized_chats_are_continued(damage: str, tmp_path: Path, monkeypatch:
         content = bytearray(part.read_bytes())
         content[len(content) // 2] ^= 1
         part.write_bytes(content)
+    if damage == "first":  # stopped again, with one longer part: the old parts after the damaged one must not follow it
+        monkeypatch.setattr("trainer.data.chat.store._PART_S", 60.0)
+        encoded[0] = 15
+        with pytest.raises(StopRequested) as raised:
+            open_chats(data, None, "train")
+        assert "5 conversations are tokenized" in raised.value.note
     encoded[0] = 100
     assert all_tokens(data) == whole
-    assert encoded[0] - 100 == {"none": 40, "first": 60, "second": 59}[damage]
+    assert encoded[0] - 100 == {"none": 40, "first": 55, "second": 59}[damage]
     assert not list((tmp_path / "cache").glob("*.part-*"))
 
 
