@@ -219,7 +219,8 @@ BAD = {
         [
             "data.path=",
             "chats.jsonl:3: has no key 'messages'",
-            "the format sharegpt, while the file begins with messages",
+            "the format sharegpt, while the first record has the format messages",
+            "make each format a source of a mixture",
         ],
     ),
     "a call of nothing": (
@@ -343,7 +344,7 @@ def test_pairs_are_rejected_without_a_preference_loss(tmp_path: Path, capsys: py
 def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
     path = write_lines(folder / "chats.jsonl", records)
     defaults = {"tokenizer": str(write_tokenizer(folder / "model", CHATML)), "cache_dir": str(folder / "cache")}
-    return DataSection(source="chat", path=str(path), seq_len=64, **{**defaults, **settings})
+    return DataSection(source="chat", seq_len=64, **{"path": str(path), **defaults, **settings})
 
 
 def trained_texts(source: Source, data: DataSection) -> list[str]:
@@ -351,6 +352,17 @@ def trained_texts(source: Source, data: DataSection) -> list[str]:
     tokenizer = ChatTokenizer(data.tokenizer)
     targets = as_mapping(source.batch(np.arange(len(source))))["targets"]
     return ["".join(map(tokenizer.token_text, row[row != IGNORE].tolist())) for row in targets]
+
+
+def test_sources_of_a_mixture_may_have_different_formats(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    messages = write_lines(tmp_path / "messages.jsonl", [{"messages": conversation("Hi", "Yes")}] * 40)
+    sharegpt = write_lines(tmp_path / "sharegpt.jsonl", [{"conversations": turns}] * 40)
+    data = data_of(tmp_path, [], path={"a": str(messages), "b": str(sharegpt)})
+    mixture = open_source(data, None, "train")
+    first, second = (trained_texts(source, data) for source in mixture.sources.values())  # type: ignore[attr-defined]
+    assert first == second
+    assert first[0].startswith("Yes<|im_end|>")
 
 
 CALL = {"from": "function_call", "value": '{"name": "weather", "arguments": {}}'}

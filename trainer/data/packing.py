@@ -110,6 +110,9 @@ class PackedSource(TokenSource):
         pieces: list[tuple[int, int]] = self._rows.pieces[first : int(self._rows.ends[index])].tolist()
         return pieces
 
+    def _starts_of(self, indices: Sequence[int]) -> None:
+        """Return None, since rows are assembled from pieces."""
+
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples; see `Source.read_tokens`."""
         return Source.read_tokens(self, first, last)

@@ -294,20 +294,25 @@ class TokenSource(Source):
         """Return tokens and targets of the samples at `indices`, both (len(indices), seq_len)."""
         sample_indices: list[int] = np.asarray(indices, dtype=np.int64).tolist()
         assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
-        pieces_by_row = [self._pieces_of(index) for index in sample_indices]
-        # Fast if each sample is a full, contiguous window.
-        if all([count for _, count in pieces] == [self.seq_len] for pieces in pieces_by_row):
-            rows = self._read_rows(sample_indices, [pieces[0][0] for pieces in pieces_by_row], self.seq_len + 1)
+        starts = self._starts_of(sample_indices)
+        if starts is not None:
+            rows = self._read_rows(sample_indices, starts, self.seq_len + 1)
             return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         tokens, targets = (np.empty((len(sample_indices), self.seq_len), np.int64) for _ in range(2))
-        for row, (index, pieces) in enumerate(zip(sample_indices, pieces_by_row, strict=True)):
+        for row, index in enumerate(sample_indices):
             filled = 0
-            for start, count in pieces:
+            for start, count in self._pieces_of(index):
                 piece = self._read_rows([index], [start], count + 1)[0]
                 tokens[row, filled : filled + count], targets[row, filled : filled + count] = piece[:-1], piece[1:]
                 filled += count
             tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE
         return tokens, targets
+
+    def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
+        """Return the position of each sample's first token if all are full, contiguous windows; otherwise None."""
+        if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self._shard_starts[-1]:
+            return None
+        return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         """Return (position of the first token, number of targets) for each piece of a sample; none for index -1."""

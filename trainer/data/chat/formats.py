@@ -313,8 +313,11 @@ class Format:
             rule = f"has no key {missing[0]!r}; its keys: {', '.join(record) or 'none'}"
             other_formats = [name for name, keys in _REQUIRED.items() if name != "text" and keys <= set(record)]
             if other_formats and not self._columns:
-                rule += f", which is the format {other_formats[0]}, while the file begins with {self.name}"
-                raise BadChat(rule, fix="write the records of each format to a separate file, or convert them")
+                rule += f", which is the format {other_formats[0]}, while the first record has the format {self.name}"
+                raise BadChat(
+                    rule,
+                    fix="convert them, or make each format a source of a mixture: data.path={a: ..., b: ...}",
+                )
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
         match self.name:
