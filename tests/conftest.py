@@ -1,4 +1,4 @@
-"""Fixtures and hooks for all tests: they restore shared state, forbid processes in fast tests, and limit durations."""
+"""Fixtures and hooks for all tests: they restore shared state, and limit the processes that a test may start."""
 
 from __future__ import annotations
 
@@ -7,52 +7,31 @@ import os
 import signal
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.budget import TIERS, Budget, recorded_durations, tier_of
-from tests.helpers.forked import fork_server, kill_leftover_processes
-from tests.helpers.runs import four, one, two
+from tests.helpers import forked, launch
+from tests.helpers.runs import chat, four, one, two
 from trainer import errors, stopping
 from trainer.data.chat.limits import try_in_child
 from trainer.distributed.environment import limit_spinning
 
-__all__ = ["four", "one", "two"]
+__all__ = ["chat", "four", "one", "two"]
 
 limit_spinning()  # as the command line does, before torch is imported
 
-_RECORD = "--record-durations"
 
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        _RECORD,
-        action="store_true",
-        help="record the duration of each test in tests/durations.json instead of enforcing limits",
-    )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[_BUDGET] = Budget(recorded_durations())
-    _catch_ignored_signals()
-    _use_separate_caches()
-
-
-def _catch_ignored_signals() -> None:
-    """Catch signals that this process ignores, for example under `nohup` or in the background of a script.
-
-    Processes started by tests would inherit ignored signals, but do not inherit handlers.
-    """
+def pytest_configure() -> None:
+    # Processes started by tests would inherit signals that this one ignores, under `nohup` or in the background of a
+    # script, but do not inherit handlers.
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGINT):
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
-
-
-def _use_separate_caches() -> None:
-    """Use a separate cache folder, kept between runs, because a calibration in the user's cache would change plans."""
+    # A cache folder of the tests' own, kept between runs: a calibration in the user's cache would change plans.
     folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
@@ -60,8 +39,10 @@ def _use_separate_caches() -> None:
     os.environ["MPLCONFIGDIR"] = str(folder / "matplotlib")
 
 
-_BUDGET = pytest.StashKey[Budget]()
-_SECONDS = pytest.StashKey[float]()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """List the fonts before the first test: matplotlib runs system programs for it, which a fast test may not."""
+    if not session.config.option.collectonly:
+        import matplotlib.font_manager  # noqa: F401
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -83,18 +64,6 @@ def restore_signal_handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def pytest_collection_finish(session: pytest.Session) -> None:
-    """Import slow modules before the first test, so that they do not count toward its duration."""
-    if not session.config.option.collectonly:
-        import matplotlib.font_manager  # noqa: F401  runs system programs to list fonts, once
-        import torch._dynamo
-        import torch.distributed.checkpoint  # noqa: F401
-
-        from tests.helpers.probes import cache_probes
-
-        cache_probes()
-
-
 @pytest.fixture(autouse=True)
 def forget_secrets() -> Iterator[None]:
     """Forget the secrets of each test: they may be common words, and would be masked in the output of later tests."""
@@ -111,90 +80,73 @@ def freeze_imported_objects() -> None:
 
 
 @pytest.fixture(autouse=True)
-def start_fork_server(request: pytest.FixtureRequest) -> None:
-    """Start the fork server before a slow test, so that its start does not count toward the test's duration."""
-    if tier_of(request.node) != TIERS[0]:
-        fork_server()
+def end_leftovers() -> Iterator[None]:
+    """Kill processes that a failed test left behind, and destroy the process group of a Trainer that failed to start.
 
-
-@pytest.fixture(autouse=True)
-def kill_leftovers() -> Iterator[None]:
-    """Kill processes that a failed test left behind, since they would slow down the other tests."""
+    The processes would slow down the other tests, and those could open no group.
+    """
     yield
-    kill_leftover_processes()
-
-
-@pytest.fixture(autouse=True)
-def destroy_leftover_process_group() -> Iterator[None]:
-    """Destroy the group of a Trainer that failed in its constructor, so that other tests can open one."""
-    yield
+    launch.kill_leftovers()
+    forked.kill_leftover_processes()
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# A fast test starts no process
+# How many processes a test may start, which bounds its cost on any machine
+
+MAX_RANKS = 8
+"""Forked ranks that a slow test may start, besides those of shared fixtures."""
+MAX_INTERPRETERS = 2
+"""Fresh interpreters that it may start, which take seconds each."""
 
 _PROCESS_STARTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "os.exec", "tests.fork"}
-_is_start_forbidden = False
-_started: list[str] = []
+_forbids_starts = False
+_started: Counter[str] = Counter()
 
 
-def _watch(name: str, arguments: tuple[Any, ...]) -> None:
-    if _is_start_forbidden and name in _PROCESS_STARTS:
-        if name == "os.fork" and sys._getframe(1).f_code is try_in_child.__code__:
-            return  # a chat template is tried out in a child process that lives for milliseconds
-        program = str(arguments[1]) if name == "subprocess.Popen" else name
-        _started.append(program)
-        raise RuntimeError(f"a fast test starts a process ({program}): mark it pytest.mark.slow")
+def _watch(event: str, arguments: tuple[Any, ...]) -> None:
+    if event not in _PROCESS_STARTS:
+        return
+    if event == "os.fork" and sys._getframe(1).f_code is try_in_child.__code__:
+        return  # a chat template is tried out in a child process that lives for milliseconds
+    if event == "tests.fork":
+        _started["ranks"] += arguments[0] if isinstance(arguments[0], int) else 1
+    elif event == "subprocess.Popen" and arguments[1] and str(arguments[1][0]) == sys.executable:
+        _started["interpreters"] += 1
+    if _forbids_starts:
+        _started["in a fast test"] += 1
+        raise RuntimeError(f"a fast test starts a process ({event}): mark it pytest.mark.slow")
 
 
 sys.addaudithook(_watch)
 
 
+def _is_fast(item: pytest.Item) -> bool:
+    return not (item.get_closest_marker("slow") or item.get_closest_marker("campaign"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    global _is_start_forbidden  # also during the setup and teardown of fixtures
+    global _forbids_starts  # also during the setup and teardown of fixtures
+    _forbids_starts = _is_fast(item)
     _started.clear()
-    _is_start_forbidden = tier_of(item) == TIERS[0]
     try:
         return (yield)
     finally:
-        _is_start_forbidden = False
-
-
-@pytest.fixture(autouse=True)
-def no_process_in_a_fast_test() -> Iterator[None]:
-    """Fail if a test started a process, even if it caught the exception that this raised."""
-    yield
-    assert not _started, f"a fast test has started {_started}: mark it pytest.mark.slow"
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Duration limits
+        _forbids_starts = False
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
-    report = yield
-    seconds = item.stash.setdefault(_SECONDS, 0.0) + (call.duration if call.when != "setup" else 0.0)
-    item.stash[_SECONDS] = seconds
-    if call.when == "teardown" and report.passed and not item.config.getoption(_RECORD):
-        overrun = item.config.stash[_BUDGET].overrun(item.nodeid, tier_of(item), seconds)
-        if overrun and not os.environ.get("NO_BUDGET"):
-            report.outcome, report.longrepr = "failed", overrun
-    return report
-
-
-_durations: dict[str, float] = {}
-
-
-def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if report.when != "setup":
-        _durations[report.nodeid] = _durations.get(report.nodeid, 0.0) + report.duration
-
-
-def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    if session.config.getoption(_RECORD) and "PYTEST_XDIST_WORKER" not in os.environ and not exitstatus:
-        session.config.stash[_BUDGET].record(_durations)
+def pytest_runtest_call(item: pytest.Item) -> Any:
+    in_setup = Counter(_started)
+    result = yield
+    # Also if the test has caught the exception that this raised.
+    assert not _started["in a fast test"], "a fast test has started a process: mark it pytest.mark.slow"
+    if not item.get_closest_marker("campaign"):
+        ranks = _started["ranks"] - in_setup["ranks"]
+        interpreters = _started["interpreters"] - in_setup["interpreters"]
+        assert ranks <= MAX_RANKS, f"{ranks} ranks in one test: make it smaller, or mark it pytest.mark.campaign"
+        assert interpreters <= MAX_INTERPRETERS, f"{interpreters} interpreters in one test: fork, or mark it campaign"
+    return result

@@ -1,4 +1,4 @@
-"""Synchronizes a test with a run without relying on time: the run waits at a gate until the test opens it."""
+"""Synchronizes a test with a run by events instead of time: waits for a condition, or stops the run at a gate."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+PATIENCE_S = 600.0
+"""The only time limit of the tests: after this long a wait is a hang. A slow machine does not come near it."""
+
 _VARIABLE = "MESHTRAINER_TEST_GATE"
 
 
-def wait_until(is_true: Callable[[], object], description: str, timeout_s: float = 240) -> None:
-    """Wait until `is_true()`; `description` describes the condition in the error after `timeout_s`."""
-    deadline = time.monotonic() + timeout_s
+def wait_until(is_true: Callable[[], object], description: str) -> None:
+    """Wait until `is_true()`; `description` describes the condition in the error after `PATIENCE_S`."""
+    deadline = time.monotonic() + PATIENCE_S
     while not is_true():
-        assert time.monotonic() < deadline, f"not in time: {description}"
+        assert time.monotonic() < deadline, f"has not happened: {description}"
         time.sleep(0.02)
 
 
 class Gate:
-    """One place in a run: `evaluation 4` is each batch of the evaluation of step 4."""
+    """One place in a run where it waits until the test opens the gate: `evaluation 4` is the evaluation of step 4."""
 
     def __init__(self, folder: Path, place: str) -> None:
         self.folder, self.place = folder, place
@@ -38,13 +41,13 @@ class Gate:
 
     @property
     def num_passed(self) -> int:
-        """How many times the run has reached any gate."""
+        """How many times the run has come to any gate."""
         path = self.folder / "passed"
         return path.stat().st_size if path.exists() else 0
 
 
 def pass_gate(place: str) -> None:
-    """Wait until the test opens the gate, if it named this place."""
+    """Wait until the test opens the gate, if it has one at this place. Recipes of the tests call this."""
     if _VARIABLE not in os.environ:
         return
     folder, _, named = os.environ[_VARIABLE].partition("\n")

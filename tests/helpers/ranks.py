@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+__all__ = ["TINY", "merged"]
+
 import json
 import re
 import signal
@@ -14,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.helpers.forked import REPOSITORY, call_on_ranks, fork, nproc_worker_variables, run_module, start_run
+from tests.helpers.launch import TINY, merged, tiny
 
 
 def run_ranks(world_size: int, function: Callable[..., Any], *arguments: Any, timeout_s: float = 300) -> list[Any]:
@@ -43,28 +46,6 @@ class CommandResult:
 
     def train(self, field: str) -> list[Any]:
         return [line[field] for line in self.metrics if line["kind"] == "train"]
-
-
-TINY = [
-    "model.dim=32",
-    "model.num_layers=2",
-    "model.num_heads=4",
-    "model.ffn_dim=64",
-    "data.seq_len=32",
-    "train.global_batch_size=8",
-    "train.micro_batch_size=2",
-    "eval.every=0",
-    "checkpoint.every=0",
-    "log.every=1",
-    "log.sample_tokens=0",
-    "schedule.warmup_steps=5",
-    "run.threads=1",
-    "run.device=cpu",
-]
-"""Overrides with which a step of llama_small takes milliseconds, on the CPU even if the machine has a GPU.
-
-A second thread would not speed up a model this small; on busy cores it made runs six times slower.
-"""
 
 
 def run_command(folder: Path, *arguments: str, launcher: Sequence[str] = (), timeout_s: float = 240) -> CommandResult:
@@ -108,18 +89,4 @@ def run_tiny(folder: Path, *arguments: str, exit_code: int = 0, **options: Any) 
     return ran
 
 
-def merged(base: Sequence[str], overrides: Sequence[str]) -> list[str]:
-    """Return `base` without the keys in `overrides`, followed by `overrides`."""
-    overridden_keys = {override.partition("=")[0] for override in overrides}
-    return [*(item for item in base if item.partition("=")[0] not in overridden_keys), *overrides]
-
-
-def tiny_overrides(*overrides: str) -> list[str]:
-    """Return the overrides of a tiny llama_small, with `overrides` replacing or extending them.
-
-    The micro-batch has two of eight sequences; if `overrides` set the global batch size, it has one, which suits any
-    number of ranks.
-    """
-    overridden_keys = {override.partition("=")[0] for override in overrides}
-    single_sequence = ["train.micro_batch_size=1"] if "train.global_batch_size" in overridden_keys else []
-    return merged(TINY, overrides if "train.micro_batch_size" in overridden_keys else [*single_sequence, *overrides])
+tiny_overrides = tiny

@@ -1,26 +1,24 @@
-"""Fills caches once, in the fork server, so that forked runs find them filled.
+"""Fills caches once, in the fork server, so that forked processes find them filled.
 
 It reads a configuration, lists the files of the standard library and plans a step. This fills the caches of structured
-configurations, of files, of operators on fake tensors, and of probes.
+configurations, of files, of operators on fake tensors, and of the planner's probes.
 """
 
 from __future__ import annotations
 
 import torch
 
-from tests.helpers.probes import cache_probes, plan_with_cached_probe
-from tests.helpers.ranks import tiny_overrides
+from tests.helpers.launch import tiny
 from trainer import load_config
 from trainer.config import MeshShape
-from trainer.data.stdlib import StdlibCorpus
+from trainer.data.opening import open_source
 from trainer.plan.machine import find_machine
-from trainer.plan.plan import without_data
+from trainer.plan.plan import make_plan
 
 # The first backward pass in a process starts one thread per device, after which the process cannot be forked.  Here it
 # finds no device; later, fake tensors would make a CUDA build of torch count one.
 torch.ones(1, requires_grad=True).sum().backward()
-cache_probes()
-StdlibCorpus()
-for size in (1, 2):
-    tiny = load_config("llama_small", tiny_overrides(f"train.micro_batch_size={size}"))
-    plan_with_cached_probe(without_data(tiny), MeshShape(1, 1), find_machine("cpu"))
+for overrides in ([], ["train.micro_batch_size=1"]):
+    config = load_config("llama_small", tiny(*overrides))
+    open_source(config.data, config.model.vocab_size, "train")
+    make_plan(config, MeshShape(1, 1), find_machine("cpu"))
