@@ -1,0 +1,140 @@
+"""Trains the rows of the table, many in one process group, and compares what they did."""
+
+from __future__ import annotations
+
+import json
+import os
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.exactness.table import Row, configure
+from tests.helpers.launch import on_ranks
+from tests.helpers.tiny import full
+from trainer import Trainer
+
+FIELDS = ("loss", "grad_norm", "tokens")
+SETTINGS = (
+    "eval.every=1000",
+    "eval.steps=1",
+    "data.holdout=0.2",
+    "checkpoint.keep_last=0",
+    "run.selfcheck=false",
+    # AdamW divides by gradients: with the default of 1e-8, rounding decides the sign of updates where they are zero.
+    "optim.eps=1e-6",
+)
+"""What all rows have besides their own settings."""
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Many items on the same ranks
+
+
+def on_each(ranks: int, function: Callable[..., Any], items: Mapping[str, tuple[Any, ...]], folder: Path) -> Any:
+    """Return, by name, what `function(*item)` returned on each rank, or the text of the error that ended the ranks.
+
+    One group of forked ranks takes one item after the other. If the ranks die, others go on with the rest.
+    """
+    found: dict[str, list[Any] | str] = {}
+    while left := {name: item for name, item in items.items() if name not in found}:
+        for path in folder.glob("results*.jsonl"):
+            path.unlink()
+        died = ""
+        try:
+            on_ranks(ranks, _call_each, function, left, str(folder))
+        except AssertionError as error:
+            died = str(error)
+        by_rank = [_read_results(folder / f"results{rank}.jsonl") for rank in range(ranks)]
+        complete = [name for name in left if all(name in results for results in by_rank)]
+        found |= {name: [results[name] for results in by_rank] for name in complete}
+        if died:
+            unfinished = [name for name in left if name not in complete]
+            assert unfinished, died
+            found[unfinished[0]] = died
+    return found
+
+
+def _call_each(function: Callable[..., Any], items: Mapping[str, tuple[Any, ...]], folder: str) -> None:
+    with open(Path(folder) / f"results{os.environ['RANK']}.jsonl", "a") as file:
+        for name, item in items.items():
+            file.write(json.dumps([name, function(*item)]) + "\n")
+            file.flush()
+
+
+def _read_results(path: Path) -> dict[str, Any]:
+    return dict(json.loads(line) for line in path.read_text().splitlines()) if path.exists() else {}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Training
+
+
+def train(
+    row: Row, folder: Path, name: str, mesh: Sequence[str], steps: int, save_at: int, resume: str
+) -> dict[str, Any]:
+    """Train a row on this rank, and return what the run reports; its final weights are in a file.
+
+    name: the name of its run folder.
+    save_at: the step whose state is saved; 0 for none.
+    resume: a checkpoint to resume; empty for none.
+    """
+    own = [
+        *row.overrides,
+        *mesh,
+        *SETTINGS,
+        f"train.steps={steps}",
+        *([f"checkpoint.resume={resume}"] if resume else []),
+        f"run.dir={folder / 'runs' / name}",
+    ]
+    config = configure(row.kind, row.features, folder, *own)
+    trainer = config.trainer_class(Trainer)(config)
+    trainer.forecast.plan = None  # a plan takes as long as three steps, and changes none
+    records, saved = [], ""
+    for record in islice(trainer.steps(), steps):
+        records.append({field: record[field] for field in FIELDS})
+        if record.step == save_at:
+            saved = str(trainer.save_checkpoint(wait=True))
+    evaluated = trainer.evaluate()
+    weights = folder / f"{name}.pt"
+    tensors = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
+    torch.save({name: full(tensor).detach() for name, tensor in tensors}, weights)
+    trainer.close()
+    torch._dynamo.reset()
+    return {
+        "records": records,
+        "evaluation": evaluated and evaluated["loss"],
+        "saved": saved,
+        "weights": str(weights),
+    }
+
+
+def attempt(*arguments: Any) -> dict[str, Any]:
+    """Do what `train` does. A single rank returns an error; several end with it, since the others may wait for one."""
+    try:
+        return train(*arguments)
+    except Exception:
+        if os.environ["WORLD_SIZE"] != "1":
+            raise
+        return {"error": traceback.format_exc()}
+
+
+def differences(found: dict[str, Any], expected: dict[str, Any], first_step: int = 1) -> dict[str, float]:
+    """Return the largest relative difference of each quantity, from `first_step` on."""
+    pairs = list(zip(found["records"], expected["records"][first_step - 1 :], strict=True))
+    assert pairs
+    result = {field: max(_relative(one[field], other[field]) for one, other in pairs) for field in FIELDS}
+    if expected["evaluation"] is not None:
+        result["evaluation"] = _relative(found["evaluation"], expected["evaluation"])
+    one, other = torch.load(found["weights"]), torch.load(expected["weights"])
+    assert one.keys() == other.keys()
+    squares = sum(float((one[name].double() - other[name].double()).square().sum()) for name in other)
+    result["weights"] = (squares / sum(float(other[name].double().square().sum()) for name in other)) ** 0.5
+    return result
+
+
+def _relative(one: float, other: float) -> float:
+    return 0.0 if one == other else abs(one - other) / max(abs(other), 1e-30)
