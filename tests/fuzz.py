@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.defects import DEFECTS
+from tests.old_defects import DEFECTS
 from tests.distributed.test_processes import processes_of
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.forked import REPOSITORY, ForkedRanks, kill_leftover_processes, nproc_worker_variables, start_run

@@ -14,7 +14,7 @@ import pytest
 
 from tests.budget import ALLOWANCE_S, DEFAULT_LIMIT_S, LIMIT_FACTOR, Budget, tier_of
 from tests.campaign import PARTS, REST
-from tests.defects import DEFECTS, find_code, untracked
+from tests.old_defects import DEFECTS, find_code, untracked
 from tests.helpers.forked import REPOSITORY
 from tests.promises import TABLE, TESTS, read_promises
 

@@ -1,8 +1,8 @@
 """Deliberate defects: each is planted in a copy of the project, where a test of the promise that it breaks must fail.
 
-    python -m tests.defects                     # all of them, against the tests of `make test`
-    python -m tests.defects --campaign          # also against the tests of the campaign
-    python -m tests.defects loss-scale --keep   # a single one; the copy is kept
+    python -m tests.old_defects                     # all of them, against the tests of `make test`
+    python -m tests.old_defects --campaign          # also against the tests of the campaign
+    python -m tests.old_defects loss-scale --keep   # a single one; the copy is kept
 
 Each is a small, realistic mistake in one function: a wrong scale, a missing flush, swapped axes. The place is given by
 the function's name, so that code can be moved or reformatted without changing it here. If no test finds a defect, a
@@ -1684,7 +1684,7 @@ def try_defect(defect: Defect, in_campaign: bool, keep: bool = False) -> Outcome
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Try defects; return 1 if one is not found."""
-    parser = argparse.ArgumentParser(prog="python -m tests.defects", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.old_defects", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("names", nargs="*", help="which defects (default: all)")
     parser.add_argument("--campaign", action="store_true", help="run the campaign's tests of the promise too")
     parser.add_argument("--keep", action="store_true", help="leave the copy")
