@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 from trainer.recipes.llama.config import LlamaConfig
-from trainer.recipes.qwen3_moe.config import Qwen3MoeConfig
 
 from trainer import Recipe, RunConfig, Trainer, register
+from trainer.recipe import find_recipe
 from trainer.sequence import full_sequences
 
 
@@ -290,22 +291,8 @@ def _units(model: nn.Module) -> list[str]:
 
 
 register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
-_LLAMA = "trainer.recipes.llama.model:Llama"
-register(
-    Recipe("llama_faulty", LlamaConfig, _LLAMA, _units, trainer="tests.helpers.faults:FaultyTrainer", context=True)
-)
-
-
-register(
-    Recipe(
-        "moe_faulty",
-        Qwen3MoeConfig,
-        "trainer.recipes.qwen3_moe.model:Qwen3Moe",
-        _units,
-        trainer="tests.helpers.faults:FaultyTrainer",
-        experts="layers.*.moe.experts",
-    )
-)
+for _name, _recipe in (("llama_faulty", "llama"), ("moe_faulty", "qwen3_moe")):
+    register(dataclasses.replace(find_recipe(_recipe), name=_name, trainer="tests.helpers.faults:FaultyTrainer"))
 
 
 def attending_within_slices(config: LlamaConfig) -> nn.Module:

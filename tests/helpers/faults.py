@@ -1,334 +1,228 @@
-"""Fault injection in real runs: counts their file operations, and kills, fails, slows or hangs them at a chosen one.
+"""Faults in real runs: kills at a file operation; failures, signals and waits in the user's own code; small disks.
 
-A run of the recipe `tests.helpers.custom_recipes:mlp_faulty` reads the environment variable `FAULT` (JSON) and
-injects the fault that it describes; without the variable it is a plain run. Runs are real processes (see forked.py).
+The recipes `mlp_faulty`, `llama_faulty` and `moe_faulty` of custom_recipes.py have the Trainer below. A test names
+places in the run, and what happens there:
+
+    fault = Fault(tmp_path / "notes", {"forward 3 of rank 1": "SIGKILL"})
+    start(folder, *RUN, variables=fault.variables)
+
+Places, all on rank 0 unless they end with `of rank N`:
+
+    start           before the ranks are connected          build           before the model is built
+    data 3          the data of step 3 is read              forward 3       the loss of step 3 is computed
+    backward 3      its backward pass begins                step 3          step 3 has ended
+    evaluation 3    the loss of an evaluation               save 3          the state after step 3 is collected
+    file 17         file operation 17 in the folder `below`, counted from 0 in each process
+
+What happens there, once: `raise`, `hang`, `kill all` (every rank, with SIGKILL), `poison` (a weight becomes NaN), the
+name of a signal, which the rank sends to itself, or a shell command. With a `Gate`, the run waits at a place.
+
+File operations are the interpreter's audit events. They say nothing about who writes a checkpoint, or how.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import contextlib
+import errno
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import trainer.checkpoint.reader
-import trainer.checkpoint.storage
-import trainer.checkpoint.writer
-import trainer.distributed.exchange
-import trainer.experts.dispatch
-import trainer.sequence.attention
-from tests.helpers.forked import ForkedRanks, start_run
-from tests.helpers.ranks import CommandResult
-from trainer import Trainer
-from trainer.checkpoint.reader import CheckpointReader
-from trainer.checkpoint.storage import LocalStorage
-from trainer.checkpoint.writer import Checkpoints, Staging
-from trainer.distributed.channel import Channel
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+
+from tests.helpers.gate import pass_gate
+from trainer import RunConfig, Trainer
 from trainer.metrics.record import Record
 
-VARIABLE = "FAULT"
-PHASES = ("collect", "write", "publish", "prune", "load", "start")
-"""The phases of a save in order, then those of a start."""
+_VARIABLE = "MESHTRAINER_TEST_FAULT"
+
+_FILE_EVENTS = (
+    *("open", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
+    *("os.rename", "os.remove", "os.rmdir", "shutil.rmtree"),
+)
 
 
-@dataclass(frozen=True)
 class Fault:
-    """A fault to inject, and where."""
+    """What happens where; see the module. In the folder `notes` each rank notes its process and its file operations."""
 
-    kill: str = ""
-    """Which ranks to kill: `one` or `all`; empty for other faults."""
-    rank: int = 0
-    """The rank on which it happens."""
-    phase: str = ""
-    number: int = -1
-    """The number of the event within the phase."""
-    at_step: int = -1
-    """The step after which it happens, instead of at an event."""
-    then: str = ""
-    """What happens at `at_step` instead of a kill: `raise`, or the name of a signal that the rank sends to itself."""
-    inside: str = ""
-    """The function (a key of `_PLACES`) in which the rank sends itself the signal `then`, instead of after a step."""
-    fail: str = ""
-    """The function (a key of `_PLACES`) that raises."""
-    hang: str = ""
-    """The function (a key of `_PLACES`) that waits `hang_s`, or until the file `hang_until` exists, before its work."""
-    hang_s: float = 0.0
-    hang_until: str = ""
-    first: int = 0
-    last: int = 0
-    """The first and last call that `fail`, `hang` and `inside` affect, counted from 0."""
-    write_s: float = 0.0
-    """Seconds by which to delay each write to a checkpoint file."""
-    no_space_check: bool = False
-    poison_step: int = -1
-    """The step after which a weight becomes NaN."""
-    step_s: float = 0.0
-    """Seconds by which to delay each step."""
-    commands: dict[str, str] = field(default_factory=dict)
-    """Maps a step to the shell command that the rank runs after it."""
-    log: str = ""
-    """The folder in which each rank writes its events."""
+    def __init__(self, notes: Path, at: Mapping[str, str] | None = None, below: Path | None = None) -> None:
+        self.notes, self.at, self.below = notes, dict(at or {}), below
+        notes.mkdir(exist_ok=True)
 
+    @property
     def variables(self) -> dict[str, str]:
-        return {VARIABLE: json.dumps(dataclasses.asdict(self))}
+        """Environment variables for the run."""
+        return {_VARIABLE: json.dumps([str(self.notes), self.at, str(self.below or "")])}
+
+    def files(self, rank: int = 0) -> list[str]:
+        """The file operations of a rank, in order: `os.rename /path`."""
+        return (self.notes / f"files.{rank}").read_text().splitlines()
 
 
-class _Injected(RuntimeError):
-    """The error that a fault raises."""
+class Injected(RuntimeError):
+    """The failure of `raise`."""
 
 
-_FAULT: Fault | None = None
-_RANK = 0
-_events: list[str] = []
-_counts: dict[str, int] = {}
-_calls: dict[str, int] = {}
-_phase = threading.local()
-_lock = threading.RLock()
+class _Places:
+    """The places of this process, which has one Trainer after another."""
+
+    def __init__(self) -> None:
+        self.rank = int(os.environ.get("RANK", "0"))
+        notes, self.at, below = json.loads(os.environ.get(_VARIABLE, '["", {}, ""]'))
+        self.notes = Path(notes)
+        if notes:
+            (self.notes / f"pid.{self.rank}").write_text(str(os.getpid()))
+        if below:
+            self._below, self._num_files, self._lock = below, 0, threading.RLock()
+            self._log = os.open(self.notes / f"files.{self.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            sys.addaudithook(self._on_event)
+
+    def reach(self, place: str, owner: Trainer | None = None) -> None:
+        name = f"{place} of rank {self.rank}" if self.rank else place
+        pass_gate(name)
+        action = self.at.pop(name, "")
+        if action == "raise":
+            raise OSError(errno.EIO, "fails on purpose") if place.startswith("file") else Injected(f"fails in {place}")
+        if action == "hang":
+            hang()
+        elif action == "kill all":
+            for path in self.notes.glob("pid.*"):
+                if path.name != f"pid.{self.rank}":
+                    os.kill(int(path.read_text()), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "poison":
+            assert owner is not None
+            weight = next(iter(owner.model.parameters())).detach()
+            (weight.to_local() if isinstance(weight, DTensor) else weight)[0, 0] = float("nan")
+        elif action.startswith("SIG"):
+            os.kill(os.getpid(), signal.Signals[action])
+        elif action:
+            subprocess.run(action, shell=True, check=True, capture_output=True)
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in _FILE_EVENTS or not isinstance(arguments[0], (str, os.PathLike)):
+            return
+        path = os.fspath(arguments[0])
+        if not path.startswith(self._below):
+            return
+        with self._lock:
+            number = self._num_files
+            self._num_files += 1
+            os.write(self._log, f"{event} {path}\n".encode())
+        self.reach(f"file {number}")
 
 
-def _install(fault: Fault) -> None:
-    """Install the fault in this process; a process has only one."""
-    global _FAULT, _RANK
-    assert _FAULT is None
-    _FAULT, _RANK = fault, int(os.environ.get("RANK", "0"))
-    Path(fault.log, f"pid.{_RANK}").write_text(str(os.getpid()))
-    for name, (owner, attribute) in _PLACES.items():
-        _wrap(owner, attribute, lambda name=name: _fail_or_hang(name))
-    take = Checkpoints.take_result
-
-    def recording_take(self: Checkpoints, has_ended: bool = False) -> Any:
-        result = take(self, has_ended)
-        with open(Path(fault.log, f"results.{_RANK}"), "a") as file:
-            file.write(json.dumps([result.step, result.error]) + "\n")
-        return result
-
-    Checkpoints.take_result = recording_take  # type: ignore[method-assign]
-    for owner, attribute in ((os, "fsync"), (os, "preadv"), (Channel, "gather"), (Channel, "broadcast")):
-        _wrap(owner, attribute, lambda attribute=attribute: _event(attribute))
-    for owner, attribute in ((Staging, "copy"), (trainer.checkpoint.writer, "collect")):
-        _wrap(owner, attribute, lambda attribute=attribute: _event(attribute), _event)
-    for owner, attribute, phase in (
-        (Checkpoints, "start", "collect"),
-        (Checkpoints, "_save", "write"),
-        (LocalStorage, "publish", "publish"),
-        (Checkpoints, "_prune", "prune"),
-        (Checkpoints, "_delete", "prune"),
-        (CheckpointReader, "restore", "load"),
-        (CheckpointReader, "load", "load"),
-        (Trainer, "start", "start"),
-    ):
-        _in_phase(owner, attribute, phase)
-    file = trainer.checkpoint.storage._SyncedFile
-    write = file.write
-    file.write = lambda self, data: _write(write, self, data)  # type: ignore[method-assign]
-    if fault.no_space_check:
-        LocalStorage.free_bytes = lambda self: None  # type: ignore[method-assign]
-    sys.addaudithook(_audit)
+def hang() -> None:
+    while True:
+        time.sleep(1000)
 
 
-_PLACES: dict[str, tuple[Any, str]] = {
-    "collect": (trainer.checkpoint.writer, "collect"),
-    "stage": (Staging, "copy"),
-    "begin": (LocalStorage, "begin"),
-    "write": (trainer.checkpoint.writer, "write_tensors"),
-    "write_files": (trainer.checkpoint.writer, "write_files"),
-    "finish": (Checkpoints, "_write_shared_files"),
-    "publish": (LocalStorage, "publish"),
-    "prune": (LocalStorage, "unpublish"),
-    "delete": (LocalStorage, "delete"),
-    "load": (trainer.checkpoint.reader, "read_tensors"),
-    "attend": (trainer.sequence.attention, "gather_parts"),
-    "attend backward": (trainer.distributed.exchange, "sum_parts"),
-    "experts": (trainer.experts.dispatch, "exchange_rows"),
-    "experts backward": (trainer.distributed.exchange, "exchange_rows"),
-}
-"""The functions that can fail or hang, by the operation that they perform."""
+_places: _Places | None = None
 
 
-def _wrap(owner: Any, attribute: str, before: Callable[[], None], after: Callable[[str], None] | None = None) -> None:
-    original = getattr(owner, attribute)
-
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        before()
-        result = original(*arguments, **named)
-        if after is not None:
-            after(f"after {attribute}")
-        return result
-
-    setattr(owner, attribute, wrapped)
-
-
-def _in_phase(owner: Any, attribute: str, phase: str) -> None:
-    original = getattr(owner, attribute)
-
-    def wrapped(*arguments: Any, **named: Any) -> Any:
-        outer, _phase.name = getattr(_phase, "name", ""), phase
-        try:
-            _event("begins")
-            result = original(*arguments, **named)
-            _event("ends")
-            return result
-        finally:
-            _phase.name = outer
-
-    setattr(owner, attribute, wrapped)
-
-
-_NAMESPACE = {"open", "os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.listdir", "os.truncate"}
-
-
-def _audit(name: str, arguments: tuple[Any, ...]) -> None:
-    if name in _NAMESPACE and isinstance(arguments[0], (str, os.PathLike)):
-        _event(f"{name} {arguments[0]}")
-
-
-def _write(write: Callable[..., int], file: Any, data: Any) -> int:
-    fault = _FAULT
-    assert fault is not None
-    if fault.write_s:
-        time.sleep(fault.write_s)
-    view = memoryview(data).cast("B")
-    _event(f"write {len(view)} bytes", torn=lambda: write(file, view[: len(view) // 2]))
-    return write(file, data)
-
-
-def _event(what: str, torn: Callable[[], object] | None = None) -> None:
-    """Count one event, and kill the run if it is the chosen one."""
-    phase = getattr(_phase, "name", "")
-    if not phase:
-        return
-    fault = _FAULT
-    assert fault is not None
-    with _lock:
-        number = _counts.get(phase, 0)
-        _counts[phase] = number + 1
-        _events.append(f"{phase} {what}")
-        if fault.kill and fault.rank == _RANK and fault.phase == phase and fault.number == number:
-            if torn is not None:
-                torn()
-            _kill(fault)
-
-
-def _kill(fault: Fault) -> None:
-    if fault.kill == "all":
-        for path in Path(fault.log).glob("pid.*"):
-            if path.name != f"pid.{_RANK}":
-                os.kill(int(path.read_text()), signal.SIGKILL)
-    os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(10)
-
-
-def _fail_or_hang(name: str) -> None:
-    fault = _FAULT
-    assert fault is not None
-    if fault.rank != _RANK or name not in (fault.fail, fault.hang, fault.inside):
-        return
-    with _lock:
-        number = _calls.get(name, 0)
-        _calls[name] = number + 1
-    if not fault.first <= number <= fault.last:
-        return
-    if name == fault.hang:
-        time.sleep(fault.hang_s)
-        while fault.hang_until and not os.path.exists(fault.hang_until):
-            time.sleep(0.01)
-    if name == fault.inside:
-        os.kill(os.getpid(), signal.Signals[fault.then])
-    if name == fault.fail:
-        raise _Injected(f"{name} fails on purpose")
+def reach(place: str, owner: Trainer | None = None) -> None:
+    """Let happen what the test has for this place of the run."""
+    global _places
+    _places = _places or _Places()
+    _places.reach(place, owner)
 
 
 class FaultyTrainer(Trainer):
-    """Injects the fault described by the environment variable FAULT."""
+    """Comes to the places in its methods, which are those that a user may override."""
 
-    def __init__(self, config: Any) -> None:
-        if VARIABLE in os.environ and _FAULT is None:
-            _install(Fault(**json.loads(os.environ[VARIABLE])))
+    def __init__(self, config: RunConfig) -> None:
+        reach("start")
         super().__init__(config)
+        self.state.add("places", _Saved(self))
+
+    def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
+        reach("build")
+        return super().build_model(config)
+
+    def build_loader(self) -> Iterable[dict[str, torch.Tensor]]:
+        assert _places is not None
+        loader = super().build_loader()
+        return _Loader(loader, self) if any(place.startswith("data") for place in _places.at) else loader
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            reach(f"evaluation {self.state.step}")
+            return super().loss(batch)
+        step = self.state.step + 1
+        reach(f"forward {step}")
+        loss = super().loss(batch)
+        loss.register_hook(lambda gradient: reach(f"backward {step}"))
+        return loss
 
     def on_step(self, record: Record) -> None:
-        fault = _FAULT
-        if fault is None:
-            return
-        time.sleep(fault.step_s)
-        command = fault.commands.get(str(record.step))
-        if command and fault.rank == self.world.rank:
-            subprocess.run(command, shell=True, check=True, capture_output=True)
-        if fault.poison_step == record.step and fault.rank == self.world.rank:
-            parameter = next(iter(self.model.parameters()))
-            parameter.to_local().detach()[0, 0] = float("nan")  # type: ignore[attr-defined]
-        if fault.at_step == record.step and fault.rank == self.world.rank:
-            if fault.kill:
-                _kill(fault)
-            if fault.then == "raise":
-                raise _Injected(f"rank {fault.rank} fails on purpose at step {record.step}")
-            os.kill(os.getpid(), signal.Signals[fault.then])
-
-    def fit(self) -> int:
-        try:
-            return super().fit()
-        finally:
-            if _FAULT is not None:
-                Path(_FAULT.log, f"events.{_RANK}").write_text("\n".join(_events))
+        reach(f"step {record.step}", self)
 
 
 class RepeatingTrainer(FaultyTrainer):
-    """Saves each checkpoint a second time, from a custom loop, so that each step is published twice."""
+    """Saves each checkpoint twice, as a loop of one's own may."""
 
-    def fit(self) -> int:
-        try:
-            for record in self.steps():
-                self.on_step(record)
-                if record.step % self.config.checkpoint.every == 0:
-                    for _ in range(2):
-                        self.save_checkpoint(wait=True)
-            self.lifecycle.end()
-            return 0
-        finally:
-            if _FAULT is not None:
-                Path(_FAULT.log, f"events.{_RANK}").write_text("\n".join(_events))
+    def on_step(self, record: Record) -> None:
+        super().on_step(record)
+        if record.step % self.config.checkpoint.every == 0:
+            for _ in range(2):
+                self.save_checkpoint(wait=True)
+
+
+class _Loader:
+    """A loader that comes to a place before each batch."""
+
+    def __init__(self, loader: Iterable[dict[str, torch.Tensor]], owner: Trainer) -> None:
+        self._loader, self._owner = loader, owner
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        for batch in self._loader:
+            reach(f"data {self._owner.state.step + 1}")
+            yield batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+
+class _Saved:
+    """State of the user's own, which is collected in every save."""
+
+    def __init__(self, owner: Trainer) -> None:
+        self._owner = owner
+
+    def state_dict(self) -> dict[str, int]:
+        reach(f"save {self._owner.state.step}")
+        return {"nothing": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Processes
+# Storage
 
 
-@dataclass
-class StartedRun(ForkedRanks):
-    """A run on some ranks, each a separate process."""
-
-    folder: Path = Path()
-
-    def events_of(self, rank: int) -> list[str]:
-        """Return the events of a rank in order, each with its phase. The run had a Fault and was not killed."""
-        return (self.logs / f"events.{rank}").read_text().splitlines()
-
-    def results_of(self, rank: int) -> list[tuple[int, str]]:
-        """Return step and error of each save, as this rank received them. The run had a Fault."""
-        path = self.logs / f"results.{rank}"
-        return [tuple(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-    def ran(self, timeout_s: float = 240) -> CommandResult:
-        """Wait for the end and return the finished command; all ranks must have the same exit code."""
-        codes = self.wait(timeout_s)
-        assert codes[0] is not None and set(codes) == {codes[0]}, f"exit codes {codes}\n{self.stderr}"  # noqa: PT018
-        return CommandResult(codes[0], self.stdout, self.stderr, self.folder)
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
+    """Mount a disk of this size (`4m`), in memory; skips the test where that is not permitted."""
+    folder.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"mount is not permitted here: {mounted.stderr.decode().strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
 
 
-def start(
-    folder: Path, *arguments: str, ranks: int = 1, fault: Fault | None = None, logs_in: Path | None = None
-) -> StartedRun:
-    """Start `python -m trainer.run ARGUMENTS run.dir=FOLDER` on forked ranks. Logs are written next to the folder."""
-    logs = Path(tempfile.mkdtemp(prefix=f"logs-{folder.name}-", dir=logs_in or folder.parent))
-    fault = dataclasses.replace(fault, log=str(logs)) if fault else None
-    forked = start_run([*arguments, f"run.dir={folder}"], logs, ranks, fault.variables() if fault else {})
-    return StartedRun(forked.processes, logs, folder=folder)
+def fill(folder: Path) -> str:
+    """Return a shell command that fills the disk of a folder, until its file `fill` is removed."""
+    return f"head -c 99999999 /dev/zero > {folder}/fill || true"
