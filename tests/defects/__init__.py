@@ -1,0 +1,80 @@
+"""Forty deliberate defects, each of which the tests must find: `python -m tests.defects`.
+
+A defect is a function in `plants.py` that replaces an object of the product or of a library in a running process: no
+file changes. Importing this package plants the defect that the environment variable DEFECT names, and does nothing
+without it. `conftest.py` imports it into the tests' own process, and the server from which the tests fork their ranks
+imports it before anything else.
+
+Each planted process, and each process forked from one, leaves a mark: a file in the folder DEFECT_MARKS, named after
+its process, with the process that it was forked from. A server ignores modules that it cannot import, so without the
+mark of a rank, the tests may not have met the defect at all.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+DEFECT, MARKS = "DEFECT", "DEFECT_MARKS"
+NOTHING = "nothing"
+"""The defect that plants nothing, and that no test may find."""
+
+Kind = Literal["tests", "ranks"]
+"""The processes in which a defect must have been planted: the tests' own, or ranks that they have forked."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A deliberate defect, and the tests that must find it."""
+
+    name: str
+    plant: Callable[[], None]
+    acts_in: Kind
+    tests: tuple[str, ...]
+    """Arguments of pytest: files, and perhaps `-k WORD`."""
+
+
+T = TypeVar("T")
+
+
+def replace(found: T, replacement: T) -> None:
+    """Make every module that has imported the function or constant `found` have `replacement` instead."""
+    num_replaced = 0
+    for module in list(sys.modules.values()):
+        for name, value in list(vars(module).items()):
+            if value is found:
+                setattr(module, name, replacement)
+                num_replaced += 1
+    assert num_replaced, f"no module has {found!r}"
+
+
+def marks_of(folder: Path, tests: int) -> set[Kind]:
+    """Return the kinds of processes that left a mark. tests: the tests' own process."""
+    kinds: set[Kind] = set()
+    for mark in folder.iterdir():
+        parent = mark.read_text()
+        if not parent:
+            kinds |= {"tests"} if mark.name == str(tests) else set()
+        elif parent != str(tests):
+            kinds.add("ranks")
+    return kinds
+
+
+def _plant(name: str) -> None:
+    from tests.defects.plants import DEFECTS
+
+    DEFECTS[name].plant()
+    _mark("")
+    os.register_at_fork(after_in_child=lambda: _mark(str(os.getppid())))
+
+
+def _mark(parent: str) -> None:
+    (Path(os.environ[MARKS]) / str(os.getpid())).write_text(parent)
+
+
+if DEFECT in os.environ:
+    _plant(os.environ[DEFECT])

@@ -1,0 +1,125 @@
+"""Plants each defect in turn and runs the tests that must find it.
+
+    python -m tests.defects                  # all of them, two at a time
+    python -m tests.defects not-clipped      # some of them, by name
+
+The last line is `N of 40 defects found`. A defect that was not planted where it has to act, or tests that broke off
+for another reason, are errors: the defect does not count as found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.defects import DEFECT, MARKS, NOTHING, Defect, marks_of
+from tests.defects.plants import DEFECTS
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said about a defect."""
+
+    defect: Defect
+    exit_code: int
+    """pytest's: 0 if all tests passed in spite of the defect, 1 if some failed, more if it broke off."""
+    failed: str
+    """The test that failed; empty if none did."""
+    is_planted: bool
+    output: str
+    seconds: float
+    cpu_s: float
+
+    @property
+    def is_found(self) -> bool:
+        return self.is_planted and self.exit_code == 1 and bool(self.failed)
+
+    @property
+    def is_missed(self) -> bool:
+        return self.is_planted and self.exit_code == 0
+
+    @property
+    def verdict(self) -> str:
+        if not self.is_planted:
+            return f"ERROR: not planted in the {self.defect.acts_in} (exit {self.exit_code}: {self._last_line})"
+        if self.is_missed:
+            return "NOT FOUND"
+        if self.is_found:
+            return f"found by {self.failed}"
+        return f"ERROR: the tests broke off (exit {self.exit_code}: {self._last_line})"
+
+    @property
+    def _last_line(self) -> str:
+        return (self.output.strip() or "no output").splitlines()[-1]
+
+
+def try_defect(defect: Defect) -> Outcome:
+    """Run the tests of a defect, with the defect planted, until one fails."""
+    with tempfile.TemporaryDirectory(prefix=f"defect-{defect.name}-") as name:
+        folder, began = Path(name), time.monotonic()
+        marks, times = folder / "marks", folder / "times.json"
+        marks.mkdir()
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "tests.times"]
+        command += [f"--basetemp={folder / 'tmp'}", "-m", "not campaign", *defect.tests]
+        variables = {DEFECT: defect.name, MARKS: str(marks), "TIMES_JSON": str(times)}
+        with subprocess.Popen(
+            command,
+            cwd=REPOSITORY,
+            env={**os.environ, **variables},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        ) as tests:
+            output = tests.communicate()[0]
+        failed = [line.split()[1] for line in output.splitlines() if line.startswith("FAILED ")]
+        cpu_s = sum(json.loads(times.read_text()).values()) if times.exists() else 0.0
+        return Outcome(
+            defect,
+            tests.returncode,
+            failed[0] if failed else "",
+            defect.acts_in in marks_of(marks, tests.pid),
+            output,
+            time.monotonic() - began,
+            cpu_s,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Try defects; return 1 unless all are found, and nothing is found where nothing is planted."""
+    parser = argparse.ArgumentParser(prog="python -m tests.defects", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="which defects (default: all)")
+    parser.add_argument("--at-once", type=int, default=2, help="how many to try at a time (default: 2)")
+    parser.add_argument("--show", action="store_true", help="print what the tests print")
+    chosen = parser.parse_args(argv)
+    unknown = set(chosen.names) - DEFECTS.keys()
+    if unknown:
+        parser.error(f"no such defect: {', '.join(sorted(unknown))}")
+    defects = [defect for name, defect in DEFECTS.items() if name in chosen.names or not chosen.names]
+    num_found, cpu_s, missed = 0, 0.0, []
+    with ThreadPoolExecutor(chosen.at_once) as threads:
+        for outcome in threads.map(try_defect, defects):
+            name, cpu_s = outcome.defect.name, cpu_s + outcome.cpu_s
+            if chosen.show:
+                print(outcome.output)
+            print(f"{name:28} {outcome.seconds:5.0f} s {outcome.cpu_s:5.1f} CPU s  {outcome.verdict}", flush=True)
+            num_found += outcome.is_found and name != NOTHING
+            if not (outcome.is_missed if name == NOTHING else outcome.is_found):
+                missed.append(name)
+    print(f"{cpu_s:.0f} CPU s" + (f"; not as expected: {', '.join(missed)}" if missed else ""))
+    print(f"{num_found} of {sum(defect.name != NOTHING for defect in defects)} defects found")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

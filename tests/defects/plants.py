@@ -1,0 +1,384 @@
+"""The defects: each replaces one object of the product, and names the tests that must find it.
+
+Choose an object that will outlive a redesign: a public class or function rather than a helper. Tests that replace the
+same object hide the defect.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from tests.defects import NOTHING, Defect, Kind, replace
+from trainer import Trainer
+from trainer.checkpoint.retention import RetentionPolicy
+from trainer.checkpoint.storage import LocalStorage, _SyncedFile
+from trainer.checkpoint.writer import Staging
+from trainer.config import RunConfig, check_config, compare_configs
+from trainer.config.schema import RunSection
+from trainer.data.chat.masking import Encoder
+from trainer.data.loader import TrainLoader
+from trainer.data.mixture import Mixture, make_order, sample_at
+from trainer.data.source import sample_content
+from trainer.distributed.dead_ranks import describe_dead_ranks
+from trainer.distributed.stop_request import StopRequest
+from trainer.distributed.world import World
+from trainer.experts import shard_experts
+from trainer.experts.dispatch import GROUP_ATTRIBUTE
+from trainer.files import crc32
+from trainer.lifecycle.folder import FolderLock
+from trainer.lifecycle.resume import EarlierAttempts
+from trainer.lifecycle.state import RandomState
+from trainer.model.gradients import norm_and_clip_factor
+from trainer.model.lora import without_adapters
+from trainer.model.parameters import local, seed_of, tied_names
+from trainer.model.placement import Division
+from trainer.optim.adamw import random_bits
+from trainer.optim.optimizer import Optimizer
+from trainer.run import report_error
+from trainer.sequence import Cache, attend, full_sequences, positions
+from trainer.weights.adapters import MergedSource
+
+DEFECTS: dict[str, Defect] = {}
+
+
+def defect(acts_in: Kind, *tests: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a function that plants a defect, which `tests`, arguments of pytest, must find."""
+
+    def register(plant: Callable[[], None]) -> Callable[[], None]:
+        name = plant.__name__.replace("_", "-")
+        DEFECTS[name] = Defect(name, plant, acts_in, tests)
+        return plant
+
+    return register
+
+
+DEFECTS[NOTHING] = Defect(NOTHING, lambda: None, "ranks", ("tests/exactness/test_table.py", "-k", "llama"))
+
+TABLE = "tests/exactness/test_table.py"
+
+# ---------------------------------------------------------------------------------------------------------------
+# The step
+
+
+@defect("ranks", "tests/trainer/test_exactness.py", "-k", "plain_pytorch")
+def target_miscounted() -> None:
+    count = Trainer.count
+    Trainer.count = lambda self, batch: count(self, batch) + 1
+
+
+@defect("ranks", "tests/trainer/test_exactness.py", "-k", "plain_pytorch")
+def lr_one_late() -> None:
+    set_lr, previous = Optimizer.set_lr, WeakKeyDictionary[Optimizer, float]()
+
+    def set_previous(self: Optimizer, lr: float) -> None:
+        set_lr(self, previous.get(self, lr))
+        previous[self] = lr
+
+    Optimizer.set_lr = set_previous
+
+
+@defect("ranks", "tests/trainer/test_exactness.py", "-k", "plain_pytorch")
+def not_clipped() -> None:
+    replace(norm_and_clip_factor, lambda model, mesh, max_norm: norm_and_clip_factor(model, mesh, None))
+
+
+@defect("ranks", TABLE, "-k", "replicas and not whole and trains")
+def norm_over_replicas() -> None:
+    def norm_over_all(model: Any, mesh: Any, max_norm: Any) -> Any:
+        norm, factor = norm_and_clip_factor(model, mesh, max_norm)
+        return (norm * mesh.size(0) ** 0.5, factor) if mesh.ndim == 2 else (norm, factor)
+
+    replace(norm_and_clip_factor, norm_over_all)
+
+
+@defect("tests", "tests/trainer/test_host_waits.py", "-k", "non_finite")
+def skip_forgotten() -> None:
+    step = Optimizer.step
+    Optimizer.step = lambda self, is_finite=None, scale=None: step(self, None, scale)
+
+
+@defect("tests", "tests/trainer/test_custom_loops.py", "-k", "padding")
+def padding_evaluated() -> None:
+    count = Trainer.count
+
+    def count_all(self: Trainer, batch: Any) -> float:
+        return count(self, batch) if self.model.training else batch["targets"].numel()
+
+    Trainer.count = count_all
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The model
+
+
+@defect("tests", "tests/model/test_sharding.py", "-k", "weights_depend_on_the_name")
+def start_everywhere_alike() -> None:
+    replace(seed_of, lambda seed, name: seed)
+
+
+@defect("tests", "tests/model/test_sharding.py", "-k", "tied")
+def ties_parted() -> None:
+    replace(tied_names, lambda model: [])
+
+
+@defect("tests", "tests/sequence/test_document_isolation.py")
+def documents_see_each_other() -> None:
+    def attend_to_all(q: Any, k: Any, v: Any, documents: Any = None, dropout: float = 0.0, **options: Any) -> Any:
+        return attend(q, k, v, documents if isinstance(documents, Cache) else None, dropout, **options)
+
+    replace(attend, attend_to_all)
+
+
+@defect("ranks", TABLE, "-k", "gather and context and trains")
+def slices_from_0() -> None:
+    def count_from_0(tokens_BT: Any, positions_BT: Any = None, documents: Any = None) -> torch.Tensor:
+        with full_sequences():
+            return positions(tokens_BT, positions_BT, documents)[..., : tokens_BT.shape[1]]
+
+    replace(positions, count_from_0)
+
+
+@defect("ranks", TABLE, "-k", "experts and gather and trains")
+def tokens_of_wrong_experts() -> None:
+    def shard_in_reverse(modules: Any, mesh: Any, method: str) -> None:
+        shard_experts(modules, mesh, method)
+        for module in modules:
+            group = getattr(module, GROUP_ATTRIBUTE)
+            setattr(module, GROUP_ATTRIBUTE, dataclasses.replace(group, rank=group.size - 1 - group.rank))
+
+    replace(shard_experts, shard_in_reverse)
+
+
+@defect("ranks", "tests/experts/test_balance.py", "-k", "any_mesh")
+def balance_of_one_rank() -> None:
+    sum_on_device = World.sum_on_device
+    World.sum_on_device = lambda self, value: value if value.dtype == torch.int64 else sum_on_device(self, value)
+
+
+@defect("tests", "tests/model/test_lora.py", "-k", "merge")
+def merged_with_another_scale() -> None:
+    init = MergedSource.__init__
+
+    def init_with_twice_the_scale(self: MergedSource, base: Any, adapters: Any, scaling: float, *more: Any) -> None:
+        init(self, base, adapters, 2 * scaling, *more)
+
+    MergedSource.__init__ = init_with_twice_the_scale
+
+
+@defect("tests", "tests/trainer/test_objectives.py")
+def reference_with_adapters() -> None:
+    replace(without_adapters, lambda model: nullcontext())
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The optimizer
+
+
+@defect("ranks", TABLE, "-k", "muon and not normuon and trains")
+def muon_rows_of_next_rank() -> None:
+    box = Division.box
+    Division.box = lambda self, shape, rank: box(self, shape, rank ^ 1)
+
+
+@defect("tests", "tests/optim/test_rounding.py", "-k", "bits")
+def rounding_alike() -> None:
+    def bits_of_a_shard(origin: torch.Tensor, count: int) -> torch.Tensor:
+        is_position = torch.arange(len(origin), device=origin.device) == 1
+        return random_bits(torch.where(is_position, 0, origin), count)
+
+    replace(random_bits, bits_of_a_shard)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The data
+
+
+@defect("tests", "tests/data/test_data.py", "-k", "epoch")
+def epochs_alike() -> None:
+    replace(sample_at, lambda positions, num_samples, seed: sample_at(positions % num_samples, num_samples, seed))
+
+
+@defect("tests", "tests/data/test_data.py", "-k", "seed")
+def seed_ignored() -> None:
+    def order_of_seed_0(source: Any, config: RunConfig) -> Any:
+        return make_order(source, dataclasses.replace(config, data=dataclasses.replace(config.data, seed=0)))
+
+    replace(make_order, order_of_seed_0)
+
+
+@defect("tests", "tests/data/test_data.py", "-k", "ranks")
+def shares_overlap() -> None:
+    init = TrainLoader.__init__
+    TrainLoader.__init__ = lambda self, source, *, dp_rank=0, **options: init(self, source, **options)
+
+
+@defect("tests", "tests/data/test_mixture.py")
+def phases_begin_anew() -> None:
+    init = Mixture.__init__
+
+    def init_without_totals(self: Mixture, sizes: Any, phases: Any, seed: int) -> None:
+        init(self, sizes, phases, seed)
+        self._totals = [np.zeros_like(total) for total in self._totals]
+
+    Mixture.__init__ = init_without_totals
+
+
+@defect("tests", "tests/data/test_chats.py", "-k", "mask")
+def prompt_trained_on() -> None:
+    encode = Encoder.encode
+
+    def encode_with_one_more(self: Encoder, sample: Any, max_tokens: int | None = None) -> Any:
+        encoded = encode(self, sample, max_tokens)
+        mask = encoded.loss_mask | np.append(encoded.loss_mask[1:], False)
+        return dataclasses.replace(encoded, loss_mask=mask)
+
+    Encoder.encode = encode_with_one_more
+
+
+@defect("tests", "tests/data/test_chats.py", "-k", "mask")
+def end_of_turn_not_trained_on() -> None:
+    encode = Encoder.encode
+
+    def encode_with_one_less(self: Encoder, sample: Any, max_tokens: int | None = None) -> Any:
+        encoded = encode(self, sample, max_tokens)
+        mask = encoded.loss_mask & np.append(encoded.loss_mask[1:], False)
+        return dataclasses.replace(encoded, loss_mask=mask)
+
+    Encoder.encode = encode_with_one_less
+
+
+@defect("tests", "tests/data/test_data_changes.py", "-k", "each_change")
+def changed_data_unseen() -> None:
+    replace(sample_content, lambda shards: "")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Checkpoints
+
+
+@defect("ranks", TABLE, "-k", "llama and resumed")
+def resumed_one_late() -> None:
+    load = Trainer.load_checkpoint
+
+    def load_the_next(self: Trainer, path: Any = None) -> int | None:
+        step = load(self, path)
+        self.state.step += step is not None
+        return step
+
+    Trainer.load_checkpoint = load_the_next
+
+
+@defect("ranks", "tests/checkpoint/test_checkpoints.py", "-k", "resumes_bit_equal")
+def dropout_repeats() -> None:
+    RandomState.load_state_dict = lambda self, state: self.restart(0)
+
+
+@defect("tests", "tests/checkpoint/test_checkpoints.py", "-k", "on_disk")
+def not_flushed() -> None:
+    _SyncedFile.close = lambda self: self._file.close()
+
+
+@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "damage_is_found")
+def checksums_alike() -> None:
+    replace(crc32, lambda data, value=0: 0)
+
+
+@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "damage_is_found")
+def damaged_left_there() -> None:
+    LocalStorage.quarantine = lambda self, name, why: None
+
+
+@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "retention")
+def one_too_many_pruned() -> None:
+    obsolete = RetentionPolicy.obsolete
+    RetentionPolicy.obsolete = lambda self, before_next=False: obsolete(self, before_next=True)
+
+
+@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "state_of_its_start")
+def saved_while_changing() -> None:
+    Staging.copy = lambda self, tensors, boxes: {box.key: local(tensors[box.key]).detach() for box in boxes}
+
+
+@defect("ranks", "tests/lifecycle/test_run_folders.py", "-k", "loses_no_line")
+def anew_without_a_word() -> None:
+    EarlierAttempts.check = lambda self, restored: None
+
+
+@defect("tests", "tests/config/test_config.py", "-k", "resume")
+def batch_may_change() -> None:
+    def compare_all_but_the_batch(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
+        refused, permitted = compare_configs(config, stored_yaml)
+        return [line for line in refused if not line.startswith("train.global_batch_size")], permitted
+
+    replace(compare_configs, compare_all_but_the_batch)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Stops and failures
+
+
+@defect("ranks", "tests/lifecycle/test_stopping.py", "-k", "notice_stops")
+def stopped_with_0() -> None:
+    fit = Trainer.fit
+    Trainer.fit = lambda self: 0 * fit(self)
+
+
+@defect("ranks", "tests/lifecycle/test_stopping.py", "-k", "each_signal and USR1")
+def usr1_not_caught() -> None:
+    set_handler = signal.signal
+
+    def set_handler_of_others(number: Any, handler: Any) -> Any:
+        return set_handler(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+
+    signal.signal = set_handler_of_others
+
+
+@defect("tests", "tests/lifecycle/test_stopping.py", "-k", "deadline")
+def no_time_to_save() -> None:
+    reason = StopRequest.reason
+    StopRequest.reason = lambda self, needs_s=0.0: reason(self)
+
+
+@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "belongs_to_one_run")
+def living_owner_taken_for_dead() -> None:
+    FolderLock._is_dead = lambda self, owner, temporary: True
+
+
+@defect("ranks", "tests/lifecycle/test_watchdog.py", "-k", "single_rank", "--timeout=60")
+def hang_unnoticed() -> None:
+    RunSection.step_limit_s = property(lambda self: 1e6)
+
+
+@defect("ranks", "tests/distributed/test_killed_ranks.py", "-k", "other_ranks")
+def dead_rank_unnamed() -> None:
+    replace(describe_dead_ranks, lambda ranks, timeout_s: "")
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Messages
+
+
+@defect("ranks", "tests/distributed/test_processes.py", "-k", "one_message")
+def said_by_every_rank() -> None:
+    def report_as_rank_0(error: Any, env: Any, exit_code: int = 2) -> int:
+        return report_error(error, dataclasses.replace(env, rank=0), exit_code)
+
+    replace(report_error, report_as_rank_0)
+
+
+@defect("ranks", "tests/config/test_bad_input.py", "-k", "test_mistake")
+def folder_touched_by_a_mistake() -> None:
+    def check_after_writing(config: RunConfig, *more: Any) -> None:
+        config.run_dir.mkdir(parents=True, exist_ok=True)
+        (config.run_dir / "config.yaml").write_text(config.to_yaml())
+        check_config(config, *more)
+
+    replace(check_config, check_after_writing)
