@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+import tests.defects  # noqa: F401 - plants the defect that the environment names, before anything is imported
 from tests.helpers import forked, launch
 from tests.helpers.runs import chat, four, one, two
 from trainer import errors, stopping

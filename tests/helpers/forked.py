@@ -38,6 +38,7 @@ from typing import Any
 REPOSITORY = Path(__file__).parents[2]
 
 _PRELOADED = [
+    "tests.defects",
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",

@@ -329,6 +329,7 @@ def _nproc_variables(ranks: int) -> dict[str, str]:
 # Forking
 
 _PRELOADED = [
+    "tests.defects",
     "pytest",
     "torch._dynamo",
     "torch.distributed.checkpoint",
