@@ -3,10 +3,10 @@
     python -m tests.compatibility            # try all pairs and print what does not work
     python -m tests.compatibility --write    # also write docs/compatibility.md
 
-Each kind of model is tried with each feature, and each pair of features on a Llama, or on a Qwen3-MoE if one of them
-concerns experts.  Each attempt builds a Trainer from a configuration, as any run does, and trains two steps.  If the
-configuration is rejected, the first line of the message is recorded.  `train.compile` uses the backend aot_eager, which
-traces like the default and generates no machine code; float8 is emulated.
+Each kind of model is tried with each feature (`tests/exactness/table.py`), and each pair of features on a Llama, or on
+a Qwen3-MoE if one of them concerns experts.  Each attempt builds a Trainer from a configuration, as any run does, and
+trains two steps.  If the configuration is rejected, the first line of the message is recorded.  `train.compile` uses
+the backend aot_eager, which traces like the default and generates no machine code; float8 is emulated.
 """
 
 from __future__ import annotations
@@ -15,9 +15,7 @@ import argparse
 import functools
 import importlib.util
 import itertools
-import json
 import math
-import os
 import re
 import sys
 import tempfile
@@ -26,173 +24,73 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import torch
 
-from tests.helpers.ranks import merged, run_ranks
-from trainer import RunConfig, Trainer, UserError, load_config
+from tests.exactness import inputs
+from tests.exactness.table import FEATURES, KINDS, configure
+from tests.exactness.walk import on_each
+from tests.helpers.launch import REPOSITORY
+from trainer import RunConfig, Trainer, UserError
 from trainer.errors import PeerFailed
 
-REPOSITORY = Path(__file__).resolve().parents[1]
 PAGE = REPOSITORY / "docs" / "compatibility.md"
 NUM_STEPS = 2
 """The loss of the second step depends on the update of the first one."""
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of model: its title on the page, and its tiny shape."""
-
-    title: str
-    fields: tuple[str, ...] = ()
-    """For a native recipe: overrides."""
-    transformers_model: str = ""
-    """For `model.name=hf`: the name of the model in tests/helpers/hf_models.py."""
-    changes: tuple[tuple[str, Any], ...] = ()
-    """For `model.name=hf`: changes to that model's settings."""
-
-
-_HEADS = ("model.num_layers=2", "model.num_heads=4", "model.dim=64", "model.init_std=0.1", "model.vocab_size=257")
-_GROUPED = (*_HEADS, "model.num_kv_heads=2")
-_EXPERTS = ("model.expert_dim=64", "model.num_experts=4", "model.num_chosen=2")
-_WIDE = (("hidden_size", 64), ("intermediate_size", 128))
-KINDS = {
-    "llama": Kind("Llama", (*_GROUPED, "model.ffn_dim=128")),
-    "gpt2": Kind("GPT-2", (*_HEADS, "model.max_seq_len=64")),
-    "qwen3": Kind("Qwen3", (*_GROUPED, "model.head_dim=16", "model.ffn_dim=128")),
-    "qwen3_moe": Kind("Qwen3-MoE", (*_GROUPED, *_EXPERTS, "model.head_dim=16")),
-    "qwen3_next": Kind(
-        "Qwen3-Next",
-        (
-            *(*_GROUPED, *_EXPERTS, "model.head_dim=16", "model.rotary_dim=8", "model.shared_dim=64"),
-            *("model.attention_every=2", "model.delta_heads=4", "model.delta_key_heads=2"),
-            *("model.delta_key_dim=16", "model.delta_value_dim=16"),
-        ),
-    ),
-    "gpt_oss": Kind("gpt-oss", (*_GROUPED, *_EXPERTS, "model.head_dim=16", "model.window=16")),
-    "deepseek_v3": Kind(
-        "DeepSeek-V3",
-        (
-            *(*_HEADS, *_EXPERTS, "model.num_dense_layers=1", "model.ffn_dim=128", "model.num_groups=2"),
-            *("model.num_chosen_groups=1", "model.q_rank=64", "model.kv_rank=64", "model.nope_dim=8"),
-            *("model.rope_dim=8", "model.value_dim=16", "model.balance_rate=0"),
-        ),
-    ),
-    "hf_dense": Kind("hf: dense", transformers_model="llama", changes=_WIDE),
-    "hf_mixture": Kind("hf: mixture", transformers_model="qwen3_moe", changes=(*_WIDE, ("moe_intermediate_size", 64))),
-    "hf_hybrid": Kind(
-        "hf: hybrid",
-        transformers_model="qwen3_next",
-        changes=(
-            *(*_WIDE, ("num_hidden_layers", 4), ("moe_intermediate_size", 64)),
-            *(("shared_expert_intermediate_size", 64), ("linear_key_head_dim", 16), ("linear_value_head_dim", 16)),
-        ),
-    ),
+KIND_TITLES = {
+    "llama": "Llama",
+    "gpt2": "GPT-2",
+    "qwen3": "Qwen3",
+    "qwen3_moe": "Qwen3-MoE",
+    "qwen3_next": "Qwen3-Next",
+    "gpt_oss": "gpt-oss",
+    "deepseek_v3": "DeepSeek-V3",
+    "hf_dense": "hf: dense",
+    "hf_mixture": "hf: mixture",
+    "hf_hybrid": "hf: hybrid",
 }
-"""Widths are multiples of 64, so that base weights can be packed.  The models of transformers are a Llama, a Qwen3-MoE
-and a Qwen3-Next."""
 
 
 @dataclass(frozen=True)
-class Feature:
-    """A feature: its title on the page, the header of its column, and the overrides that enable it."""
+class Title:
+    """The title of a feature's row on the page, and the head of its column."""
 
     title: str
     head: str
-    overrides: tuple[str, ...]
-    """`{folder}` is the folder of the data, `{weights}` that of the kind's weights in Hugging Face's format."""
-    needs_weights: bool = False
-    concerns_experts: bool = False
 
 
-_LORA = ("lora.rank=4",)
-
-
-def _objective(name: str, file: str, *more: str) -> tuple[str, ...]:
-    data = ("data.source=chat", f"data.path={{folder}}/{file}.jsonl", "data.tokenizer={folder}/tokenizer")
-    return (f"train.objective={name}", *data, *more)
-
-
-FEATURES = {
-    "masked": Feature("Masked documents: `data.documents=masked`", "masked", ("data.documents=masked",)),
-    "replicate": Feature("Replicas: `mesh.replicate=2`", "replicas", ("mesh.replicate=2",)),
-    "context": Feature("Split sequences: `mesh.context=2`", "context", ("mesh.context=2",)),
-    "exchange": Feature(
-        "Divided experts, tokens exchanged: `mesh.expert=2 mesh.expert_method=exchange`",
-        "expert exchange",
-        ("mesh.expert=2", "mesh.expert_method=exchange"),
-        concerns_experts=True,
+FEATURE_TITLES = {
+    "masked": Title("Masked documents: `data.documents=masked`", "masked"),
+    "replicate": Title("Replicas: `mesh.replicate=2`", "replicas"),
+    "context": Title("Split sequences: `mesh.context=2`", "context"),
+    "exchange": Title(
+        "Divided experts, tokens exchanged: `mesh.expert=2 mesh.expert_method=exchange`", "expert exchange"
     ),
-    "gather": Feature(
-        "Divided experts, tokens gathered: `mesh.expert=2 mesh.expert_method=gather`",
-        "expert gather",
-        ("mesh.expert=2", "mesh.expert_method=gather"),
-        concerns_experts=True,
-    ),
-    "lora": Feature("Adapters: `lora.rank=4`", "LoRA", _LORA, needs_weights=True),
-    "lora_experts": Feature(
-        "Adapters of stacked experts: `lora.rank=4 lora.targets=[experts]`",
-        "LoRA experts",
-        (*_LORA, "lora.targets=[experts]"),
-        needs_weights=True,
-        concerns_experts=True,
-    ),
-    "nf4": Feature(
-        "Base in 4 bits: `lora.rank=4 lora.base_dtype=nf4`", "nf4", (*_LORA, "lora.base_dtype=nf4"), needs_weights=True
-    ),
-    "fp8": Feature(
-        "Base in 8 bits: `lora.rank=4 lora.base_dtype=fp8`", "fp8", (*_LORA, "lora.base_dtype=fp8"), needs_weights=True
-    ),
-    "full": Feature("Recomputation: `train.activation_checkpoint=full`", "full", ("train.activation_checkpoint=full",)),
-    "selective": Feature(
-        "In part: `train.activation_checkpoint=selective`", "selective", ("train.activation_checkpoint=selective",)
-    ),
-    "budget": Feature(
-        "By a budget: `train.activation_checkpoint=budget:0.5`", "budget", ("train.activation_checkpoint=budget:0.5",)
-    ),
-    "compile": Feature("Compiled blocks: `train.compile=true`", "compile", ("train.compile=true",)),
-    "cpu_offload": Feature(
-        "Parameters on the host: `fsdp.cpu_offload=true`", "cpu offload", ("fsdp.cpu_offload=true",)
-    ),
-    "activations": Feature(
-        "Activations on the host: `train.offload_activations=1.0`", "activations", ("train.offload_activations=1.0",)
-    ),
-    "float8": Feature(
-        "Float8: `train.float8=rowwise fsdp.param_dtype=bfloat16`",
-        "float8",
-        ("train.float8=rowwise", "fsdp.param_dtype=bfloat16"),
-    ),
-    "muon": Feature("Muon: `optim.name=muon`", "Muon", ("optim.name=muon",)),
-    "int8": Feature("Moments in 8 bits: `optim.state_dtype=int8`", "8-bit", ("optim.state_dtype=int8",)),
-    "ema": Feature("Averaged weights: `train.ema=0.9`", "EMA", ("train.ema=0.9",)),
-    "sharded": Feature("Sharded accumulation: `fsdp.accumulate=sharded`", "sharded", ("fsdp.accumulate=sharded",)),
-    "dpo": Feature("`train.objective=dpo`", "dpo", _objective("dpo", "pairs"), needs_weights=True),
-    "kto": Feature("`train.objective=kto`", "kto", _objective("kto", "labelled"), needs_weights=True),
-    "reward": Feature("`train.objective=reward`", "reward", _objective("reward", "pairs"), needs_weights=True),
-    "classify": Feature(
-        "`train.objective=classify`",
-        "classify",
-        _objective("classify", "classes", "objective.num_labels=2"),
-        needs_weights=True,
-    ),
-    "distill": Feature(
-        "`train.objective=distill`",
-        "distill",
-        ("train.objective=distill", "objective.teacher={weights}"),
-        needs_weights=True,
-    ),
+    "gather": Title("Divided experts, tokens gathered: `mesh.expert=2 mesh.expert_method=gather`", "expert gather"),
+    "lora": Title("Adapters: `lora.rank=4`", "LoRA"),
+    "lora_experts": Title("Adapters of stacked experts: `lora.rank=4 lora.targets=[experts]`", "LoRA experts"),
+    "nf4": Title("Base in 4 bits: `lora.rank=4 lora.base_dtype=nf4`", "nf4"),
+    "fp8": Title("Base in 8 bits: `lora.rank=4 lora.base_dtype=fp8`", "fp8"),
+    "full": Title("Recomputation: `train.activation_checkpoint=full`", "full"),
+    "selective": Title("In part: `train.activation_checkpoint=selective`", "selective"),
+    "budget": Title("By a budget: `train.activation_checkpoint=budget:0.5`", "budget"),
+    "compile": Title("Compiled blocks: `train.compile=true`", "compile"),
+    "cpu_offload": Title("Parameters on the host: `fsdp.cpu_offload=true`", "cpu offload"),
+    "activations": Title("Activations on the host: `train.offload_activations=1.0`", "activations"),
+    "float8": Title("Float8: `train.float8=rowwise fsdp.param_dtype=bfloat16`", "float8"),
+    "muon": Title("Muon: `optim.name=muon`", "Muon"),
+    "int8": Title("Moments in 8 bits: `optim.state_dtype=int8`", "8-bit"),
+    "ema": Title("Averaged weights: `train.ema=0.9`", "EMA"),
+    "sharded": Title("Sharded accumulation: `fsdp.accumulate=sharded`", "sharded"),
+    "dpo": Title("`train.objective=dpo`", "dpo"),
+    "kto": Title("`train.objective=kto`", "kto"),
+    "reward": Title("`train.objective=reward`", "reward"),
+    "classify": Title("`train.objective=classify`", "classify"),
+    "distill": Title("`train.objective=distill`", "distill"),
 }
-
-BASE = (
-    *("data.source=tokens", "data.path={folder}/documents.jsonl", "data.cache_dir={folder}/cache", "data.seq_len=64"),
-    *("train.steps=3", "train.global_batch_size=4", "train.micro_batch_size=1", "train.compile=false"),
-    *("eval.every=0", "checkpoint.every=0", "log.sample_tokens=0", "schedule.warmup_steps=0", "run.threads=1"),
-    *("run.device=cpu", "run.timeout_s=120"),
-)
-"""The settings of all attempts; features override some of them."""
 
 WORKS = "works"
 
@@ -243,75 +141,20 @@ def available_features() -> list[str]:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Data and weights
-
-
-def write_data(folder: Path) -> None:
-    """Write documents, preference pairs, labelled answers, labelled texts, and the tokenizer of chats."""
-    from tests.helpers.chats import CHATML, write_tokenizer
-
-    words = ["Hi", "Yes", "No", "two", "four", "Bye"]
-
-    def text(number: int) -> str:
-        return " ".join(words[(number + k) % 6] for k in range(1 + number % 5))
-
-    numbers = range(40)
-    prompts, answers = [text(3 * number) for number in numbers], [text(number) for number in numbers]
-    contents: dict[str, list[dict[str, Any]]] = {
-        "documents": [{"text": f"{number}: {text(number)}. " * (1 + number % 3)} for number in range(400)],
-        "pairs": [
-            {"prompt": prompts[n], "chosen": answers[n], "rejected": answers[(n + 1) % len(answers)]} for n in numbers
-        ],
-        "labelled": [{"prompt": prompts[n], "completion": answers[n], "label": n % 3 != 0} for n in numbers],
-        "classes": [{"text": answers[n], "label": n % 2} for n in numbers],
-    }
-    for name, lines in contents.items():
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    write_tokenizer(folder / "tokenizer", CHATML)
-
-
-def write_weights(name: str, folder: Path) -> None:
-    """Write weights of a kind into `folder`, in Hugging Face's format."""
-    from tests.helpers import hf_models
-    from tests.weights.test_huggingface import Memory, build
-    from trainer.recipe import find_recipe
-    from trainer.weights.exporting import export
-
-    kind = KINDS[name]
-    if kind.transformers_model:
-        hf_models.folder_of(folder, kind.transformers_model, **dict(kind.changes))
-        (folder / "chat_template.jinja").unlink()
-        (folder / "tokenizer_config.json").unlink()
-        return
-    model = load_config("llama_small", [f"model.name={name}", *kind.fields]).model
-    recipe = find_recipe(name)
-    export(Memory(build(recipe, model).state_dict()), recipe, model, folder)
+# Attempts
 
 
 def prepare(folder: Path, kinds: Iterable[str] = tuple(KINDS)) -> None:
     """Write the data, and the weights of these kinds, that attempts read."""
-    write_data(folder)
-    for kind in kinds:
-        write_weights(kind, folder / "weights" / kind)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Attempts
+    inputs.write_data(folder)
+    written = on_each(1, inputs.write_weights, {kind: (kind, folder) for kind in kinds}, folder)
+    assert not any(isinstance(result, str) for result in written.values()), written
 
 
 def config_of(pair: Pair, folder: Path) -> RunConfig:
     """Return the configuration of an attempt.  `folder` is the one that `prepare` has filled.  Raises UserError."""
-    weights = folder / "weights" / pair.kind
-    own = list(dict.fromkeys(pair.overrides))
-    if KINDS[pair.kind].transformers_model:
-        model = ["model.name=hf", f"model.path={weights}"]
-    elif any(FEATURES[name].needs_weights for name in pair.features):
-        model = [f"model.name={pair.kind}", f"train.init_from={weights}"]
-    else:
-        model = [f"model.name={pair.kind}", *KINDS[pair.kind].fields]
-    run = f"run.dir={folder}/runs/{pair.kind}-{'-'.join(pair.features)}"
-    items = [item.format(folder=folder, weights=weights) for item in merged([*BASE], own)]
-    return load_config("llama_small", [*model, *items, run])
+    own = [f"run.dir={folder}/runs/{pair.kind}-{'-'.join(pair.features)}", "run.timeout_s=120"]
+    return configure(pair.kind, pair.features, folder, *own)
 
 
 def first_line(error: BaseException, folder: Path) -> str:
@@ -352,22 +195,10 @@ def attempt(pair: Pair, folder: Path) -> str:
         torch._dynamo.reset()
 
 
-def attempt_each(pairs: Sequence[Pair], folder: str) -> None:
-    """Try pairs one after the other, and append each result to a file of this rank."""
-    with quick_kernels(), open(Path(folder) / f"results{os.environ['RANK']}.jsonl", "a") as file:
-        for pair in pairs:
-            file.write(json.dumps([pair.kind, pair.features, attempt(pair, Path(folder))]) + "\n")
-            file.flush()
-
-
-def read_results(folder: Path) -> dict[Pair, str]:
-    """Return the results of the attempts that all ranks have finished."""
-    found: dict[Pair, list[str]] = {}
-    for path in folder.glob("results*.jsonl"):
-        for line in path.read_text().splitlines():
-            kind, features, result = json.loads(line)
-            found.setdefault(Pair(kind, tuple(features)), []).append(result)
-    return {pair: worst(results) for pair, results in found.items() if len(results) == pair.num_ranks}
+def attempt_in(pair: Pair, folder: str) -> str:
+    """Do what `attempt` does, with kernels that are quick to build."""
+    with quick_kernels():
+        return attempt(pair, Path(folder))
 
 
 def worst(results: Sequence[str]) -> str:
@@ -378,19 +209,12 @@ def worst(results: Sequence[str]) -> str:
 def try_pairs(pairs: Sequence[Pair], folder: Path) -> dict[Pair, str]:
     """Try pairs on forked ranks.  If the ranks die or hang, that is a defect of the pair, and new ranks continue."""
     found: dict[Pair, str] = {}
-    while left := [pair for pair in pairs if pair not in found]:
-        same = [pair for pair in left if pair.num_ranks == left[0].num_ranks]
-        for path in folder.glob("results*.jsonl"):
-            path.unlink()
-        died = ""
-        try:
-            run_ranks(same[0].num_ranks, attempt_each, same, str(folder), timeout_s=180 + 60 * len(same))
-        except AssertionError as error:
-            died = str(error).splitlines()[0]
-            print(error)
-        found |= read_results(folder)
-        if died and (unfinished := [pair for pair in same if pair not in found]):
-            found[unfinished[0]] = f"! the ranks died: {died}"
+    for ranks in sorted({pair.num_ranks for pair in pairs}):
+        same = {str(pair): pair for pair in pairs if pair.num_ranks == ranks}
+        results = on_each(ranks, attempt_in, {name: (pair, str(folder)) for name, pair in same.items()}, folder)
+        for name, result in results.items():
+            died = isinstance(result, str)
+            found[same[name]] = f"! the ranks died: {result.splitlines()[0]}" if died else worst(result)
     return {pair: found[pair] for pair in pairs}
 
 
@@ -444,19 +268,19 @@ def page(results: dict[Pair, str]) -> str:
     """Return the page, in Markdown."""
     notes = Footnotes()
     names = list(FEATURES)
-    kinds = ["| | " + " | ".join(kind.title for kind in KINDS.values()) + " |", "|---" * (len(KINDS) + 1) + "|"]
-    for name, feature in FEATURES.items():
+    kinds = ["| | " + " | ".join(KIND_TITLES.values()) + " |", "|---" * (len(KINDS) + 1) + "|"]
+    for name, feature in FEATURE_TITLES.items():
         cells = [notes.mark(results[Pair(kind, (name,))]) for kind in KINDS]
         kinds.append(f"| {feature.title} | " + " | ".join(cells) + " |")
     by_features = {pair.features: result for pair, result in results.items() if len(pair.features) == 2}
-    heads = [FEATURES[name].head for name in names]
+    heads = [FEATURE_TITLES[name].head for name in names]
     both = ["| | " + " | ".join(heads[:-1]) + " |", "|---" * len(heads) + "|"]
     for row, name in enumerate(names[1:], start=1):
         cells = []
         for other in names[: len(names) - 1]:
             result = by_features.get((other, name))
             cells.append("" if names.index(other) >= row else "-" if result is None else notes.mark(result))
-        both.append(f"| {FEATURES[name].head} | " + " | ".join(cells) + " |")
+        both.append(f"| {FEATURE_TITLES[name].head} | " + " | ".join(cells) + " |")
     parts = [_INTRO, "## Models and features\n", *kinds, "\n## Two features\n", *both, "\n## Reasons\n", *notes.lines()]
     return "\n".join([*parts, "\n## How it was tried\n", _TRIED])
 
@@ -468,9 +292,9 @@ def read_page(text: str) -> dict[Pair, str]:
         [[cell.strip() for cell in line.strip("|").split(" | ")] for line in block.splitlines() if line[:4] != "|---"]
         for block in re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
     ]
-    by_title = {kind.title: name for name, kind in KINDS.items()}
-    by_name = {feature.title: name for name, feature in FEATURES.items()}
-    by_head = {feature.head: name for name, feature in FEATURES.items()}
+    by_title = {title: name for name, title in KIND_TITLES.items()}
+    by_name = {feature.title: name for name, feature in FEATURE_TITLES.items()}
+    by_head = {feature.head: name for name, feature in FEATURE_TITLES.items()}
     found = {}
     for (_, *heads), *rows in tables[:1]:
         for title, *cells in rows:

@@ -41,6 +41,7 @@ def test_the_page_lists_every_kind_and_feature_and_each_pair_once() -> None:
     assert compatibility.page(stated()) == text, "the page was edited by hand: python -m tests.compatibility --write"
 
 
+@pytest.mark.slow
 def test_a_refusal_prints_the_sentence_of_the_page(tmp_path: Path) -> None:
     compatibility.prepare(tmp_path, dict.fromkeys(pair.kind for pair in REFUSED))
     page = stated()
