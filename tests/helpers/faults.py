@@ -26,6 +26,7 @@ import contextlib
 import errno
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -39,7 +40,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.gate import pass_gate
+from tests.helpers.gate import pass_gate, wait_until
 from trainer import RunConfig, Trainer
 from trainer.metrics.record import Record
 
@@ -204,6 +205,32 @@ class _Saved:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         pass
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Return the processes whose command line names a run's folder: ranks that a launcher has started, say."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            words = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+            if str(folder) in words and path.parent.name != str(os.getpid()):
+                found.append(words)
+    return found
+
+
+def catches(pid: int, number: int) -> bool:
+    """Return whether a process has a handler for a signal, or has ended."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+    caught = re.search(r"SigCgt:\s*(\w+)", status)
+    return caught is None or "State:\tZ" in status or bool(int(caught[1], 16) >> (number - 1) & 1)
+
+
+def wait_until_it_catches(pid: int, number: int) -> None:
+    """Wait for a process to have a handler for a signal: an interpreter that has only just begun has none."""
+    wait_until(lambda: catches(pid, number), f"a handler of signal {number}")
 
 
 # ---------------------------------------------------------------------------------------------------------------
