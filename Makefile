@@ -7,7 +7,7 @@ PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 # The tests start many interpreters: keep their bytecode, even if the environment disables that.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: docs install check test test-fast test-campaign test-fake-gpu durations format
+.PHONY: docs install check test test-fast test-campaign test-fake-gpu times format
 
 install:
 	$(PYTHON) -m pip install -c constraints.txt -e '.[test]'
@@ -31,9 +31,9 @@ test-campaign:
 test-fake-gpu:
 	$(PYTHON) -m tests.fake_gpu
 
-# Records the duration of each test in tests/durations.json.  Run it on an idle machine, after a justified slowdown.
-durations:
-	$(PYTEST) -m "not campaign" --record-durations
+# Runs the same tests as `make test`, and prints where their CPU time goes.
+times:
+	$(PYTEST) -m "not campaign" -p tests.times
 
 # Builds a website from docs/ in site/, after regenerating the pages that are generated from the code.
 docs:

@@ -173,10 +173,10 @@ _TWO_SOURCES = (
 )
 _CHATS = ("data.source=chat", "data.path={folder}/chats.jsonl", "data.tokenizer={folder}/tokenizer")
 _MUON = ("optim.muon.dtype=float32",)
-"""The iteration in bfloat16, the default, turns a rounding difference of 1e-7 into one of 1e-3."""
+"""The iteration in bfloat16, the default, makes weights that differ by rounding differ by 4e-5 three steps later."""
 _NORMUON = ("optim.muon.variant=normuon",)
 _GROUPS = (
-    "optim.groups=[{{match: '*norm*', lr: 0.5, weight_decay: 0.3}}, {{match: 'head.output*', lr: 2.0, weight_decay: 0.0}}]",
+    "optim.groups=[{{match: '*norm*', lr: 1e-3, weight_decay: 0.3}}, {{match: 'head.output*', weight_decay: 0.0}}]",
 )
 
 ROWS = [

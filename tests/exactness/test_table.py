@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,54 +20,93 @@ from tests.exactness import inputs
 from tests.exactness.table import ROWS, Row
 from tests.exactness.walk import attempt, differences, on_each
 
-STEPS, SAVED_STEP = 3, 2
 CHUNK = 6
-"""Rows that share their ranks, one after another. Other workers train other chunks meanwhile."""
+"""Cases that share their ranks, one after another. Other workers train other chunks meanwhile."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row on a mesh, and how long it trains."""
+
+    row: Row
+    ranks: int
+    mesh: tuple[str, ...]
+    steps: int = 3
+    saved_step: int = 2
+    sequences: int = 4
+    """Per step, a multiple of the ranks."""
+    tolerance: float = 0.0
+    """Instead of the row's."""
+
+    def __str__(self) -> str:
+        return f"{self.row.name}, {self.ranks} ranks, {' '.join(self.mesh) or 'all shards'}, {self.steps} steps"
+
+    def arguments(self, folder: Path, mesh: tuple[str, ...], save_at: int = 0, resume: str = "") -> tuple[Any, ...]:
+        name = f"{self.row.name} {self.ranks} {'resumed' if resume else 'saved' if save_at else 'mesh'}"
+        overrides = (*mesh, f"train.global_batch_size={self.sequences}")
+        return self.row, folder, f"{name} {'-'.join(mesh)}", overrides, self.steps, save_at, resume
+
+
+EVERYDAY = [Case(row, row.ranks, row.mesh) for row in ROWS]
+
+
+def _long(row: Row, ranks: int, mesh: tuple[str, ...]) -> Case:
+    return Case(row, ranks, mesh, steps=20, saved_step=10, sequences=12, tolerance=10 * row.tolerance)
+
+
+def _campaign() -> Iterator[Case]:
+    for row in ROWS:
+        yield _long(row, row.ranks, row.mesh)
+        if not row.mesh:
+            yield _long(row, 3, ())
+            yield _long(row, 4, ())
+            yield _long(row, 4, ("mesh.replicate=2",))
+        elif row.ranks == 2 and "mesh.replicate=2" not in row.mesh:
+            yield _long(row, 4, (*row.mesh, "mesh.replicate=2"))
+
+
+CAMPAIGN = list(_campaign())
 
 
 class Table:
-    """What the rows did, each trained once for all workers of pytest-xdist."""
+    """What the cases did, each trained once for all workers of pytest-xdist."""
 
-    def __init__(self, folder: Path, chosen: Iterable[Row]) -> None:
+    def __init__(self, folder: Path, chosen: Iterable[Case]) -> None:
         self.folder = folder
-        self.chosen = {row.name for row in chosen}
+        self.chosen = set(chosen)
         folder.mkdir(exist_ok=True)
 
-    def of(self, row: Row) -> dict[str, Any]:
-        """Return what `row` did: `alone`, on its `mesh`, and `resumed` there; the text of an error instead of each."""
-        same_ranks = [other for other in ROWS if other.ranks == row.ranks]
-        number = same_ranks.index(row) // CHUNK
-        rows = [other for other in same_ranks[number * CHUNK :][:CHUNK] if other.name in self.chosen]
-        name = f"{row.ranks}-{number}"
+    def of(self, case: Case) -> dict[str, Any]:
+        """Return what `case` did: `alone`, on its `mesh`, and `resumed` there; the text of an error instead of each."""
+        alike = [each for each in (*EVERYDAY, *CAMPAIGN) if (each.ranks, each.steps) == (case.ranks, case.steps)]
+        number = alike.index(case) // CHUNK
+        cases = [each for each in alike[number * CHUNK :][:CHUNK] if each in self.chosen]
+        name = f"{case.ranks}-{case.steps}-{number}"
         with open(self.folder / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             results = self.folder / f"{name}.json"
             if not results.exists():
-                results.write_text(json.dumps(self._train(rows, self.folder / name)))
-        return json.loads(results.read_text())[row.name]
+                results.write_text(json.dumps(self._train(cases, self.folder / name)))
+        return json.loads(results.read_text())[str(case)]
 
-    def _train(self, rows: list[Row], folder: Path) -> dict[str, dict[str, Any]]:
+    def _train(self, cases: list[Case], folder: Path) -> dict[str, dict[str, Any]]:
         folder.mkdir()
         inputs.write_data(folder)
-        kinds = {kind: (kind, folder) for kind in sorted({kind for row in rows for kind in row.weights})}
+        kinds = {kind: (kind, folder) for kind in sorted({kind for case in cases for kind in case.row.weights})}
         on_each(1, inputs.write_weights, kinds, folder)
-        runs = {row.name: (row, folder, f"{row.name} alone", (), STEPS, SAVED_STEP, "") for row in rows}
-        alone = {name: _of_first_rank(found) for name, found in on_each(1, attempt, runs, folder).items()}
-        runs = {row.name: (row, folder, f"{row.name} on its mesh", row.mesh, STEPS, 0, "") for row in rows}
-        resumed = {
-            f"{row.name} resumed": (row, folder, f"{row.name} resumed", row.mesh, STEPS, 0, alone[row.name]["saved"])
-            for row in rows
-            if "saved" in alone[row.name]
+        saving = {str(case): case.arguments(folder, (), save_at=case.saved_step) for case in cases}
+        alone = {name: _of_first_rank(found) for name, found in on_each(1, attempt, saving, folder).items()}
+        training = {str(case): case.arguments(folder, case.mesh) for case in cases}
+        resuming = {
+            f"{case} resumed": case.arguments(folder, case.mesh, resume=alone[str(case)]["saved"])
+            for case in cases
+            if "saved" in alone[str(case)]
         }
-        found = on_each(rows[0].ranks, attempt, runs | resumed, folder)
-        found = {name: _of_first_rank(results) for name, results in found.items()}
+        on_mesh = on_each(cases[0].ranks, attempt, training | resuming, folder)
+        found = {name: _of_first_rank(results) for name, results in on_mesh.items()}
         return {
-            row.name: {
-                "alone": alone[row.name],
-                "mesh": found[row.name],
-                "resumed": found.get(f"{row.name} resumed", alone[row.name]),
-            }
-            for row in rows
+            name: {"alone": own, "mesh": found[name], "resumed": found.get(f"{name} resumed", own)}
+            for name, own in alone.items()
         }
 
 
@@ -78,27 +118,40 @@ def _of_first_rank(found: list[Any] | str) -> dict[str, Any]:
 def table(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Table:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if base.name.startswith("popen-") else base
-    params = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
-    return Table(shared / "table", [each.params["row"] for each in params if each])
+    specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
+    return Table(shared / "table", [spec.params["case"] for spec in specs if spec])
 
 
-def assert_same(row: Row, found: dict[str, Any], expected: dict[str, Any], first_step: int = 1) -> None:
+def assert_same(case: Case, found: dict[str, Any], expected: dict[str, Any], first_step: int = 1) -> None:
     for result in (expected, found):
         assert "error" not in result, result["error"]
     differ = differences(found, expected, first_step)
-    assert max(differ.values()) <= row.tolerance, differ
+    assert max(differ.values()) <= (case.tolerance or case.row.tolerance), differ
+
+
+def _name(case: Case) -> str:
+    return case.row.name.replace(" ", "-")
+
+
+CASES = [
+    *(pytest.param(case, id=_name(case)) for case in EVERYDAY),
+    *(
+        pytest.param(case, id=f"{_name(case)}-{case.ranks}-{number}", marks=pytest.mark.campaign)
+        for number, case in enumerate(CAMPAIGN)
+    ),
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name.replace(" ", "-"))
-def test_row_trains_on_its_mesh_as_on_one_rank(row: Row, table: Table) -> None:
-    trained = table.of(row)
-    assert_same(row, trained["mesh"], trained["alone"])
+@pytest.mark.parametrize("case", CASES)
+def test_row_trains_on_its_mesh_as_on_one_rank(case: Case, table: Table) -> None:
+    trained = table.of(case)
+    assert_same(case, trained["mesh"], trained["alone"])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name.replace(" ", "-"))
-def test_row_is_resumed_on_its_mesh(row: Row, table: Table) -> None:
-    """From the checkpoint of one rank after the second of three steps."""
-    trained = table.of(row)
-    assert_same(row, trained["resumed"], trained["alone"], first_step=SAVED_STEP + 1)
+@pytest.mark.parametrize("case", CASES)
+def test_row_is_resumed_on_its_mesh(case: Case, table: Table) -> None:
+    """From a checkpoint of one rank, after the second of three steps, or in the middle."""
+    trained = table.of(case)
+    assert_same(case, trained["resumed"], trained["alone"], first_step=case.saved_step + 1)

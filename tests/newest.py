@@ -1,0 +1,43 @@
+"""Runs the fast tests and the table of configurations with the newest release of every package that we stand on.
+
+    python -m tests.newest                # in a new environment, which is kept in .newest/ and updated
+    python -m tests.newest torch==2.11.0  # with this version of a package, for the oldest torch that is supported
+
+`constraints.txt`, which all other tests use, names the versions that were tested last. A release that breaks us is
+found here first, by this part of the campaign.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from collections.abc import Sequence
+
+from tests.helpers.launch import REPOSITORY
+
+FOLDER = REPOSITORY / ".newest"
+SHOWN = ("torch", "transformers", "tokenizers", "peft", "safetensors", "omegaconf", "wandb", "numpy", "pyarrow")
+WORKERS = 3
+
+
+def main(argv: Sequence[str]) -> int:
+    """Install, list the versions, run the tests, and return pytest's exit code."""
+    python = str(FOLDER / "bin" / "python")
+    if not FOLDER.exists():
+        venv.create(FOLDER, with_pip=True)
+    install = [python, "-m", "pip", "install", "--quiet", "--upgrade", "--upgrade-strategy", "eager"]
+    subprocess.run([*install, *argv, "-e", f"{REPOSITORY}[test]"], check=True)
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format", "freeze"], check=True, capture_output=True, text=True
+    )
+    versions = dict(line.split("==") for line in listed.stdout.splitlines() if "==" in line)
+    print("  ".join(f"{name} {versions[name]}" for name in SHOWN if name in versions), flush=True)
+    pytest = [python, "-m", "pytest", "-q", "-n", str(WORKERS), "--dist", "worksteal"]
+    fast = subprocess.run([*pytest, "-m", "not slow and not campaign"], cwd=REPOSITORY).returncode
+    table = subprocess.run([*pytest, "-m", "not campaign", "tests/exactness"], cwd=REPOSITORY).returncode
+    return fast or table
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
