@@ -24,37 +24,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.runs import EVERY, RUN, STEPS, assert_only_whole
 from tests.helpers.faults import Fault, fill, small_disk
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import Run, command, merged, on_ranks, run, start, tiny
 from tests.helpers.runs import SharedRun
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.errors import TrainingFailed
-
-EVERY, STEPS = 2, 8
-RUN = [
-    "recipe=llama_small",
-    "model.name=tests.helpers.custom_recipes:mlp_faulty",
-    "data.source=synthetic",
-    "data.seq_len=16",
-    "train.global_batch_size=4",
-    "train.micro_batch_size=1",
-    f"train.steps={STEPS}",
-    "eval.every=0",
-    "log.every=1",
-    "log.sample_tokens=0",
-    "run.threads=1",
-    "run.device=cpu",
-    f"checkpoint.every={EVERY}",
-    "checkpoint.keep_last=2",
-    "run.timeout_s=100",
-    "checkpoint.timeout_s=50",
-]
-"""A run of a fraction of a second, which saves at steps 2, 4, 6 and 8.
-
-Where a rank dies and no launcher ends the others, gloo overlooks the closed connection once in some hundred times: then
-these limits end the wait.
-"""
 
 campaign = pytest.mark.campaign
 
@@ -84,14 +60,6 @@ def assert_same_weights(one: Path, other: Path) -> None:
     left, right = weights_of(one), weights_of(other)
     assert left.keys() == right.keys()
     assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def assert_only_whole(folder: Path) -> None:
-    """Assert that a folder has complete checkpoints and nothing else, except the owner's mark."""
-    names = [path.name for path in folder.iterdir() if path.name != ".owner.json"]
-    assert [name for name in names if not name.startswith("step_")] == []
-    listed = command("trainer.checkpoints", folder, "--verify", "--json")
-    assert [entry["state"] for entry in json.loads(listed.out)] == ["verified"] * len(names)
 
 
 # ---------------------------------------------------------------------------------------------------------------

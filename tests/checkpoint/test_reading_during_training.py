@@ -3,176 +3,131 @@
 from __future__ import annotations
 
 import itertools
+import json
 import shutil
+import sys
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.forked import fork, run_module
 from tests.helpers.gate import wait_until
+from tests.helpers.launch import command
 from tests.helpers.runs import SharedRun
-from trainer import evaluate, export, load_weights
-from trainer.checkpoint import reader
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
-from trainer.checkpoint.storage import LocalStorage, open_storage
-from trainer.checkpoints import list_checkpoints
-from trainer.errors import UserError
+from trainer import load_weights
+from trainer.checkpoints import command_line as list_checkpoints
+from trainer.export import command_line as export
 
 pytestmark = pytest.mark.slow  # the run that all tests read is trained in a separate process
 
 
-def prune(run: Path, step: int) -> None:
-    """Delete a checkpoint as a run does: first its name, in one operation, then its files."""
-    storage = open_storage(run / "checkpoints")
-    storage.delete(storage.unpublish(f"step_{step:08d}"))
+class Pruning:
+    """Deletes a checkpoint at one file operation below it, as a run does: first its name, then its files."""
+
+    def __init__(self) -> None:
+        self.checkpoint: Path | None = None
+        self.number = self.num_seen = 0
+        sys.addaudithook(self._on_event)  # for as long as the tests run
+
+    @contextmanager
+    def at(self, checkpoint: Path, number: int) -> Iterator[None]:
+        self.number, self.num_seen, self.checkpoint = number, 0, checkpoint
+        try:
+            yield
+        finally:
+            self.checkpoint = None
+
+    def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
+        checkpoint = self.checkpoint
+        if checkpoint is None or event not in ("open", "os.listdir", "os.scandir"):
+            return
+        if not isinstance(arguments[0], (str, Path)) or not str(arguments[0]).startswith(str(checkpoint.parent)):
+            return
+        self.num_seen += 1
+        if self.num_seen == self.number + 1:
+            self.checkpoint = None
+            hidden = checkpoint.with_name(f".removed-{checkpoint.name}-1")
+            checkpoint.rename(hidden)
+            shutil.rmtree(hidden)
 
 
-@contextmanager
-def publishing_and_pruning(run: Path) -> Iterator[None]:
-    """Until the block ends, publish and prune two checkpoints in turn, as fast as possible."""
-    has_ended, storage = threading.Event(), LocalStorage(run / "checkpoints")
-    (run / "checkpoints").rename(run / "saved")
-    (run / "checkpoints").mkdir()
-
-    def work() -> None:
-        before = ""
-        for name in itertools.cycle(("step_00000010", "step_00000020")):
-            unpublished = storage.begin(name)
-            shutil.copytree(run / "saved" / name, storage.path / unpublished, dirs_exist_ok=True)
-            storage.publish(unpublished, name)
-            if before:
-                storage.delete(storage.unpublish(before))
-            before = name
-            if has_ended.wait(0.005):
-                return
-
-    worker = threading.Thread(target=work)
-    worker.start()
-    try:
-        wait_until(lambda: open_storage(run / "checkpoints").names(), "a checkpoint")
-        yield
-    finally:
-        has_ended.set()
-        worker.join()
+@pytest.fixture(scope="module")
+def pruning() -> Pruning:
+    return Pruning()
 
 
-def test_open_checkpoint_is_readable_after_it_was_pruned(one: SharedRun, tmp_path: Path) -> None:
-    run = one.copy_to(tmp_path / "run")
-    expected = load_weights(run).state_dict()
-    stored = open_checkpoint(run)
-    prune(run, 20)
-    for name in stored.shapes:
-        assert torch.equal(stored.read(name), expected[name])
-    assert StoredWeights(stored.storage).manifest.step == 20, "opened once more"
+def test_weights_are_read_whenever_the_checkpoint_is_pruned(pruning: Pruning, one: SharedRun, tmp_path: Path) -> None:
+    """Those of this checkpoint, if it was open by then, or those of the one before."""
+    expected = {
+        load_weights(one.checkpoints / f"step_{step:08d}").state_dict()["head.output.weight"] for step in (8, 12)
+    }
+    found = []
+    for number in itertools.count():
+        run = one.copy_to(tmp_path / str(number))
+        with pruning.at(run / "checkpoints" / "step_00000012", number):
+            weights = load_weights(run).state_dict()["head.output.weight"]
+        found.append([torch.equal(weights, one_of) for one_of in expected].count(True))
+        if pruning.num_seen <= number:
+            break
+    assert len(found) > 5
+    assert set(found) == {1}
 
 
-def test_checkpoint_pruned_before_it_is_opened_is_skipped(
-    one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [0, 6])
+def test_command_reads_a_checkpoint_that_is_pruned(
+    number: int, pruning: Pruning, one: SharedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = one.copy_to(tmp_path / "run")
-    find = find_checkpoint
-
-    def find_and_prune(path: Any) -> Any:
-        found = find(path)
-        if str(found).endswith("20"):
-            prune(run, 20)
-        return found
-
-    monkeypatch.setattr(reader, "find_checkpoint", find_and_prune)
-    assert open_checkpoint(run).manifest.step == 10
-    shutil.rmtree(run)
-    one.copy_to(run)
-    with pytest.raises(UserError, match="no checkpoint here"):
-        open_checkpoint(run / "checkpoints" / "step_00000020")
-
-
-def test_checkpoint_pruned_while_it_is_opened(one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copy_to(tmp_path / "run")
-    check = reader.find_damage
-
-    def prune_and_check(storage: Any, *rest: Any) -> Any:
-        if storage.path.name.endswith("20"):
-            prune(run, 20)
-        return check(storage, *rest)
-
-    monkeypatch.setattr(reader, "find_damage", prune_and_check)
-    assert open_checkpoint(run).manifest.step == 20, "its files were open by then"
-
-
-def test_damage_is_still_reported(one: SharedRun, tmp_path: Path) -> None:
-    run = one.copy_to(tmp_path / "run")
-    (run / "checkpoints" / "step_00000020" / "layout.json").unlink()
-    with pytest.raises(Exception, match=r"layout\.json: is missing"):
-        open_checkpoint(run)
-
-
-def test_export_of_a_checkpoint_that_is_pruned(one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = one.copy_to(tmp_path / "run")
-    whole = export.export_checkpoint(run, tmp_path / "whole")
-    write = export.export
-
-    def prune_and_write(*arguments: Any, **options: Any) -> Any:
-        prune(run, 20)
-        return write(*arguments, **options)
-
-    monkeypatch.setattr(export, "export", prune_and_write)
-    exported = export.export_checkpoint(run, tmp_path / "exported")
-    assert [path.read_bytes() for path in exported] == [path.read_bytes() for path in whole]
-
-
-def test_evaluation_of_a_checkpoint_that_is_pruned(one: SharedRun, tmp_path: Path) -> None:
-    run = one.copy_to(tmp_path / "run")
-    with ExitStack() as stack:
-        subject = evaluate.find_subject(str(run), [], stack=stack)
-        prune(run, 20)
-        assert subject.weights == str(run / "checkpoints" / "step_00000020")
-        first = subject.config.train.init_from
-        assert first is not None
-        assert open_checkpoint(first).manifest.step == subject.step == 20
-    assert not Path(first).exists()
-
-
-def test_list_omits_checkpoints_pruned_meanwhile(
-    one: SharedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = one.copy_to(tmp_path / "run")
-    storage = open_storage(run / "checkpoints")
-    from trainer import checkpoints
-
-    entry = checkpoints._entry
-
-    def prune_and_look(storage: Any, name: str, verify: bool) -> Any:
-        if name == "step_00000010" and storage.is_published(name):
-            prune(run, 10)
-        return entry(storage, name, verify)
-
-    monkeypatch.setattr(checkpoints, "_entry", prune_and_look)
-    (found,) = list_checkpoints(storage, verify=True)
-    assert (found.step, found.state) == (20, "verified")
+    with pruning.at(run / "checkpoints" / "step_00000012", number):
+        assert export([str(run), str(tmp_path / "out")]) == 0
+    assert not (run / "checkpoints" / "step_00000012").exists()
+    run = one.copy_to(tmp_path / "listed")
+    capsys.readouterr()
+    with pruning.at(run / "checkpoints" / "step_00000008", number):
+        assert list_checkpoints([str(run), "--verify", "--json"]) == 0
+    entries = json.loads(capsys.readouterr().out)
+    assert {entry["state"] for entry in entries} == {"verified"}
+    assert {4, 12} <= {entry["step"] for entry in entries}
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("command", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
-def test_twenty_commands_succeed_during_a_run_that_prunes(command: str, one: SharedRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["export", "generate", "checkpoints", "evaluate", "evaluate nproc=2"])
+def test_commands_during_a_run_that_publishes_and_prunes(name: str, one: SharedRun, tmp_path: Path) -> None:
     run = one.copy_to(tmp_path / "run")
-    with publishing_and_pruning(run):
-        for number in range(3 if "nproc" in command else 20):  # which starts fresh interpreters
+    has_ended, folder = threading.Event(), run / "checkpoints"
+    folder.rename(run / "saved")
+    folder.mkdir()
+
+    def publish_and_prune() -> None:
+        before = Path()
+        for name in itertools.cycle(("step_00000008", "step_00000012")):
+            shutil.copytree(run / "saved" / name, folder / ".writing-1")
+            (folder / ".writing-1").rename(folder / name)
+            if before.name:
+                before.rename(folder / ".removed-1")
+                shutil.rmtree(folder / ".removed-1")
+            before = folder / name
+            if has_ended.wait(0.005):
+                return
+
+    worker = threading.Thread(target=publish_and_prune)
+    worker.start()
+    try:
+        wait_until(lambda: list(folder.glob("step_*")), "a checkpoint")
+        for number in range(3 if "nproc" in name else 10):
             words = {
-                "export": [str(run), str(tmp_path / f"out{number}")],
-                "generate": [str(run), "--prompt", "def ", "--max-tokens", "2"],
-                "checkpoints": [str(run), "--verify", "--json"],
-                "evaluate": [str(run), "--json", "eval.steps=2"],
-                "evaluate nproc=2": [str(run), "--json", "eval.steps=2", "nproc=2"],
-            }[command]
-            logs = tmp_path / f"logs{number}"
-            logs.mkdir()
-            ran = fork(run_module, [f"trainer.{command.split()[0]}", words], logs)
-            assert ran.wait() == [0], ran.stderr
-            assert "damaged" not in ran.stdout + ran.stderr
-            if command.startswith("evaluate"):
-                assert f"{run}/checkpoints/step_000000" in ran.stdout
+                "export": [run, tmp_path / f"out{number}"],
+                "generate": [run, "--prompt", "def ", "--max-tokens", "2"],
+                "checkpoints": [run, "--verify", "--json"],
+                "evaluate": [run, "--json", "eval.steps=2"],
+                "evaluate nproc=2": [run, "--json", "eval.steps=2", "nproc=2"],
+            }[name]
+            ran = command(f"trainer.{name.split()[0]}", *words)
+            assert "damaged" not in ran.out + ran.err
+    finally:
+        has_ended.set()
+        worker.join()
