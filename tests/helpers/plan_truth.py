@@ -1,14 +1,20 @@
-"""Measures the memory and the collectives of an actual step, with FSDP2 on fake tensors and a fake process group."""
+"""Measures memory and collectives of actual steps, to compare plans with: of real ones, and of ones on fake tensors."""
 
 from __future__ import annotations
 
+import io
+import itertools
+import json
+import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -20,13 +26,48 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.config import MeshShape, RunConfig
+from trainer import Trainer, load_config
+from trainer.config import AUTO, MeshShape, RunConfig
 from trainer.loss import find_loss
 from trainer.model.gradients import gradient_sync
 from trainer.model.network import build_network
 from trainer.model.parameters import local
 from trainer.model.shard import apply_sharding
-from trainer.plan.estimates import Collective
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import Plan, make_plan, without_data
+from trainer.run import meshtrainer
+
+
+def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
+    """Return a configuration whose step has `micro_batches` on each rank of `shape`."""
+    config = without_data(load_config(recipe, overrides, needs_weights=False))
+    micro = config.train.micro_batch_size
+    batch = shape.num_ranks * (1 if micro == AUTO else int(micro)) * micro_batches
+    return replace(config, train=replace(config.train, global_batch_size=batch))
+
+
+def plan_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> Plan:
+    """Return the plan of that configuration on CPUs."""
+    config = config_of(recipe, *overrides, shape=shape, micro_batches=micro_batches)
+    return make_plan(config, shape, find_machine("cpu"))
+
+
+def plan_command(*arguments: object) -> tuple[int, str, str]:
+    """Run `meshtrainer plan arguments...` in this process; return its exit code, and what it prints on both streams."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["meshtrainer", "plan", *map(str, arguments)]
+    streams = redirect_stdout(out), redirect_stderr(err)
+    with mock.patch.object(sys, "argv", argv), streams[0], streams[1], pytest.raises(SystemExit) as ended:
+        meshtrainer()
+    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
+
+
+def planned(*arguments: object, code: int = 0) -> dict[str, Any]:
+    """Return what `meshtrainer plan arguments... --json` prints, and assert its exit code."""
+    ended, out, err = plan_command(*arguments, "--json")
+    assert ended == code, out + err
+    found: dict[str, Any] = json.loads(out)
+    return found
 
 
 @contextmanager
@@ -178,7 +219,28 @@ class CollectiveLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def as_logged(counts: Counter[Collective]) -> Counter[tuple[str, int, int]]:
+def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
+    """Train three steps of a real run; return the peak of tensors and the collectives of the third."""
+    trainer = Trainer(load_config("llama_small", overrides))
+    meter, log = StorageMeter(), CollectiveLog()
+    batches = iter(trainer.loader)
+    for number in range(3):
+        micro_batches = list(itertools.islice(batches, trainer.num_micro_batches))
+        if number < 2:
+            trainer.train_step(micro_batches)
+            continue
+        with meter.running(), log:
+            for tensor in (*trainer.model.parameters(), *trainer.model.buffers()):
+                meter.note(tensor)
+            for part in trainer.optimizer.parts:
+                for state in part.state.values():
+                    for value in state.values():
+                        meter.note(value) if value.ndim else None
+            trainer.train_step(micro_batches)
+    return meter.peak, log.counts
+
+
+def as_logged(counts: Mapping[Any, int]) -> Counter[tuple[str, int, int]]:
     """Convert planned collectives to the log's form, which lacks the number of ranks of an all-reduce."""
     found: Counter[tuple[str, int, int]] = Counter()
     for collective, count in counts.items():
