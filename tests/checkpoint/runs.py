@@ -39,3 +39,8 @@ def assert_only_whole(folder: Path) -> None:
     assert [name for name in names if not name.startswith("step_")] == []
     listed = command("trainer.checkpoints", folder, "--verify", "--json")
     assert [entry["state"] for entry in json.loads(listed.out)] == ["verified"] * len(names)
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    """Return the checkpoint of a step in a run's folder."""
+    return folder / "checkpoints" / f"step_{step:08d}"

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import EVERY, RUN, STEPS, assert_only_whole
+from tests.checkpoint.runs import EVERY, RUN, STEPS, assert_only_whole, step_folder
 from tests.helpers.faults import Fault, fill, small_disk
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import Run, command, merged, on_ranks, run, start, tiny
@@ -262,10 +262,6 @@ def damage(path: Path, way: str, draw: random.Random) -> None:
         begin = next(at for at in range(place // 512 * 512, -1, -512) if any(content[at : at + 512]))
         content[begin : begin + 512] = bytes(len(content[begin : begin + 512]))
     path.write_bytes(content)
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    return folder / "checkpoints" / f"step_{step:08d}"
 
 
 def files_of(checkpoint: Path) -> list[Path]:
