@@ -14,8 +14,9 @@ Places, all on rank 0 unless they end with `of rank N`:
     evaluation 3    the loss of an evaluation               save 3          the state after step 3 is collected
     file 17         file operation 17 in the folder `below`, counted from 0 in each process
 
-What happens there, once: `raise`, `hang`, `kill all` (every rank, with SIGKILL), `poison` (a weight becomes NaN), the
-name of a signal, which the rank sends to itself, or a shell command. With a `Gate`, the run waits at a place.
+What happens there, once: `raise`, `hang`, `kill all` (every rank, with SIGKILL), `nan` (the loss is NaN), `poison` (a
+weight becomes NaN), the name of a signal, which the rank sends to itself, or a shell command. With a `Gate`, the run
+waits at a place.
 
 File operations are the interpreter's audit events. They say nothing about who writes a checkpoint, or how.
 """
@@ -87,10 +88,13 @@ class _Places:
             self._log = os.open(self.notes / f"files.{self.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             sys.addaudithook(self._on_event)
 
-    def reach(self, place: str, owner: Trainer | None = None) -> None:
+    def reach(self, place: str, owner: Trainer | None = None) -> bool:
+        """Return whether the loss is to be NaN here."""
         name = f"{place} of rank {self.rank}" if self.rank else place
         pass_gate(name)
         action = self.at.pop(name, "")
+        if action == "nan":
+            return True
         if action == "raise":
             raise OSError(errno.EIO, "fails on purpose") if place.startswith("file") else Injected(f"fails in {place}")
         if action == "hang":
@@ -108,6 +112,7 @@ class _Places:
             os.kill(os.getpid(), signal.Signals[action])
         elif action:
             subprocess.run(action, shell=True, check=True, capture_output=True)
+        return False
 
     def _on_event(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event not in _FILE_EVENTS or not isinstance(arguments[0], (str, os.PathLike)):
@@ -130,11 +135,11 @@ def hang() -> None:
 _places: _Places | None = None
 
 
-def reach(place: str, owner: Trainer | None = None) -> None:
-    """Let happen what the test has for this place of the run."""
+def reach(place: str, owner: Trainer | None = None) -> bool:
+    """Let happen what the test has for this place of the run; return whether the loss is to be NaN."""
     global _places
     _places = _places or _Places()
-    _places.reach(place, owner)
+    return _places.reach(place, owner)
 
 
 class FaultyTrainer(Trainer):
@@ -159,10 +164,14 @@ class FaultyTrainer(Trainer):
             reach(f"evaluation {self.state.step}")
             return super().loss(batch)
         step = self.state.step + 1
-        reach(f"forward {step}")
+        is_nan = reach(f"forward {step}")
         loss = super().loss(batch)
-        loss.register_hook(lambda gradient: reach(f"backward {step}"))
-        return loss
+
+        def before_backward(gradient: torch.Tensor) -> None:
+            reach(f"backward {step}")
+
+        loss.register_hook(before_backward)
+        return loss * float("nan") if is_nan else loss
 
     def on_step(self, record: Record) -> None:
         reach(f"step {record.step}", self)
