@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 import json
-import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -26,6 +23,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from tests.helpers.commands import meshtrainer
 from trainer import Trainer, load_config
 from trainer.config import AUTO, MeshShape, RunConfig
 from trainer.loss import find_loss
@@ -35,7 +33,6 @@ from trainer.model.parameters import local
 from trainer.model.shard import apply_sharding
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
-from trainer.run import meshtrainer
 
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
@@ -52,21 +49,11 @@ def plan_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int =
     return make_plan(config, shape, find_machine("cpu"))
 
 
-def plan_command(*arguments: object) -> tuple[int, str, str]:
-    """Run `meshtrainer plan arguments...` in this process; return its exit code, and what it prints on both streams."""
-    out, err = io.StringIO(), io.StringIO()
-    argv = ["meshtrainer", "plan", *map(str, arguments)]
-    streams = redirect_stdout(out), redirect_stderr(err)
-    with mock.patch.object(sys, "argv", argv), streams[0], streams[1], pytest.raises(SystemExit) as ended:
-        meshtrainer()
-    return int(ended.value.code or 0), out.getvalue(), err.getvalue()
-
-
 def planned(*arguments: object, code: int = 0) -> dict[str, Any]:
     """Return what `meshtrainer plan arguments... --json` prints, and assert its exit code."""
-    ended, out, err = plan_command(*arguments, "--json")
-    assert ended == code, out + err
-    found: dict[str, Any] = json.loads(out)
+    ended = meshtrainer("plan", *arguments, "--json")
+    assert ended.code == code, ended.out + ended.err
+    found: dict[str, Any] = json.loads(ended.out)
     return found
 
 

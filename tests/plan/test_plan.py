@@ -16,13 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.helpers.commands import meshtrainer
 from tests.helpers.launch import REPOSITORY, TORCHRUN, command, launch, on_ranks, run
 from tests.helpers.plan_truth import (
     as_logged,
     config_of,
     measure,
     metered_peak,
-    plan_command,
     plan_of,
     planned,
     tracked_peak,
@@ -227,7 +227,7 @@ def test_auto_equals_an_exhaustive_search() -> None:
 def test_if_nothing_fits_the_message_has_what_would(tmp_path: Path) -> None:
     asked = ["recipe=llama_small", "ranks=4", "device=h100", "model.dim=1024", "train.global_batch_size=64"]
     asked += ["fsdp.accumulate=unsharded", "fsdp.reshard_after_forward=auto", "train.micro_batch_size=1"]
-    code, _, err = plan_command(*asked, "memory_gib=1.165")
+    code, _, err = meshtrainer("plan", *asked, "memory_gib=1.165")
     assert code == 3
     found = re.findall(r"^ *would fit: ([\w.]+=\S+):", err, re.MULTILINE)
     assert found
@@ -324,7 +324,7 @@ def test_plan_that_does_not_fit_exits_with_3() -> None:
     needed_gib = found["memory"]["needed_gib"]
     assert planned(*asked, f"memory_gib={1.001 * needed_gib}")["fits"]
     assert not planned(*asked, f"memory_gib={0.999 * needed_gib}", code=3)["fits"]
-    code, out, _ = plan_command(*asked, "memory_gib=80")
+    code, out, _ = meshtrainer("plan", *asked, "memory_gib=80")
     assert code == 0
     assert f"{needed_gib:.2f} GiB" in out
 
@@ -355,7 +355,7 @@ def test_number_of_ranks_that_the_mesh_leaves_open(overrides: list[str], expecte
     ],
 )
 def test_mistakes(arguments: list[str], begins: str) -> None:
-    code, out, err = plan_command(*arguments)
+    code, out, err = meshtrainer("plan", *arguments)
     assert (code, out) == (2, "")
     assert err.startswith(f"error: {begins}")
 
@@ -391,7 +391,7 @@ def test_calibration_is_stored_and_used(tmp_path: Path, monkeypatch: pytest.Monk
     assert find_machine("cpu").rates.link not in (alone.link, 0.0)
     (path,) = (tmp_path / "meshtrainer" / "machines").iterdir()
     path.write_text("{}")
-    code, _, err = plan_command(*asked)
+    code, _, err = meshtrainer("plan", *asked)
     assert code == 2
     assert str(path) in err
 

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.helpers.commands import meshtrainer
 from tests.helpers.launch import tiny
-from tests.helpers.plan_truth import StorageMeter, plan_command, planned
+from tests.helpers.plan_truth import StorageMeter, planned
 from trainer import Sampling, generate_batch, load_config
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network
@@ -47,7 +48,7 @@ def test_a_generation_that_does_not_fit_is_reported() -> None:
     """The weights are gathered in the dtype of the computation; what the message proposes just fits."""
     own = ["recipe=llama3_8b", "model.num_layers=2", "ranks=8", "data.seq_len=2048", "train.compile=false"]
     own += ["train.micro_batch_size=1", "train.activation_checkpoint=full", "device=h100", "memory_gib=20"]
-    code, out, _ = plan_command(*own, "generate=4096x1024+7168")
+    code, out, _ = meshtrainer("plan", *own, "generate=4096x1024+7168")
     assert code == 3
     (number,) = re.findall(r"would fit: generate=(\d+)x1024\+7168", out)
     found = planned(*own, f"generate={number}x1024+7168")

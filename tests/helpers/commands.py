@@ -1,0 +1,31 @@
+"""Runs a subcommand of `meshtrainer` in the test's own process, which costs nothing but its work."""
+
+from __future__ import annotations
+
+import io
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+
+from trainer import run
+
+
+class Ended(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def meshtrainer(subcommand: str, *arguments: object) -> Ended:
+    """Run `meshtrainer subcommand arguments...`."""
+    out, err = io.StringIO(), io.StringIO()
+    argv = ["meshtrainer", subcommand, *map(str, arguments)]
+    streams = redirect_stdout(out), redirect_stderr(err)
+    with mock.patch.object(sys, "argv", argv), streams[0], streams[1], pytest.raises(SystemExit) as ended:
+        run.meshtrainer()
+    return Ended(int(ended.value.code or 0), out.getvalue(), err.getvalue())
