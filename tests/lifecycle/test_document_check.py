@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +12,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.helpers.hf_models import KINDS, model_of, settings_of
-from tests.helpers.ranks import run_command, tiny_overrides
-from tests.sequence.test_document_isolation import SHAPES, build
-from trainer.lifecycle.document_check import find_leak
+from tests.helpers.hf_models import KINDS, settings_of
+from tests.helpers.launch import merged, run, tiny
+from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.loss import cross_entropy
-from trainer.recipe import find_recipe
+from trainer.model.parameters import local
 from trainer.sequence import Documents, attend
 
-SEQ_LEN, VOCAB, WIDTH = 512, 97, 32
+SEQ_LEN, VOCAB, WIDTH = 512, 257, 32
 
 
 class Attention(nn.Module):
@@ -28,7 +29,11 @@ class Attention(nn.Module):
         super().__init__()
         self.leaks = leaks
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
-        self.bias = nn.Parameter(torch.empty(SEQ_LEN)) if biased else None
+        self.bias = nn.Parameter(torch.zeros(SEQ_LEN)) if biased else None
+
+    def reset_parameters(self) -> None:
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
     def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
@@ -75,7 +80,10 @@ class NormOverTokens(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(WIDTH, 1))
+        self.weight = nn.Parameter(torch.ones(WIDTH, 1))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, x: torch.Tensor, documents: Documents) -> torch.Tensor:
         return (F.layer_norm(x.mT, (x.shape[1],)) * self.weight).mT
@@ -109,27 +117,48 @@ class Model(nn.Module):
         return logits if targets is None else cross_entropy(logits, targets)
 
 
-def weigh(model: nn.Module, weights: str) -> nn.Module:
-    """Set weights: `fresh` ones are small and end each mixer with zeros, `trained` ones are large."""
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            noise = torch.randn(parameter.shape, generator=generator)
-            if "norm" in name.split("."):
-                continue
-            parameter.copy_(noise * (0.02 if weights == "fresh" else 0.4))
-            if weights == "zeros" and name.endswith("mixer.out.weight"):
-                parameter.zero_()
-    return model
+@dataclass
+class Config:
+    vocab_size: int = VOCAB
+    mixer: str = ""
 
 
-MIXERS = {
+MIXERS: dict[str, Callable[[], nn.Module]] = {
+    "nothing": Attention,
     "attention": lambda: Attention(leaks=True),
     "convolution": Convolution,
     "recurrent state": Recurrence,
     "bias by absolute position": lambda: Attention(biased=True),
-    "normalisation over tokens": NormOverTokens,
+    "normalization over tokens": NormOverTokens,
 }
+register(Recipe("mixing", Config, lambda config: Model(MIXERS[config.mixer]()), ["blocks.*"]))
+
+
+def set_weights(model: nn.Module, kind: str) -> None:
+    """Set weights: `fresh` ones are small, `zeros` also end each mixer with zeros, `trained` ones are large."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name.split("."):
+                continue
+            noise = torch.randn(parameter.shape, generator=generator) * (0.4 if kind == "trained" else 0.02)
+            local(parameter).copy_(noise)  # of one rank, which has all of it
+            if kind == "zeros" and name.endswith("mixer.out.weight"):
+                parameter.zero_()
+
+
+def start(folder: Path, model: list[str], weights: str = "", *overrides: str) -> None:
+    """Start a run of a model on rows with several documents; raises if the model lets them influence each other."""
+    (folder / "text.txt").write_text("one two three\n\n" * 200)
+    own = [*model, "data.source=tokens", f"data.path={folder / 'text.txt'}", "data.documents=masked", *overrides]
+    base = [item for item in tiny(f"data.seq_len={SEQ_LEN}") if not item.startswith("model.")]
+    trainer = Trainer(load_config("llama_small", [*merged(base, own), f"run.dir={folder / 'run'}"]))
+    if weights:
+        set_weights(trainer.model, weights)
+    try:
+        trainer.start()
+    finally:
+        trainer.close()
 
 
 EVERYDAY = [("float32", "trained"), ("bfloat16", "fresh")]
@@ -143,44 +172,31 @@ EVERYDAY = [("float32", "trained"), ("bfloat16", "fresh")]
         for weights in ("fresh", "zeros", "trained")
     ],
 )
-@pytest.mark.parametrize("mixer", MIXERS)
-def test_each_kind_of_leak_is_found_and_named(mixer: str, dtype: str, weights: str) -> None:
-    model = weigh(Model(MIXERS[mixer]()), weights).to(getattr(torch, dtype))
-    leak = find_leak(model, VOCAB, SEQ_LEN, torch.device("cpu"))
-    kind = type(model.blocks[1].mixer).__name__  # type: ignore[index, union-attr]
-    assert leak == f"through blocks.1.mixer ({kind})"
+@pytest.mark.parametrize("mixer", [mixer for mixer in MIXERS if mixer != "nothing"])
+def test_each_kind_of_leak_is_found_and_named(mixer: str, dtype: str, weights: str, tmp_path: Path) -> None:
+    model = ["model.name=mixing", f"model.mixer={mixer}"]
+    with pytest.raises(UserError) as refused:
+        start(tmp_path, model, weights, f"train.weights_dtype={dtype}")
+    assert "data.documents=masked" in str(refused.value)
+    assert f"blocks.1.mixer ({type(MIXERS[mixer]()).__name__})" in str(refused.value)
 
 
 @pytest.mark.parametrize(("dtype", "weights"), [("float32", "fresh"), ("bfloat16", "trained")])
-def test_model_without_a_leak_passes(dtype: str, weights: str) -> None:
-    """With frozen weights, on rows of any length; no gradient of a weight is left."""
-    model = weigh(Model(Attention()), weights).to(getattr(torch, dtype))
-    model.table.requires_grad_(False)  # type: ignore[union-attr, operator]
-    for seq_len in (SEQ_LEN, 33, 4, 1):
-        assert find_leak(model, VOCAB, seq_len, torch.device("cpu")) is None
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-@pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.campaign)])
-def test_own_models_pass(name: str, dtype: str) -> None:
-    model = build(name).to(getattr(torch, dtype))
-    assert find_leak(model, 50, 32 if name == "gpt2" else 512, torch.device("cpu")) is None
+@pytest.mark.parametrize("seq_len", [SEQ_LEN, *(pytest.param(n, marks=pytest.mark.campaign) for n in (33, 4))])
+def test_model_without_a_leak_passes(seq_len: int, dtype: str, weights: str, tmp_path: Path) -> None:
+    model = ["model.name=mixing", "model.mixer=nothing"]
+    start(tmp_path, model, weights, f"train.weights_dtype={dtype}", f"data.seq_len={seq_len}")
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("weights", ["fresh", "trained"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba"])
-def test_models_of_transformers_pass(kind: str, dtype: str, weights: str) -> None:
+def test_models_of_transformers_pass(kind: str, dtype: str, tmp_path: Path) -> None:
     """Dense and mixtures, windows, capped logits, tied and learned positions."""
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-    recipe, settings = find_recipe("hf"), settings_of(kind).to_dict()
-    torch.manual_seed(0)
-    model = recipe.build_model(recipe.config(path="unused", config=settings))
-    if weights == "trained":
-        model.load_state_dict(model_of(kind).state_dict())
-    assert find_leak(model.to(getattr(torch, dtype)), 257, 128, torch.device("cpu")) is None
+    settings_of(kind).save_pretrained(tmp_path / "model")
+    model = ["model.name=hf", f"model.path={tmp_path / 'model'}"]
+    start(tmp_path, model, "", f"train.weights_dtype={dtype}", "data.seq_len=128")
 
 
 @pytest.mark.slow
@@ -195,13 +211,10 @@ def test_models_of_transformers_pass(kind: str, dtype: str, weights: str) -> Non
 )
 def test_run_is_rejected_before_its_first_step(more: list[str], tmp_path: Path) -> None:
     """What the model carries over a border is less than the rounding of bfloat16."""
-    shared = [item for item in tiny_overrides("data.documents=masked", *more) if not item.startswith("model.")]
+    shared = [item for item in tiny("data.documents=masked", *more) if not item.startswith("model.")]
     model = "model.name=tests.helpers.custom_recipes:carrying"
-    ran = run_command(tmp_path / "run", "recipe=llama_small", model, *shared)
-    assert ran.exit_code == 2
-    assert ran.stderr.count("data.documents=masked") == 1
-    assert (
-        "model.name=tests.helpers.custom_recipes:carrying lets documents in one row influence each other" in ran.stderr
-    )
-    assert "through hidden.1 (Carry)" in ran.stderr
+    refused = run(tmp_path / "run", "recipe=llama_small", model, *shared, code=2)
+    assert refused.err.count("data.documents=masked") == 1
+    assert model in refused.err
+    assert "hidden.1 (Carry)" in refused.err
     assert not (tmp_path / "run").exists()
