@@ -17,11 +17,11 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
 DEFECT, MARKS = "DEFECT", "DEFECT_MARKS"
 NOTHING = "nothing"
-"""The defect that plants nothing, and that no test may find."""
+"""The defect that plants nothing: no test may find it."""
 
 Kind = Literal["tests", "ranks"]
 """The processes in which a defect must have been planted: the tests' own, or ranks that they have forked."""
@@ -34,17 +34,24 @@ class Defect:
     name: str
     plant: Callable[[], None]
     acts_in: Kind
-    tests: tuple[str, ...]
-    """Arguments of pytest: files, and perhaps `-k WORD`."""
+    file: str
+    """The test file that must find it."""
+    words: str = ""
+    """pytest's `-k`, which selects tests of the file."""
+    timeout_s: int = 0
+    """Limit for each test, if the tests hang with the defect; 0 for the usual one."""
 
 
-T = TypeVar("T")
+P, R = ParamSpec("P"), TypeVar("R")
 
 
-def replace(found: T, replacement: T) -> None:
-    """Make every module that has imported the function or constant `found` have `replacement` instead."""
+def replace(found: Callable[P, R], replacement: Callable[P, R]) -> None:
+    """Let every module that has imported the function `found` have `replacement`, except the one with the defects.
+
+    A replacement may thus call what it replaces.
+    """
     num_replaced = 0
-    for module in list(sys.modules.values()):
+    for module in [module for name, module in sys.modules.items() if name != "tests.defects.plants"]:
         for name, value in list(vars(module).items()):
             if value is found:
                 setattr(module, name, replacement)
@@ -67,9 +74,11 @@ def marks_of(folder: Path, tests: int) -> set[Kind]:
 def _plant(name: str) -> None:
     from tests.defects.plants import DEFECTS
 
-    DEFECTS[name].plant()
+    if name != NOTHING:
+        DEFECTS[name].plant()
     _mark("")
-    os.register_at_fork(after_in_child=lambda: _mark(str(os.getppid())))
+    planted = str(os.getpid())
+    os.register_at_fork(after_in_child=lambda: _mark(planted))
 
 
 def _mark(parent: str) -> None:

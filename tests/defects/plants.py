@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
-from tests.defects import NOTHING, Defect, Kind, replace
+from tests.defects import Defect, Kind, replace
 from trainer import Trainer
 from trainer.checkpoint.retention import RetentionPolicy
 from trainer.checkpoint.storage import LocalStorage, _SyncedFile
@@ -49,32 +49,32 @@ from trainer.weights.adapters import MergedSource
 DEFECTS: dict[str, Defect] = {}
 
 
-def defect(acts_in: Kind, *tests: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Register a function that plants a defect, which `tests`, arguments of pytest, must find."""
+def defect(
+    acts_in: Kind, file: str, words: str = "", timeout_s: int = 0
+) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a function that plants a defect; see `Defect` for the arguments."""
 
     def register(plant: Callable[[], None]) -> Callable[[], None]:
         name = plant.__name__.replace("_", "-")
-        DEFECTS[name] = Defect(name, plant, acts_in, tests)
+        DEFECTS[name] = Defect(name, plant, acts_in, f"tests/{file}", words, timeout_s)
         return plant
 
     return register
 
 
-DEFECTS[NOTHING] = Defect(NOTHING, lambda: None, "ranks", ("tests/exactness/test_table.py", "-k", "llama"))
-
-TABLE = "tests/exactness/test_table.py"
+TABLE = "exactness/test_table.py"
 
 # ---------------------------------------------------------------------------------------------------------------
 # The step
 
 
-@defect("ranks", "tests/trainer/test_exactness.py", "-k", "plain_pytorch")
+@defect("ranks", "trainer/test_exactness.py", "plain_pytorch")
 def target_miscounted() -> None:
     count = Trainer.count
     Trainer.count = lambda self, batch: count(self, batch) + 1
 
 
-@defect("ranks", "tests/trainer/test_exactness.py", "-k", "plain_pytorch")
+@defect("ranks", "trainer/test_exactness.py", "plain_pytorch")
 def lr_one_late() -> None:
     set_lr, previous = Optimizer.set_lr, WeakKeyDictionary[Optimizer, float]()
 
@@ -85,12 +85,12 @@ def lr_one_late() -> None:
     Optimizer.set_lr = set_previous
 
 
-@defect("ranks", "tests/trainer/test_exactness.py", "-k", "plain_pytorch")
+@defect("ranks", "trainer/test_exactness.py", "plain_pytorch")
 def not_clipped() -> None:
     replace(norm_and_clip_factor, lambda model, mesh, max_norm: norm_and_clip_factor(model, mesh, None))
 
 
-@defect("ranks", TABLE, "-k", "replicas and not whole and trains")
+@defect("ranks", TABLE, "replicas and not whole and trains")
 def norm_over_replicas() -> None:
     def norm_over_all(model: Any, mesh: Any, max_norm: Any) -> Any:
         norm, factor = norm_and_clip_factor(model, mesh, max_norm)
@@ -99,13 +99,13 @@ def norm_over_replicas() -> None:
     replace(norm_and_clip_factor, norm_over_all)
 
 
-@defect("tests", "tests/trainer/test_host_waits.py", "-k", "non_finite")
+@defect("tests", "trainer/test_host_waits.py", "non_finite")
 def skip_forgotten() -> None:
     step = Optimizer.step
     Optimizer.step = lambda self, is_finite=None, scale=None: step(self, None, scale)
 
 
-@defect("tests", "tests/trainer/test_custom_loops.py", "-k", "padding")
+@defect("tests", "trainer/test_custom_loops.py", "padding")
 def padding_evaluated() -> None:
     count = Trainer.count
 
@@ -119,17 +119,17 @@ def padding_evaluated() -> None:
 # The model
 
 
-@defect("tests", "tests/model/test_sharding.py", "-k", "weights_depend_on_the_name")
+@defect("tests", "model/test_sharding.py", "weights_depend_on_the_name")
 def start_everywhere_alike() -> None:
     replace(seed_of, lambda seed, name: seed)
 
 
-@defect("tests", "tests/model/test_sharding.py", "-k", "tied")
+@defect("tests", "model/test_sharding.py", "tied_table")
 def ties_parted() -> None:
     replace(tied_names, lambda model: [])
 
 
-@defect("tests", "tests/sequence/test_document_isolation.py")
+@defect("tests", "sequence/test_document_isolation.py")
 def documents_see_each_other() -> None:
     def attend_to_all(q: Any, k: Any, v: Any, documents: Any = None, dropout: float = 0.0, **options: Any) -> Any:
         return attend(q, k, v, documents if isinstance(documents, Cache) else None, dropout, **options)
@@ -137,7 +137,7 @@ def documents_see_each_other() -> None:
     replace(attend, attend_to_all)
 
 
-@defect("ranks", TABLE, "-k", "gather and context and trains")
+@defect("ranks", TABLE, "gather and context and trains")
 def slices_from_0() -> None:
     def count_from_0(tokens_BT: Any, positions_BT: Any = None, documents: Any = None) -> torch.Tensor:
         with full_sequences():
@@ -146,7 +146,7 @@ def slices_from_0() -> None:
     replace(positions, count_from_0)
 
 
-@defect("ranks", TABLE, "-k", "experts and gather and trains")
+@defect("ranks", TABLE, "experts and gather and trains")
 def tokens_of_wrong_experts() -> None:
     def shard_in_reverse(modules: Any, mesh: Any, method: str) -> None:
         shard_experts(modules, mesh, method)
@@ -157,13 +157,13 @@ def tokens_of_wrong_experts() -> None:
     replace(shard_experts, shard_in_reverse)
 
 
-@defect("ranks", "tests/experts/test_balance.py", "-k", "any_mesh")
+@defect("ranks", "experts/test_balance.py", "any_mesh")
 def balance_of_one_rank() -> None:
     sum_on_device = World.sum_on_device
     World.sum_on_device = lambda self, value: value if value.dtype == torch.int64 else sum_on_device(self, value)
 
 
-@defect("tests", "tests/model/test_lora.py", "-k", "merge")
+@defect("tests", "model/test_lora.py", "merge")
 def merged_with_another_scale() -> None:
     init = MergedSource.__init__
 
@@ -173,7 +173,7 @@ def merged_with_another_scale() -> None:
     MergedSource.__init__ = init_with_twice_the_scale
 
 
-@defect("tests", "tests/trainer/test_objectives.py")
+@defect("tests", "trainer/test_objectives.py")
 def reference_with_adapters() -> None:
     replace(without_adapters, lambda model: nullcontext())
 
@@ -182,13 +182,13 @@ def reference_with_adapters() -> None:
 # The optimizer
 
 
-@defect("ranks", TABLE, "-k", "muon and not normuon and trains")
+@defect("ranks", TABLE, "muon and not normuon and trains")
 def muon_rows_of_next_rank() -> None:
     box = Division.box
     Division.box = lambda self, shape, rank: box(self, shape, rank ^ 1)
 
 
-@defect("tests", "tests/optim/test_rounding.py", "-k", "bits")
+@defect("tests", "optim/test_rounding.py", "bits")
 def rounding_alike() -> None:
     def bits_of_a_shard(origin: torch.Tensor, count: int) -> torch.Tensor:
         is_position = torch.arange(len(origin), device=origin.device) == 1
@@ -201,12 +201,12 @@ def rounding_alike() -> None:
 # The data
 
 
-@defect("tests", "tests/data/test_data.py", "-k", "epoch")
+@defect("tests", "data/test_data.py", "epoch")
 def epochs_alike() -> None:
     replace(sample_at, lambda positions, num_samples, seed: sample_at(positions % num_samples, num_samples, seed))
 
 
-@defect("tests", "tests/data/test_data.py", "-k", "seed")
+@defect("tests", "trainer/test_custom_loops.py", "data_seed")
 def seed_ignored() -> None:
     def order_of_seed_0(source: Any, config: RunConfig) -> Any:
         return make_order(source, dataclasses.replace(config, data=dataclasses.replace(config.data, seed=0)))
@@ -214,13 +214,13 @@ def seed_ignored() -> None:
     replace(make_order, order_of_seed_0)
 
 
-@defect("tests", "tests/data/test_data.py", "-k", "ranks")
+@defect("tests", "data/test_data.py", "ranks")
 def shares_overlap() -> None:
     init = TrainLoader.__init__
     TrainLoader.__init__ = lambda self, source, *, dp_rank=0, **options: init(self, source, **options)
 
 
-@defect("tests", "tests/data/test_mixture.py")
+@defect("tests", "data/test_mixture.py")
 def phases_begin_anew() -> None:
     init = Mixture.__init__
 
@@ -231,7 +231,7 @@ def phases_begin_anew() -> None:
     Mixture.__init__ = init_without_totals
 
 
-@defect("tests", "tests/data/test_chats.py", "-k", "mask")
+@defect("tests", "data/test_chats.py", "mask")
 def prompt_trained_on() -> None:
     encode = Encoder.encode
 
@@ -243,7 +243,7 @@ def prompt_trained_on() -> None:
     Encoder.encode = encode_with_one_more
 
 
-@defect("tests", "tests/data/test_chats.py", "-k", "mask")
+@defect("tests", "data/test_chats.py", "mask")
 def end_of_turn_not_trained_on() -> None:
     encode = Encoder.encode
 
@@ -255,7 +255,7 @@ def end_of_turn_not_trained_on() -> None:
     Encoder.encode = encode_with_one_less
 
 
-@defect("tests", "tests/data/test_data_changes.py", "-k", "each_change")
+@defect("tests", "data/test_data_changes.py", "each_change")
 def changed_data_unseen() -> None:
     replace(sample_content, lambda shards: "")
 
@@ -264,7 +264,7 @@ def changed_data_unseen() -> None:
 # Checkpoints
 
 
-@defect("ranks", TABLE, "-k", "llama and resumed")
+@defect("ranks", TABLE, "llama and resumed")
 def resumed_one_late() -> None:
     load = Trainer.load_checkpoint
 
@@ -276,43 +276,43 @@ def resumed_one_late() -> None:
     Trainer.load_checkpoint = load_the_next
 
 
-@defect("ranks", "tests/checkpoint/test_checkpoints.py", "-k", "resumes_bit_equal")
+@defect("ranks", "checkpoint/test_checkpoints.py", "resumes_bit_equal")
 def dropout_repeats() -> None:
     RandomState.load_state_dict = lambda self, state: self.restart(0)
 
 
-@defect("tests", "tests/checkpoint/test_checkpoints.py", "-k", "on_disk")
+@defect("tests", "checkpoint/test_checkpoints.py", "on_disk")
 def not_flushed() -> None:
     _SyncedFile.close = lambda self: self._file.close()
 
 
-@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "damage_is_found")
+@defect("ranks", "checkpoint/test_faults.py", "flipped_bit")
 def checksums_alike() -> None:
     replace(crc32, lambda data, value=0: 0)
 
 
-@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "damage_is_found")
+@defect("ranks", "checkpoint/test_faults.py", "flipped_bit")
 def damaged_left_there() -> None:
     LocalStorage.quarantine = lambda self, name, why: None
 
 
-@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "retention")
+@defect("tests", "checkpoint/test_faults.py", "retention")
 def one_too_many_pruned() -> None:
     obsolete = RetentionPolicy.obsolete
     RetentionPolicy.obsolete = lambda self, before_next=False: obsolete(self, before_next=True)
 
 
-@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "state_of_its_start")
+@defect("ranks", "checkpoint/test_faults.py", "continues_while_storage_hangs")
 def saved_while_changing() -> None:
     Staging.copy = lambda self, tensors, boxes: {box.key: local(tensors[box.key]).detach() for box in boxes}
 
 
-@defect("ranks", "tests/lifecycle/test_run_folders.py", "-k", "loses_no_line")
+@defect("ranks", "lifecycle/test_run_folders.py", "loses_no_line")
 def anew_without_a_word() -> None:
     EarlierAttempts.check = lambda self, restored: None
 
 
-@defect("tests", "tests/config/test_config.py", "-k", "resume")
+@defect("tests", "config/test_config.py", "resume")
 def batch_may_change() -> None:
     def compare_all_but_the_batch(config: RunConfig, stored_yaml: str) -> tuple[list[str], list[str]]:
         refused, permitted = compare_configs(config, stored_yaml)
@@ -325,13 +325,13 @@ def batch_may_change() -> None:
 # Stops and failures
 
 
-@defect("ranks", "tests/lifecycle/test_stopping.py", "-k", "notice_stops")
+@defect("ranks", "lifecycle/test_stopping.py", "notice_stops")
 def stopped_with_0() -> None:
     fit = Trainer.fit
     Trainer.fit = lambda self: 0 * fit(self)
 
 
-@defect("ranks", "tests/lifecycle/test_stopping.py", "-k", "each_signal and USR1")
+@defect("tests", "lifecycle/test_stopping.py", "each_signal")
 def usr1_not_caught() -> None:
     set_handler = signal.signal
 
@@ -341,23 +341,23 @@ def usr1_not_caught() -> None:
     signal.signal = set_handler_of_others
 
 
-@defect("tests", "tests/lifecycle/test_stopping.py", "-k", "deadline")
+@defect("ranks", "lifecycle/test_stopping.py", "time_to_save")
 def no_time_to_save() -> None:
     reason = StopRequest.reason
-    StopRequest.reason = lambda self, needs_s=0.0: reason(self)
+    StopRequest.reason = lambda self, needs_s=0.0: reason(self, needs_s - 1000.0)
 
 
-@defect("ranks", "tests/checkpoint/test_faults.py", "-k", "belongs_to_one_run")
+@defect("ranks", "checkpoint/test_faults.py", "belongs_to_one_run")
 def living_owner_taken_for_dead() -> None:
     FolderLock._is_dead = lambda self, owner, temporary: True
 
 
-@defect("ranks", "tests/lifecycle/test_watchdog.py", "-k", "single_rank", "--timeout=60")
+@defect("ranks", "lifecycle/test_watchdog.py", "single_rank", timeout_s=60)
 def hang_unnoticed() -> None:
     RunSection.step_limit_s = property(lambda self: 1e6)
 
 
-@defect("ranks", "tests/distributed/test_killed_ranks.py", "-k", "other_ranks")
+@defect("ranks", "distributed/test_killed_ranks.py", "other_ranks")
 def dead_rank_unnamed() -> None:
     replace(describe_dead_ranks, lambda ranks, timeout_s: "")
 
@@ -366,7 +366,7 @@ def dead_rank_unnamed() -> None:
 # Messages
 
 
-@defect("ranks", "tests/distributed/test_processes.py", "-k", "one_message")
+@defect("ranks", "distributed/test_processes.py", "one_message")
 def said_by_every_rank() -> None:
     def report_as_rank_0(error: Any, env: Any, exit_code: int = 2) -> int:
         return report_error(error, dataclasses.replace(env, rank=0), exit_code)
@@ -374,7 +374,7 @@ def said_by_every_rank() -> None:
     replace(report_error, report_as_rank_0)
 
 
-@defect("ranks", "tests/config/test_bad_input.py", "-k", "test_mistake")
+@defect("ranks", "config/test_bad_input.py", "test_mistake")
 def folder_touched_by_a_mistake() -> None:
     def check_after_writing(config: RunConfig, *more: Any) -> None:
         config.run_dir.mkdir(parents=True, exist_ok=True)
