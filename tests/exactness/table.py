@@ -172,6 +172,14 @@ _TWO_SOURCES = (
     "data.phases=[{{from: 2, weights: {{b: 1}}}}]",
 )
 _CHATS = ("data.source=chat", "data.path={folder}/chats.jsonl", "data.tokenizer={folder}/tokenizer")
+_BALANCE = (
+    "model.balance_rate=0.01",
+    "model.balance=0.1",
+    "model.balance_shares=last",
+    "model.sequence_balance=0.1",
+    "model.z_loss=0.01",
+)
+_EXACT = ("model.balance=0.1", "model.balance_shares=exact", "model.sequence_balance=0.1")
 _MUON = ("optim.muon.dtype=float32",)
 """The iteration in bfloat16, the default, makes weights that differ by rounding differ by 4e-5 three steps later."""
 _NORMUON = ("optim.muon.variant=normuon",)
@@ -220,6 +228,9 @@ ROWS = [
     Row("context by heads", features=("masked",), mesh=("mesh.context=2", "mesh.context_method=heads")),
     Row("experts by exchange", "qwen3_moe", overrides=_RAGGED, mesh=_EXCHANGE, ranks=4),
     Row("experts by gather", "deepseek_v3", overrides=(*_RAGGED, "model.balance_rate=0.01"), mesh=_GATHER),
+    Row("experts of transformers", "hf_mixture", overrides=_RAGGED, mesh=_EXCHANGE),
+    Row("biases of experts", "qwen3_moe", overrides=(*_RAGGED, *_BALANCE), mesh=_EXCHANGE),
+    Row("exact shares of experts", "qwen3_moe", ("full",), (*_RAGGED, *_EXACT), mesh=("mesh.context=2",)),
     # Objectives
     Row("preferences", features=("dpo",)),
     Row("labelled answers", features=("kto",)),
