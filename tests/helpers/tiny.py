@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.ranks import merged, tiny_overrides
+from tests.helpers.launch import merged, tiny
 from trainer import RunConfig, Trainer, load_config
 
 SEQ_LEN, BATCH = 16, 4
@@ -28,7 +28,7 @@ _TINIER = [
 
 def tiny_config(folder: Path, *overrides: str) -> RunConfig:
     """Return the configuration of a run in `folder`, with two micro-batches per step on one rank."""
-    return load_config("llama_small", tiny_overrides(*merged(_TINIER, overrides), f"run.dir={folder}"))
+    return load_config("llama_small", tiny(*merged(_TINIER, overrides), f"run.dir={folder}"))
 
 
 def fit(folder: Path, *overrides: str, kind: type[Trainer] = Trainer) -> list[dict[str, Any]]:
