@@ -62,13 +62,13 @@ def test_model_without_experts_cannot_divide_them() -> None:
 
 
 class Counting(Trainer):
-    """Has experts whose outputs depend on how many of them a rank holds."""
+    """Has experts whose outputs depend on how many tokens a rank brings them."""
 
     def build_model(self, config: Any = None) -> Any:
         model = super().build_model(config)
         for module in model.modules():
             if hasattr(module, "w1") and hasattr(module, "reset_parameters"):
-                module.register_forward_hook(lambda experts, args, output: output * len(args[1]))
+                module.register_forward_hook(lambda experts, args, output: output * len(args[0]))
         return model
 
 
