@@ -32,6 +32,6 @@ def test_seeds_are_deterministic_and_cover_all_options(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [305, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in CAMPAIGN_SEEDS)])
+@pytest.mark.parametrize("seed", [544, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in CAMPAIGN_SEEDS)])
 def test_disturbed_run_equals_the_undisturbed_one(seed: int, inputs: Path, tmp_path: Path) -> None:
     run_case(draw(seed, inputs), tmp_path)
