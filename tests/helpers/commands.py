@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from typing import NamedTuple
@@ -26,6 +27,7 @@ def meshtrainer(subcommand: str, *arguments: object) -> Ended:
     out, err = io.StringIO(), io.StringIO()
     argv = ["meshtrainer", subcommand, *map(str, arguments)]
     streams = redirect_stdout(out), redirect_stderr(err)
-    with mock.patch.object(sys, "argv", argv), streams[0], streams[1], pytest.raises(SystemExit) as ended:
+    replaced = mock.patch.object(sys, "argv", argv), mock.patch.object(os, "_exit", sys.exit)
+    with replaced[0], replaced[1], streams[0], streams[1], pytest.raises(SystemExit) as ended:
         run.meshtrainer()
     return Ended(int(ended.value.code or 0), out.getvalue(), err.getvalue())
