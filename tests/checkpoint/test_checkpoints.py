@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import pickle
 import random
 import shutil
@@ -92,6 +93,35 @@ def test_a_changed_learning_rate_takes_effect(one: SharedRun, tmp_path: Path) ->
     printed = ran.out + ran.err
     assert "optim.lr" in printed
     assert "optim.weight_decay" in printed
+
+
+@slow
+def test_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever writes it: at the rename, every file and folder has been flushed as it is, and then the name is."""
+    flushed: dict[str, int] = {}
+    published: list[dict[str, int]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def noted_fsync(descriptor: Any) -> None:
+        number = descriptor if isinstance(descriptor, int) else descriptor.fileno()
+        fsync(number)
+        flushed[os.readlink(f"/proc/self/fd/{number}")] = os.fstat(number).st_size
+
+    def noted_rename(source: Any, target: Any, **named: Any) -> None:
+        inside = {str(path.relative_to(source)): path.stat().st_size for path in Path(source).rglob("*")}
+        if Path(target).name.startswith("step_"):
+            published.append({name: size for name, size in inside.items() if flushed.get(f"{source}/{name}") != size})
+        rename(source, target, **named)
+
+    monkeypatch.setattr(os, "fsync", noted_fsync)
+    monkeypatch.setattr(os, "rename", noted_rename)
+    trainer = Trainer(tiny_config(tmp_path, "train.steps=1"))
+    next(trainer.steps())
+    saved = Path(trainer.save_checkpoint(wait=True))
+    trainer.close()
+    assert len(list(saved.rglob("*"))) > 3
+    assert published == [{}], "what was not on disk as it is, folders included"
+    assert str(saved.parent) in flushed, "the name too"
 
 
 # ---------------------------------------------------------------------------------------------------------------

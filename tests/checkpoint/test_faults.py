@@ -488,7 +488,8 @@ def test_disk_is_full_when_a_run_resumes(one: SharedRun, tmp_path: Path) -> None
 def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     """Permanently: the run fails as `checkpoint.max_failures` says, and earlier checkpoints are readable."""
     own = [f"checkpoint.dir={disk}/saved", f"checkpoint.mode={mode}"]
-    fault = Fault(tmp_path / "notes", {"step 5": f"mount -o remount,ro {disk}"})
+    # The disk is busy as long as a file is being written.
+    fault = Fault(tmp_path / "notes", {"step 5": f"until mount -o remount,ro {disk}; do sleep 0.1; done"})
     limits = ["train.steps=1000000", "checkpoint.max_failures=2"]
     failed = run(tmp_path / "run", *with_(*own, *limits, ranks=ranks), code=1, variables=fault.variables)
     assert failed.err_of(0).count("checkpoint not saved") == 1
