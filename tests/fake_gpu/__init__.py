@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.forked import REPOSITORY
+from tests.helpers.launch import REPOSITORY
 
 SOURCES = Path(__file__).parent
 PYTHON = "MESHTRAINER_CUDA_PYTHON"
@@ -49,12 +49,10 @@ class Stand:
         """Return a command line of Python with limited address space."""
         return ["prlimit", f"--as={MOST_BYTES}", self.python, *wrapped, *arguments]
 
-    def run(
-        self, *arguments: str, wrapped: Sequence[str] = (), timeout_s: float = 300, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def run(self, *arguments: str, wrapped: Sequence[str] = (), **variables: str) -> subprocess.CompletedProcess[str]:
         """Run Python with the arguments; `variables` are added to its environment."""
         command, env = self.command(arguments, wrapped), self.environment(**variables)
-        return subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout_s)
+        return subprocess.run(command, env=env, cwd=REPOSITORY, capture_output=True, text=True)
 
 
 @functools.cache

@@ -16,7 +16,7 @@ import venv
 from pathlib import Path
 
 from tests.fake_gpu import PYTHON
-from tests.helpers.forked import REPOSITORY
+from tests.helpers.launch import REPOSITORY
 
 
 def main() -> int:

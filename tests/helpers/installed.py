@@ -13,7 +13,7 @@ import venv
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.helpers.forked import REPOSITORY
+from tests.helpers.launch import REPOSITORY
 
 
 @dataclass(frozen=True)
@@ -24,23 +24,19 @@ class Installed:
     sdist: Path
     environment: Path
 
-    def run(self, *command: str, folder: Path, timeout_s: float = 400, **variables: str) -> str:
+    def run(self, *command: str, folder: Path, **variables: str) -> str:
         """Run a command of the environment in a folder, assert that it succeeds, and return its output."""
-        completed = self.try_run(*command, folder=folder, timeout_s=timeout_s, **variables)
+        completed = self.try_run(*command, folder=folder, **variables)
         assert completed.returncode == 0, f"{command}\n{completed.stdout}{completed.stderr}"
         return completed.stdout + completed.stderr
 
-    def try_run(
-        self, *command: str, folder: Path, timeout_s: float = 400, **variables: str
-    ) -> subprocess.CompletedProcess[str]:
+    def try_run(self, *command: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))
         }
         path = f"{self.environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
         variables = {"CUDA_VISIBLE_DEVICES": "", **variables, "PATH": path}
-        return subprocess.run(
-            command, cwd=folder, env=inherited | variables, capture_output=True, text=True, timeout=timeout_s
-        )
+        return subprocess.run(command, cwd=folder, env=inherited | variables, capture_output=True, text=True)
 
 
 _PACKAGED = ("trainer", "recipes", "objectives", "conf", "launch", "examples", "pyproject.toml", "README.md", "LICENSE")
@@ -66,7 +62,7 @@ def build(folder: Path) -> tuple[Path, Path]:
 
 def _backend(hook: str, source: Path, target: Path) -> str:
     completed = subprocess.run(
-        [sys.executable, "-c", _BUILD, hook, str(target)], cwd=source, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", _BUILD, hook, str(target)], cwd=source, capture_output=True, text=True
     )
     assert completed.returncode == 0, completed.stdout + completed.stderr
     return completed.stdout.splitlines()[-1]
@@ -97,7 +93,7 @@ def install(base: Path) -> Installed:
             ]
             python = str(environment / "bin" / "python")
             command = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
-            completed = subprocess.run(command, capture_output=True, text=True, timeout=300)
+            completed = subprocess.run(command, capture_output=True, text=True)
             assert completed.returncode == 0, completed.stdout + completed.stderr
             (site / "libraries.pth").write_text("\n".join([str(own_packages), *linked_folders]) + "\n")
             (folder / "done").touch()

@@ -1,29 +1,25 @@
-"""The pages of docs/: generated parts match the code, and everything that a reader types works."""
+"""The pages and the examples: generated parts match the code, links lead somewhere, and what a reader types works."""
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import importlib.util
-import json
 import re
 import shlex
-import statistics
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
-from tests import walks
-from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import CommandResult, merged, run_command, run_python_module, run_tiny, tiny_overrides
+from tests.helpers.commands import meshtrainer
+from tests.helpers.launch import REPOSITORY, command, fork, merged, run_script, tiny
+from tests.helpers.launch import run as train
+from tests.helpers.metrics_page import DOCS, check_fields, documented
 from tests.helpers.runs import SharedRun
-from trainer import run
-from trainer.metrics.time_breakdown import KINDS
+from trainer import Trainer, load_config, run
 
-DOCS = REPOSITORY / "docs"
 PAGES = [REPOSITORY / "README.md", *sorted(DOCS.glob("*.md"))]
 
 
@@ -36,60 +32,66 @@ def generator() -> ModuleType:
     return module
 
 
-def test_settings_pages_match_the_code() -> None:
-    for name, text in generator().pages().items():
-        assert (DOCS / name).read_text() == text, f"docs/{name} is stale: python docs/generate.py"
-
-
-def test_names_in_the_architecture_page_are_where_it_says() -> None:
-    """Where the page says "`name` in `file`", that file, in the repository or in `trainer`, defines the name."""
-    found = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", (DOCS / "architecture.md").read_text())
-    assert len(found) > 20
-    for name, file in found:
-        last = name.rpartition(".")[2]
-        definition = rf"^\s*(?:def {last}\(|class {last}\b|{last}(?:: [^=\n]+)? = )"
-        path = next(folder / file for folder in (REPOSITORY, REPOSITORY / "trainer") if (folder / file).exists())
-        assert re.search(definition, path.read_text(), re.MULTILINE), f"{name} is not in {file}"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_to_sections_lead_somewhere(page: Path) -> None:
-    for target, section in re.findall(r"\]\(([\w/.-]*)#([\w-]+)\)", page.read_text()):
-        text = (page.parent / target if target else page).read_text()
-        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
-        slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-        assert section in slugs, f"{target}#{section}"
-
-
 def commands_of(page: Path) -> list[str]:
     text = page.read_text().replace("\\\n", " ")
     return [line.strip() for line in re.findall(r"^ {4}(?! )(.*)", text, re.MULTILINE)]
 
 
+def snippets(page: str) -> list[str]:
+    """Return the Python code that a page of docs/ shows."""
+    return re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Every page
+
+
+def test_settings_pages_match_the_code() -> None:
+    for name, text in generator().pages().items():
+        assert (DOCS / name).read_text() == text, f"docs/{name} is stale: python docs/generate.py"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_documented_options_exist(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for line in commands_of(page):
-        found = re.match(r"python -m trainer\.(\w+)\b(.*)", line)
-        if found is None or found[1] == "run":
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for target, section in re.findall(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)", text):
+        if "://" in target or "{" in target:
             continue
-        assert found[1] in run.COMMANDS, line
-        module = importlib.import_module(run.COMMANDS[found[1]])
-        answer = module.main if found[1] == "evaluate" else module.command_line
-        with contextlib.suppress(SystemExit):
-            answer(["--help"])
-        helped = capsys.readouterr().out
-        for option in re.findall(r"(?<!\S)--[a-z-]+", found[2].partition("#")[0]):
-            assert option in helped, line
+        assert not target or (page.parent / target).exists(), target
+        if section:
+            titles = re.findall(r"^#+ (.*)$", (page.parent / target if target else page).read_text(), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+            assert section in slugs, f"{target}#{section}"
+    for file in re.findall(r"`(tests/[\w/]+\.py)`", text):
+        assert (REPOSITORY / file).exists(), file
 
 
-GPU_PAGES = ("llama_8b.md", "performance.md", "fine_tuning.md")
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_are_valid(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recipes and keys of runs exist, and options of other commands. Model folders of the reader are not opened."""
+    monkeypatch.syspath_prepend(str(REPOSITORY))
+    helps: dict[str, str] = {}
+    for line in commands_of(page):
+        found = re.match(r"(?:python -m trainer\.|.*-m trainer\.(?=run)|meshtrainer )(\w+)\b(.*)", line)
+        if found is None or found[1] not in {*run.COMMANDS, "run"}:
+            assert found is None or found[1] in ("slurm", "init"), line
+            continue
+        words = shlex.split(found[2].partition(" | ")[0], comments=True)
+        if found[1] != "run":
+            helps.setdefault(found[1], meshtrainer(found[1], "--help").out)
+            options = [word.partition("=")[0] for word in words if word.startswith("--")]
+            assert all(option in helps[found[1]] for option in options), line
+        elif not re.search(r"model\.(path|name=my_)|init_from|--help|recipe=mine", line):
+            settings = [word for word in words if "=" in word and not word.startswith(("nproc=", "recipe=", "--"))]
+            (recipe,) = (word.removeprefix("recipe=") for word in words if word.startswith("recipe="))
+            load_config(recipe, settings)
 
 
-@pytest.mark.parametrize("page", GPU_PAGES)
-def test_documented_runs_that_need_gpus_are_valid(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("page", ["llama_8b.md", "performance.md"])
+def test_runs_that_need_gpus_are_valid(page: str, capsys: pytest.CaptureFixture[str]) -> None:
     """As far as possible without the data and models that they name."""
-    shown = [line for line in commands_of(DOCS / page) if "-m trainer.run" in line and "recipe=sft" not in line]
-    assert shown or page == "fine_tuning.md"
+    shown = [line for line in commands_of(DOCS / page) if "-m trainer.run" in line]
+    assert shown
     for line in shown:
         words = shlex.split(line.partition("-m trainer.run ")[2], comments=True)
         words = [word for word in words if not re.match(r"data\.(path|tokenizer)|train\.init_from", word)]
@@ -102,101 +104,95 @@ def test_explained_messages_exist() -> None:
     source = "\n".join(path.read_text() for path in (REPOSITORY / "trainer").rglob("*.py"))
     table = (DOCS / "troubleshooting.md").read_text().partition("## Loss")[0]
     messages = re.findall(r"^\| `([^`]+)` \|", table, re.MULTILINE)
-    assert len(messages) > 10
-    of_others = {"Address already in use"}
-    for message in set(messages) - of_others:
+    assert messages
+    for message in set(messages) - {"Address already in use"}:
         parts = [part.strip(" :,") for part in re.split(r"\.\.\.|=\S*|\bC\+\+ |\d+", message)]
         assert max(parts, key=len) in source, message
 
 
-def documented(section: str) -> tuple[set[str], set[str]]:
-    """Return the fields on the page for a kind of record: all, and the conditional ones."""
-    text = (DOCS / "metrics.md").read_text().partition(f"## `{section}`")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`.*?) \| (.*) \|$", text, re.MULTILINE)
-    conditional = {"profiled", "bits_per_byte", "every_s", "trained_share", "dropped_share", "truncated_share"}
-    conditional |= {"accuracy", "margin", "reward_chosen", "reward_rejected"}
-    conditional |= {"reward_good", "reward_bad", "kl", "divergence", "busiest_expert", "dead_experts"}
-    fields = {name for names, _ in rows for name in re.findall(r"`([^`]+)`", names)}
-    return fields | {"kind", "time"}, conditional | {name for name in fields if "<" in name}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["start", "train", "checkpoint", "end"])
-def test_documented_fields_match_a_run(kind: str, one: SharedRun) -> None:
-    check_fields(one.ran, kind)
-
-
-@pytest.mark.slow
-def test_documented_optional_fields_match_a_run(tmp_path: Path) -> None:
-    asked = ["eval.every=2", "eval.steps=1", 'log.prompts=["def "]', "log.norms_every=1"]
-    ran = run_tiny(tmp_path / "run", "train.steps=2", *asked)
-    for kind in ("eval", "sample", "norms"):
-        check_fields(ran, kind)
-
-
-def check_fields(ran: CommandResult, kind: str) -> None:
-    fields, conditional = documented(kind)
-    written = {name for record in ran.metrics if record["kind"] == kind for name in record}
-    assert written <= fields, "a field without its meaning in docs/metrics.md"
-    assert fields - conditional <= written, "docs/metrics.md speaks of what is not written"
-
-
-def test_documented_profile_fields_match_a_run() -> None:
-    fields, _ = documented("profile")
-    assert fields == {"kind", "time", "step", "first_step", "update_s", *KINDS, "trace", "memory"}
-
-
-@pytest.mark.slow
-def test_quickstart_commands_run_in_order(tmp_path: Path) -> None:
-    """Each command runs unchanged in one folder, except for a smaller model and fewer steps."""
-    small = merged(tiny_overrides("train.steps=4", "log.sample_tokens=0"), [])
-    for line in commands_of(DOCS / "quickstart.md"):
-        words = shlex.split(line)
-        assert words[:2] == ["python", "-m"], line
-        module, given = words[2], words[3:]
-        if module == "trainer.run":
-            steps = ["train.steps=6"] if any(word.startswith("train.steps=") for word in given) else []
-            given = [*(word for word in given if not word.startswith("train.steps=")), *merged(small, steps)]
-        if "nproc=4" in given:
-            ran = run_command(tmp_path / "runs" / "pairs", *given)
-        else:
-            ran = run_python_module(module, *given, cwd=tmp_path)
-        assert ran.exit_code == 0, (line, ran.stderr)
-        assert "nothing to do" not in ran.stdout, line
-    records = (tmp_path / "runs" / "llama_small" / "metrics.jsonl").read_text().splitlines()
-    assert max(json.loads(line).get("step", 0) for line in records) == 6
-    assert (tmp_path / "exported" / "config.json").is_file()
-    assert (tmp_path / "comparison.html").is_file()
-
-
-def sentences(text: str) -> list[str]:
-    text = re.sub(r"^(?: {4}|\||<!--|#|!\[|```).*$", "", text, flags=re.MULTILINE)
-    text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    parts = re.split(r"(?<=[.:;?!])\s+|\n\n", re.sub(r"(?<!\n)\n(?!\n)", " ", text))
-    return [part for part in parts if len(part.split()) > 2]
-
-
-def test_the_readme_is_easy_to_read() -> None:
-    text = (REPOSITORY / "README.md").read_text()
-    assert len(text.splitlines()) <= 120
-    assert statistics.median(len(sentence.split()) for sentence in sentences(text)) <= 16
-    for picture in re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text):
-        assert (REPOSITORY / picture).is_file()
+def test_names_in_the_architecture_page_are_where_it_says() -> None:
+    """Where the page says "`name` in `file`", that file, in the repository or in `trainer`, defines the name."""
+    found = re.findall(r"`([\w.]+)` in `([\w/]+\.py)`", (DOCS / "architecture.md").read_text())
+    assert found
+    for name, file in found:
+        last = name.rpartition(".")[2]
+        definition = rf"^\s*(?:def {last}\(|class {last}\b|{last}(?:: [^=\n]+)? = )"
+        path = next(folder / file for folder in (REPOSITORY, REPOSITORY / "trainer") if (folder / file).exists())
+        assert re.search(definition, path.read_text(), re.MULTILINE), f"{name} is not in {file}"
 
 
 @pytest.mark.campaign
 def test_the_site_is_built(tmp_path: Path) -> None:
     pytest.importorskip("material", reason="pip install 'meshtrainer[docs]'")
-    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    program = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(program, cwd=REPOSITORY, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    built = {path.stem for path in (tmp_path / "site").glob("*.html")}
-    assert {page.stem for page in DOCS.glob("*.md")} <= built
+    assert {page.stem for page in DOCS.glob("*.md")} <= {path.stem for path in (tmp_path / "site").glob("*.html")}
 
 
-@pytest.mark.campaign
-def test_file_counts_of_code_paths_match_the_page() -> None:
-    page = walks.PAGE.read_text()
-    assert walks.with_table(page, walks.count_files()) == page, (
-        "docs/architecture.md is stale: python -m tests.walks --write"
-    )
+# ---------------------------------------------------------------------------------------------------------------
+# Single pages and examples
+
+
+@pytest.mark.slow
+def test_documented_fields_match_a_run(one: SharedRun) -> None:
+    for kind in ("start", "train", "eval", "checkpoint", "sample", "norms", "end"):
+        check_fields(one, kind)
+    shares = {"matmul", "attention", "other_kernels", "exposed_communication", "data", "host"}
+    assert documented("profile")[0] == {"kind", "time", "step", "first_step", "update_s", *shares, "trace", "memory"}
+
+
+@pytest.mark.slow
+def test_quickstart_commands_run_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each command as it is typed, in one folder, with a smaller model and fewer steps."""
+    monkeypatch.chdir(tmp_path)
+    for line in commands_of(DOCS / "quickstart.md"):
+        program, dash, module, *words = shlex.split(line)
+        assert (program, dash) == ("python", "-m"), line
+        if module == "trainer.run":
+            steps = ["train.steps=4"] if any(word.startswith("train.steps=") for word in words) else ["train.steps=2"]
+            given = [word for word in words if not word.startswith("train.steps=")]
+            words = [*given, *merged(tiny(*steps), given)]
+        if "nproc=4" in words:  # the workers are forked here
+            printed = train(tmp_path / "runs" / "several", *words).out
+        elif module == "trainer.run" and "--print-config" not in words:
+            printed = command(module, *words, cwd=tmp_path).out
+        else:
+            ended = meshtrainer(module.removeprefix("trainer."), *words)
+            assert ended.code == 0, ended.err
+            printed = ended.out
+        assert "nothing to do" not in printed, line
+    assert (tmp_path / "exported" / "config.json").is_file()
+    assert (tmp_path / "comparison.html").is_file()
+
+
+@pytest.mark.slow
+def test_distillation_example(tmp_path: Path) -> None:
+    """The second model is sharded, too; a mistake is one message."""
+    example = "examples/distill.py"
+    overrides = tiny("train.steps=6", "optim.lr=0.02", f"run.dir={tmp_path / 'run'}")
+    ended = fork(run_script, [example, ["recipe=llama_small", *overrides]], tmp_path / "run", ranks=2).wait()
+    assert ended.codes == [0, 0], ended.err
+    assert ended.train("loss")[-1] < ended.train("loss")[0]
+    refused = fork(run_script, [example, ["recipe=llama_small", "train.stepz=5"]], tmp_path).wait()
+    assert refused.code == 2
+    assert "train.steps=5" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_custom_loop_on_the_page_runs() -> None:
+    for code in snippets("loops.md"):
+        compile(code, "loops.md", "exec")
+    (subclass,) = [code for code in snippets("loops.md") if "return super().loss(batch)" in code]
+    scope: dict[str, Any] = {}
+    exec(subclass.rpartition("MyTrainer(")[0], scope)
+    assert issubclass(scope["MyTrainer"], Trainer)
+
+
+@pytest.mark.slow
+def test_custom_model_on_the_page_trains(tmp_path: Path) -> None:
+    """The code on the page runs unchanged, and warns of nothing."""
+    (code,) = [code for code in snippets("models.md") if "# my_models.py" in code]
+    (tmp_path / "my_models.py").write_text(code)
+    settings = ["model.name=my_models:tiny", "model.width=96", "train.steps=2", "eval.every=0", "log.sample_tokens=0"]
+    assert command("trainer.run", "recipe=llama_small", *settings, f"run.dir={tmp_path}", cwd=tmp_path).err == ""

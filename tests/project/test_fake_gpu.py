@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.experts.test_expert_parallel import TINY as TINY_MIXTURE
 from tests.fake_gpu import SOURCES, Stand, find_stand
-from tests.fake_gpu import __main__ as installing
 from tests.helpers.gate import wait_until
-from tests.helpers.ranks import merged, tiny_overrides
-from tests.weights.test_huggingface import TINY
-from tests.weights.test_pretrained import folder_of
+from tests.helpers.launch import launch, merged, tiny
 
 pytestmark = pytest.mark.campaign
 OWN = ["run.device=cuda", "data.source=synthetic", "train.steps=6", "eval.every=0"]
@@ -32,7 +26,7 @@ def stand() -> Stand:
 
 
 def arguments(folder: Path, *overrides: str) -> list[str]:
-    given = tiny_overrides(*merged(OWN, overrides))
+    given = tiny(*merged(OWN, overrides))
     return ["-m", "trainer.run", "recipe=llama_small", *given, f"run.dir={folder / 'run'}"]
 
 
@@ -40,20 +34,14 @@ def records(folder: Path) -> list[dict[str, object]]:
     return [json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "4": ["nproc=4"], "2x2": ["nproc=4", "mesh.replicate=2"]}
+MESHES = {"1": ["nproc=1"], "2x2": ["nproc=4", "mesh.replicate=2"]}
 OPTIONS: dict[str, list[str]] = {
     "plain": ["train.compile=false"],
     "accumulated, evaluated": ["train.global_batch_size=16", "eval.every=3", "eval.steps=1", "train.compile=false"],
     "bf16, compiled": BF16,
     "bf16 throughout": [*BF16, "fsdp.reduce_dtype=bfloat16", "train.global_batch_size=16"],
-    "compiled, recomputed in part": ["train.activation_checkpoint=selective", "fsdp.param_dtype=bfloat16"],
     "float8": ["train.float8=tensorwise", "fsdp.param_dtype=bfloat16", "model.dim=64", "model.num_heads=4"],
     "offloaded": ["train.offload_activations=1", "train.compile=false", "model.num_layers=4", "data.seq_len=256"],
-    "offloaded, compiled": [*BF16, "train.offload_activations=0.5", "model.num_layers=4", "data.seq_len=256"],
-    "offloaded, recomputed in part": [
-        *("train.offload_activations=1", "train.activation_checkpoint=selective", "train.compile=false"),
-        *("model.num_layers=4", "data.seq_len=256"),
-    ],
     "in order": ["run.deterministic=true", "train.compile=false"],
 }
 
@@ -72,13 +60,18 @@ def test_training_saving_and_resuming_on_fake_gpus(stand: Stand, mesh: str, opti
     assert again["device"] == "NVIDIA H200"
 
 
+TINY_MIXTURE = [
+    *("model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
+    *("model.expert_dim=16", "model.num_experts=8", "model.num_chosen=2", "data.source=synthetic", "data.seq_len=16"),
+    *("train.global_batch_size=8", "train.micro_batch_size=1", "eval.every=0", "log.every=1", "log.sample_tokens=0"),
+]
 COMPILED = [*BF16, "model.vocab_size=32768", "data.seq_len=4096", "train.global_batch_size=2"]
 
 
 def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None:
     """No graph is compiled after the second step, the host does not wait, and each kernel is compiled for the GPU."""
     cache = tmp_path / "triton"
-    overrides = [*tiny_overrides(*merged(OWN, COMPILED)), f"run.dir={tmp_path / 'run'}"]
+    overrides = [*tiny(*merged(OWN, COMPILED)), f"run.dir={tmp_path / 'run'}"]
     variables = {"TRITON_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     ran = stand.run(str(SOURCES / "kernels.py"), str(cache), *overrides, **variables)
     assert ran.returncode == 0, ran.stdout + ran.stderr
@@ -95,9 +88,11 @@ def test_kernels_compile_once_and_are_lean(stand: Stand, tmp_path: Path) -> None
 @pytest.mark.parametrize("compiles", ["false", "true"])
 def test_weights_are_unpacked_by_one_kernel(stand: Stand, compiles: str, tmp_path: Path) -> None:
     """It compiles for the GPU, nothing waits for it, and its values, in Triton's interpreter, are the CPU's."""
-    base, cache = folder_of(tmp_path / "base", config=replace(TINY, dim=64, ffn_dim=192)), tmp_path / "triton"
+    from tests.helpers.hf_models import folder_of
+
+    base, cache = folder_of(tmp_path / "base", "llama", hidden_size=64, intermediate_size=192), tmp_path / "triton"
     own = [f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", "fsdp.param_dtype=bfloat16"]
-    shaped = tiny_overrides(*merged(OWN, [*own, f"train.compile={compiles}"]))
+    shaped = tiny(*merged(OWN, [*own, f"train.compile={compiles}"]))
     overrides = [item for item in shaped if not item.startswith("model.")]
     variables = {"TRITON_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor")}
     ran = stand.run(str(SOURCES / "kernels.py"), str(cache), *overrides, f"run.dir={tmp_path / 'run'}", **variables)
@@ -121,16 +116,16 @@ OPTIMIZERS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("mesh", ["1", "2", "2x2"])
+@pytest.mark.parametrize("mesh", ["1", "2x2"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_lines_make_the_host_wait_for_nothing(stand: Stand, optimizer: str, mesh: str, tmp_path: Path) -> None:
     """Only for the event of a step whose successor is queued, which torch does not complain of."""
-    ranks = {"1": 1, "2": 2, "2x2": 4}[mesh]
+    ranks = {"1": 1, "2x2": 4}[mesh]
     common = ["train.compile=false", "log.every=1", "train.global_batch_size=4", "train.micro_batch_size=1"]
     replicate = ["mesh.replicate=2"] if mesh == "2x2" else []
     own = [*merged(OWN, [*common, *replicate, *OPTIMIZERS[optimizer]]), f"run.dir={tmp_path / 'run'}"]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
-    ran = stand.run(*torchrun, str(SOURCES / "lines.py"), *tiny_overrides(*own), FAKE_GPUS=str(ranks))
+    ran = stand.run(*torchrun, str(SOURCES / "lines.py"), *tiny(*own), FAKE_GPUS=str(ranks))
     assert ran.returncode == 0, ran.stdout + ran.stderr
     lines = [record for record in records(tmp_path) if record["kind"] == "train"]
     assert len(lines) == 6
@@ -149,17 +144,17 @@ BY_METHOD: dict[str, tuple[list[str], int]] = {
 """Settings, and how often the host waits in each layer and micro-batch."""
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("method", BY_METHOD)
-def test_experts_that_ranks_share_out(stand: Stand, method: str, ranks: int, tmp_path: Path) -> None:
+def test_experts_that_ranks_share_out(stand: Stand, method: str, tmp_path: Path) -> None:
     """Training, saving and resuming by both methods; only an exchange makes the host wait, for its numbers of rows."""
+    ranks = 2
     overrides, num_waits = BY_METHOD[method]
     common = [*TINY_MIXTURE, *BF16, "run.device=cuda", "checkpoint.every=2", "checkpoint.mode=async", *overrides]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     for steps in (4, 6):
         own = merged(common, [f"mesh.expert={ranks}", f"train.steps={steps}", f"run.dir={tmp_path / 'run'}"])
         command = [*torchrun, str(SOURCES / "waits.py"), "qwen3_moe_small", *own]
-        ran = stand.run(*command, timeout_s=900, FAKE_GPUS=str(ranks))
+        ran = stand.run(*command, FAKE_GPUS=str(ranks))
         assert ran.returncode == 0, ran.stdout + ran.stderr
         if steps == 4:
             (waits,) = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
@@ -170,21 +165,17 @@ def test_experts_that_ranks_share_out(stand: Stand, method: str, ranks: int, tmp
 
 def test_signal_ends_a_run_with_exit_code_75(stand: Stand, tmp_path: Path) -> None:
     command = stand.command(arguments(tmp_path, "train.steps=100000", "train.compile=false"))
-    process = subprocess.Popen(command, env=stand.environment(), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL)
-    try:
-        wait_until(lambda: (tmp_path / "run/metrics.jsonl").exists() and len(records(tmp_path)) > 3, "it trains", 240)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(240) == 75
-    finally:
-        process.kill()
+    started = launch(command, tmp_path / "run", stand.environment())
+    wait_until(lambda: len(started.train("step")) > 3, "it trains")
+    started.signal(signal.SIGTERM)
+    assert started.wait().code == 75
 
 
 def test_hanging_gpu_is_named(stand: Stand, tmp_path: Path) -> None:
     own = ["nproc=2", "train.compile=false", "run.step_timeout_s=4", "train.steps=100"]
     ran = stand.run(*arguments(tmp_path, *own), FAKE_GPUS="2", FAKE_GPU_HANGS_AFTER="6")
     assert ran.returncode == 1, ran.stdout + ran.stderr
-    assert "made no progress in device of step" in ran.stderr
-    assert "the device in " in ran.stderr
+    assert "made no progress" in ran.stderr
     assert (tmp_path / "run" / "collectives_rank_0").stat().st_size > 0
     assert (tmp_path / "run" / "collectives_rank_1").stat().st_size > 0
 
@@ -221,16 +212,4 @@ def test_one_gpu_and_two_ranks(stand: Stand, launcher: str, gpus: str, ends: int
     }
     ran = stand.run(*commands[launcher], FAKE_GPUS=gpus)
     assert ran.returncode == ends, ran.stdout + ran.stderr
-    assert ran.stderr.count("this node has 1 GPU, and each rank needs its own") == (ends != 0)
-
-
-def test_cpu_build_of_torch_is_not_taken_for_a_cuda_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """pip also finds torch 2.13.0+cpu: then all tests would be skipped and nothing tested."""
-    ran: list[list[str]] = []
-    monkeypatch.setattr(installing, "REPOSITORY", tmp_path)
-    monkeypatch.setattr(installing, "is_cuda_build", lambda python: False)
-    monkeypatch.setattr(installing.venv, "create", lambda folder, with_pip: None)
-    monkeypatch.setattr(installing.subprocess, "run", lambda command, check: ran.append(command))
-    with pytest.raises(SystemExit, match="pip finds is no CUDA build"):
-        installing.make_environment("2.13.0")
-    assert "torch===2.13.0" in ran[0]
+    assert ran.stderr.count("error: ") == (ends != 0)

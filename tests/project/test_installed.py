@@ -5,22 +5,17 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 import zipfile
 from pathlib import Path
 
 import pytest
 import tomllib
 
-from tests.helpers.forked import REPOSITORY
 from tests.helpers.installed import Installed, build, install
-from tests.helpers.ranks import tiny_overrides
+from tests.helpers.launch import REPOSITORY, tiny
 from trainer import __version__
-from trainer.init.__main__ import command_line, write_project
 
-pytestmark = pytest.mark.slow
-
-MAX_WHEEL_BYTES = 1_500_000
+pytestmark = [pytest.mark.campaign, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +26,6 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
 def test_contents_of_the_wheel(installed: Installed) -> None:
     """All that the commands need: recipes, launch files, examples, the report's style and the project template."""
-    assert installed.wheel.stat().st_size < MAX_WHEEL_BYTES
     with zipfile.ZipFile(installed.wheel) as archive:
         names = set(archive.namelist())
     for folder in ("conf", "recipes", "objectives", "launch", "examples"):
@@ -47,14 +41,13 @@ def test_contents_of_the_wheel(installed: Installed) -> None:
     assert project["project"]["dynamic"] == ["version"]
 
 
-@pytest.mark.campaign
 def test_the_first_commands(installed: Installed, tmp_path: Path) -> None:
     run = installed.run
-    tiny = tiny_overrides("train.steps=4", "checkpoint.every=4")
+    settings = tiny("train.steps=4", "checkpoint.every=4")
     assert run("meshtrainer", "--version", folder=tmp_path) == f"meshtrainer {__version__}\n"
     where = run("python", "-c", "import trainer; print(trainer.__file__)", folder=tmp_path)
     assert where.startswith(str(installed.environment))
-    run("meshtrainer", "run", "recipe=llama_small", *tiny, "nproc=2", folder=tmp_path)
+    run("meshtrainer", "run", "recipe=llama_small", *settings, "nproc=2", folder=tmp_path)
     status = json.loads((tmp_path / "runs/llama_small/status.json").read_text())
     assert (status["state"], status["step"]) == ("finished", 4)
     output = run(
@@ -72,7 +65,7 @@ def test_the_first_commands(installed: Installed, tmp_path: Path) -> None:
 def test_init_writes_a_working_project(installed: Installed, tmp_path: Path) -> None:
     """The project trains without changes, and its tests pass."""
     output = installed.run("meshtrainer", "init", "mine", folder=tmp_path)
-    assert output.endswith("next: cd mine && meshtrainer run recipe=mine.yaml\n")
+    assert "meshtrainer run recipe=mine.yaml" in output
     project = tmp_path / "mine"
     names = sorted(path.name for path in project.iterdir())
     assert names == ["README.md", "mine.py", "mine.yaml", "test_mine.py", "train.sbatch"]
@@ -84,34 +77,21 @@ def test_init_writes_a_working_project(installed: Installed, tmp_path: Path) -> 
     assert "2 passed" in output
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("my model", "NAME=my model: must be a valid Python module name"),
-        ("llama", "NAME=llama: is the name of another module or model\n  for example: my_llama"),
-        ("json", "NAME=json: is the name of another module or model"),
-        ("there", "NAME=there: there already exists"),
-    ],
-)
-def test_invalid_names_are_rejected(
-    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
+@pytest.mark.parametrize("name", ["my model", "llama", "json", "there"])
+def test_invalid_names_are_rejected(name: str, installed: Installed, tmp_path: Path) -> None:
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "file").touch()
     before = sorted(tmp_path.rglob("*"))
-    assert command_line([name]) == 2
-    assert f"error: {message}" in capsys.readouterr().err
+    done = installed.try_run("meshtrainer", "init", name, folder=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"error: NAME={name}: ")
     assert sorted(tmp_path.rglob("*")) == before
-    assert write_project("fine-name", tmp_path).joinpath("fine_name.py").is_file()
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # From the package index, to which only the campaign has access
 
 
-@pytest.mark.campaign
-@pytest.mark.timeout(1800)
 def test_an_empty_environment(tmp_path: Path) -> None:
     """`pip install` of the wheel and its dependencies, then one step; all extras can be installed together."""
     wheel, _ = build(tmp_path)
@@ -121,10 +101,8 @@ def test_an_empty_environment(tmp_path: Path) -> None:
     extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     everything = f"{wheel}[{','.join(name for name in extras)}]"
     constraints = ("-c", str(REPOSITORY / "constraints.txt"))
-    mine.run("python", "-m", "pip", "install", "-q", "--dry-run", everything, folder=tmp_path, timeout_s=900)
-    start = time.monotonic()
-    mine.run("python", "-m", "pip", "install", "-q", *constraints, str(wheel), folder=tmp_path, timeout_s=1500)
+    mine.run("python", "-m", "pip", "install", "-q", "--dry-run", everything, folder=tmp_path)
+    mine.run("python", "-m", "pip", "install", "-q", *constraints, str(wheel), folder=tmp_path)
     (tmp_path / "empty").mkdir()
-    mine.run("meshtrainer", "run", "recipe=llama_small", *tiny_overrides("train.steps=1"), folder=tmp_path / "empty")
-    print(f"from pip install to the first step: {time.monotonic() - start:.0f} s")
+    mine.run("meshtrainer", "run", "recipe=llama_small", *tiny("train.steps=1"), folder=tmp_path / "empty")
     assert json.loads((tmp_path / "empty/runs/llama_small/status.json").read_text())["state"] == "finished"
