@@ -158,14 +158,23 @@ def test_notice_during_the_start_counts(nproc: int, tmp_path: Path) -> None:
     assert stopped.status["reason"] == "notice"
 
 
-def test_a_run_stops_while_there_is_time_to_save(tmp_path: Path) -> None:
+def test_a_run_stops_while_there_is_time_to_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The end of its Slurm job is not there yet, but too near for a step and a save."""
-    soon = {"SLURM_JOB_END_TIME": str(int(time.time()) + 4)}
-    stopped = run(tmp_path / "run", "train.steps=1", "nproc=2", code=75, variables=soon)
+    trainer = Trainer(tiny_config(tmp_path, "train.steps=1"))
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 5))
+    assert trainer.fit() == 75
+    trainer.close()
+    ran = Run(tmp_path, [], tmp_path)
+    assert ran.status == {"state": "stopped", "exit_code": 75, "step": 0, "reason": "deadline"}
+    assert ran.train("step") == []
+
+
+def test_the_end_of_the_job_stops_all_ranks_alike(tmp_path: Path) -> None:
+    past = {"SLURM_JOB_END_TIME": "1700000000"}
+    stopped = run(tmp_path / "run", "train.steps=1", "nproc=2", code=75, variables=past)
     assert stopped.status == {"state": "stopped", "exit_code": 75, "step": 0, "reason": "deadline"}
-    assert stopped.train("step") == []
     # What the user sets is heeded instead.
-    run(tmp_path / "run", "train.steps=1", "run.deadline=2999-01-31T18:00:00+00:00", variables=soon)
+    run(tmp_path / "run", "train.steps=1", "run.deadline=2999-01-31T18:00:00+00:00", variables=past)
 
 
 @pytest.mark.parametrize("deadline", ["tomorrow", "2020-01-01"])
