@@ -7,22 +7,19 @@ import json
 import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.commands.test_data_command import ask
-from tests.commands.test_prepare import run, write_jsonl
-from tests.data.test_data import write_tokenizer
-from trainer.config import DataSection
-from trainer.data.ingest import readers as reading
-from trainer.data.opening import find_shards, open_source
-from trainer.data.shards import Shard
+from tests.helpers.commands import meshtrainer
+from tests.helpers.data import documents_in, read_all, tokens_section, write_bpe, write_texts
+from trainer import UserError
+from trainer.data.opening import open_source
+from trainer.data.source import IGNORE
 from trainer.data.tokenizer import find_tokenizer
-from trainer.errors import UserError
 
-END = "<|endoftext|>"
+pytest.importorskip("tokenizers")
+
 Documents = Sequence[Sequence[int]]
 
 
@@ -55,76 +52,77 @@ def megatron(path: Path, documents: Documents, code: int = 4, dtype: str = "<i4"
         index.write(np.array(borders, "<i8").tobytes())
 
 
-def settings(tmp_path: Path, path: object, **more: Any) -> DataSection:
-    return DataSection(source="tokens", path=str(path), cache_dir=str(tmp_path / "cache"), seq_len=4, **more)
+def megatron_of_two_bytes(path: Path, documents: Documents) -> None:
+    megatron(path, documents, code=8, dtype="<u2")
 
 
-def documents_of(shards: Sequence[Shard]) -> list[list[int]]:
-    return [
-        shard.read(start, end - start).tolist()
-        for shard in shards
-        for start, end in itertools.pairwise(shard.read_offsets())
-    ]
-
-
-@pytest.mark.parametrize("write", [plain, with_header, megatron, lambda *given: megatron(*given, code=8, dtype="<u2")])
-def test_tokens_and_documents_are_converted_exactly(
-    tmp_path: Path, write: Callable[[Path, Documents], None], monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json", END))
-    end = find_tokenizer(tokenizer).end_id
+@pytest.mark.parametrize("write", [plain, with_header, megatron, megatron_of_two_bytes])
+def test_tokens_and_documents_are_converted_exactly(tmp_path: Path, write: Callable[[Path, Documents], None]) -> None:
+    tokenizer = write_bpe(tmp_path / "tokenizer.json")
+    end = find_tokenizer(str(tokenizer)).end_id
     ends_in = [end] if write in (plain, with_header) else []  # Megatron's need none: their index says it
     documents = [[*range(1, size), *ends_in] for size in (3, 9, 2, 30, 6)]
-    (tmp_path / "there").mkdir()
-    write(tmp_path / "there" / "train.bin", documents)
-    monkeypatch.setattr(reading, "_CHUNK_TOKENS", 7)
-    for path in (tmp_path / "there" / "train.bin", tmp_path / "there", tmp_path / "there" / "*.bin"):
-        data = settings(tmp_path, path, tokenizer=tokenizer)
-        assert documents_of(find_shards(str(data.path), data, "data.path").train) == documents
-    source = open_source(data, None, "train")
-    assert source.bytes_per_token is None
+    folder = tmp_path / "there"
+    folder.mkdir()
+    write(folder / "train.bin", documents)
+    for path in (folder / "train.bin", folder, folder / "*.bin"):
+        data = tokens_section(
+            path, seq_len=40, documents="apart", tokenizer=str(tokenizer), cache_dir=str(tmp_path / "cache")
+        )
+        source = open_source(data, None, "train")
+        batch = read_all(source)
+        rows = zip(batch["tokens"], batch["targets"], strict=True)
+        found = [[int(tokens[0]), *targets[targets != IGNORE].tolist()] for tokens, targets in rows]
+        assert found == [document for document in documents if len(document) > 1]
+        assert source.bytes_per_token is None
     out = tmp_path / "out" / "x"
-    command = (tmp_path / "there" / "train.bin", "--out", out, "--tokenizer", tokenizer, "--shard-tokens", 8)
-    assert run(*command) == 0
-    shards = [Shard(path) for path in sorted(out.parent.glob("*.bin"))]
-    assert len(shards) > 2
-    assert documents_of(shards) == documents
-    assert "tokens/byte" not in capsys.readouterr().out
+    assert meshtrainer("prepare", folder / "train.bin", "--out", out, "--tokenizer", tokenizer).code == 0
+    stored = np.fromfile(f"{out}-00000.bin", "<u2").tolist()
+    assert stored == [token for document in documents for token in document]
 
 
-def test_invalid_files_are_rejected(tmp_path: Path) -> None:
-    tokenizer = str(write_tokenizer(tmp_path / "tokenizer.json", END))
+def cut(path: Path, num_bytes: int) -> None:
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+
+
+def test_invalid_files_are_refused_by_name(tmp_path: Path) -> None:
+    tokenizer = str(write_bpe(tmp_path / "tokenizer.json"))
     path = tmp_path / "train.bin"
 
-    def refused(words: str, **more: Any) -> None:
-        with pytest.raises(UserError, match=words):
-            open_source(settings(tmp_path, path, **{"tokenizer": tokenizer, **more}), None, "train")
+    def refused(named: str, **more: object) -> None:
+        cache = str(tmp_path / "cache")
+        data = tokens_section(path, **{"tokenizer": tokenizer, "cache_dir": cache, **more})  # type: ignore[arg-type]
+        with pytest.raises(UserError) as caught:
+            open_source(data, None, "train")
+        assert str(caught.value).startswith(named)
+        assert "train.bin" in str(caught.value)
 
     plain(path, [[1, 2, 3]])
-    refused("data.tokenizer=bytes: .*train.bin does not say which tokenizer", tokenizer="bytes")
-    refused("data.bos=false: the tokens of .*train.bin are used unchanged", bos=False)
+    refused("data.tokenizer=bytes: ", tokenizer="bytes")
+    refused("data.bos=false: ", bos=False)
     plain(path, [[1, 60_000]])
-    refused("train.bin holds the id 60000, but the tokenizer's ids are below")
+    refused("data.tokenizer=")
     path.write_bytes(b"abc")
-    refused("is not a complete token file: its size is not a multiple of 2")
+    refused(f"data.path={path}: ")
     with_header(path, [[1, 2, 3]])
-    path.write_bytes(path.read_bytes()[:-2])
-    refused("its header says 1030")
+    cut(path, 2)
+    refused(f"data.path={path}: ")
     megatron(path, [[1, 2, 3], [4]])
-    path.write_bytes(path.read_bytes()[:-4])
-    refused("its .idx does not cover all of its bytes")
-    path.with_suffix(".idx").write_bytes(path.with_suffix(".idx").read_bytes()[:40])
-    refused("its .idx has 40 bytes and needs")
+    cut(path, 4)
+    refused(f"data.path={path}: ")
+    megatron(path, [[1, 2, 3], [4]])
+    cut(path.with_suffix(".idx"), 30)
+    refused(f"data.path={path}: ")
 
 
-# -- the token that begins a text -----------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------
+# The token that begins a text
 
 
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> str:
     """The path of one that knows a token to begin with, and does not add it itself."""
-    (tmp_path / "tok").mkdir()
-    path = write_tokenizer(tmp_path / "tok" / "tokenizer.json", END)
+    path = write_bpe(tmp_path / "tok" / "tokenizer.json")
     stored = json.loads(path.read_text())
     begin = len(stored["model"]["vocab"]) + len(stored["added_tokens"])
     added = {**stored["added_tokens"][0], "id": begin, "content": "<s>"}
@@ -132,32 +130,30 @@ def tokenizer(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_documents_begin_as_data_bos_says(tmp_path: Path, tokenizer: str, capsys: Any) -> None:
-    lines = write_jsonl(tmp_path / "a.jsonl", ["the cat", "and the hat " * 3])
-    begin = find_tokenizer(tokenizer, bos=True).start_ids
-    assert len(begin) == 1
+def test_documents_begin_as_data_bos_says(tmp_path: Path, tokenizer: str) -> None:
+    lines = write_texts(tmp_path / "a.jsonl", ["the cat", "and the hat " * 3])
+    (begin,) = find_tokenizer(tokenizer, bos=True).start_ids
     found = {}
     for bos in (None, False, True):
-        data = settings(tmp_path, lines, tokenizer=tokenizer, bos=bos)
-        found[bos] = documents_of(find_shards(str(data.path), data, "data.path").train)
-    assert found[None] == found[False] == [each[1:] for each in found[True]]
-    assert [each[0] for each in found[True]] == [*begin] * 2
-    assert run(lines, "--out", tmp_path / "out" / "x", "--tokenizer", tokenizer, "--bos") == 0
-    assert documents_of([Shard(tmp_path / "out" / "x-00000.bin")]) == found[True]
-    assert "data.bos=true" in capsys.readouterr().out
-    shards = f"data.path={tmp_path / 'out' / 'x-00000.bin'}"
-    common = ("data.source=tokens", f"data.tokenizer={tokenizer}", f"data.cache_dir={tmp_path / 'cache'}")
-    code, out, _ = ask(capsys, "show", *common, shards, "data.bos=true", "data.seq_len=8")
-    assert code == 0
-    assert "[begin] 'the cat'" in out
+        data = tokens_section(
+            lines, documents="apart", seq_len=40, tokenizer=tokenizer, bos=bos, cache_dir=str(tmp_path / "cache")
+        )
+        found[bos] = read_all(open_source(data, None, "train"))
+    assert np.array_equal(found[None]["tokens"], found[False]["tokens"])
+    assert found[True]["tokens"][:, 0].tolist() == [begin] * 2
+    assert np.array_equal(found[True]["tokens"][:, 1:], found[False]["tokens"][:, :-1])
+    out = tmp_path / "out" / "x"
+    ended = meshtrainer("prepare", lines, "--out", out, "--tokenizer", tokenizer, "--bos")
+    assert ended.code == 0
+    assert "data.bos=true" in ended.out, "one of the settings to train with"
+    assert [document[0] for document in documents_in(tmp_path / "out" / "x-00000.bin")] == [begin] * 2
 
 
-def test_impossible_bos_is_rejected(tmp_path: Path, tokenizer: str) -> None:
-    lines = write_jsonl(tmp_path / "a.jsonl", ["the cat"] * 9)
-    lone = str(write_tokenizer(tmp_path / "lone.json", END))
-    for other in ("bytes", lone):
-        with pytest.raises(UserError, match=r"data.bos=true: .* has no beginning-of-text token"):
-            open_source(settings(tmp_path, lines, tokenizer=other, bos=True), None, "train")
-    assert run(lines, "--out", tmp_path / "x", "--tokenizer", tokenizer) == 0
-    with pytest.raises(UserError, match=r"data.bos=true: .* is already tokenized, with a different data.bos"):
-        open_source(settings(tmp_path, tmp_path / "x-00000.bin", tokenizer=tokenizer, bos=True), None, "train")
+def test_impossible_bos_is_refused(tmp_path: Path, tokenizer: str) -> None:
+    lines = write_texts(tmp_path / "a.jsonl", ["the cat"] * 9)
+    lone = str(write_bpe(tmp_path / "lone.json"))
+    assert meshtrainer("prepare", lines, "--out", tmp_path / "x", "--tokenizer", tokenizer).code == 0
+    for path, other in ((lines, "bytes"), (lines, lone), (tmp_path / "x-00000.bin", tokenizer)):
+        with pytest.raises(UserError) as caught:
+            open_source(tokens_section(path, tokenizer=other, bos=True), None, "train")
+        assert str(caught.value).startswith("data.bos=true: ")
