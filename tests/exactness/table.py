@@ -199,6 +199,7 @@ ROWS = [
     Row("two sources", overrides=_TWO_SOURCES),
     Row("packed chats", overrides=_CHATS),
     # Optimizers
+    Row("sgd", overrides=(*_RAGGED, "optim.name=sgd", "optim.lr=0.1")),
     Row("muon", features=("muon",), overrides=(*_RAGGED, *_MUON)),
     Row("normuon with experts", "qwen3_moe", ("muon",), (*_RAGGED, *_MUON, *_NORMUON), mesh=_EXCHANGE),
     Row("8-bit moments", features=("int8",), overrides=_RAGGED),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.launch import tiny
 from trainer import Trainer, load_config
 from trainer.optim.blockwise import MEAN, SQUARE, Code, block_length
 
@@ -76,7 +76,7 @@ SIZE = [
 
 
 def settings(folder: Path, *more: str) -> list[str]:
-    return tiny_overrides(*SIZE, "optim.state_dtype=int8", "train.steps=8", "optim.lr=0.01", f"run.dir={folder}", *more)
+    return tiny(*SIZE, "optim.state_dtype=int8", "train.steps=8", "optim.lr=0.01", f"run.dir={folder}", *more)
 
 
 def losses_of(folder: Path, *more: str, save_at: int | None = None) -> list[float]:
@@ -89,17 +89,6 @@ def losses_of(folder: Path, *more: str, save_at: int | None = None) -> list[floa
             break
     trainer.close()
     return losses
-
-
-@pytest.mark.slow
-def test_losses_do_not_depend_on_the_mesh_and_a_resume_is_exact(tmp_path: Path) -> None:
-    """48 columns on three ranks: rows that do not divide evenly, and blocks of 48."""
-    alone = losses_of(tmp_path / "alone")
-    together = run_ranks(3, losses_of, tmp_path / "together", "mesh.shard=3", "train.global_batch_size=6")[0]
-    expected = losses_of(tmp_path / "expected", "train.global_batch_size=6")
-    assert max(abs(a - b) / b for a, b in zip(together, expected, strict=True)) < 2e-4
-    first = losses_of(tmp_path / "halves", save_at=4)
-    assert first + losses_of(tmp_path / "halves") == alone
 
 
 @pytest.mark.slow

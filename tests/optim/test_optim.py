@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.launch import tiny
+from tests.helpers.plain_model import plain_model
 from tests.helpers.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, ScheduleSection, TrainSection
@@ -127,12 +128,6 @@ def test_wsd_limits() -> None:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Weight decay
-
-
-def plain_model(recipe: str, *overrides: str) -> nn.Module:
-    size = ["model.dim=16", "model.num_layers=1", "model.num_heads=2", "model.vocab_size=20", *overrides]
-    config = load_config(recipe, size)
-    return config.recipe.build_model(config.model)
 
 
 def decay_of(model: nn.Module, optimizer: Optimizer) -> dict[str, float]:
@@ -257,9 +252,7 @@ def test_muon_without_a_hidden_matrix_is_rejected() -> None:
 # ---------------------------------------------------------------------------------------------------------------
 # Training and resuming
 
-LR = {"adamw": 2e-2, "muon": 2e-2, "sgd": 0.3}
 STEPS = 8
-OPTIMIZERS = {name: [f"optim.name={name}", f"optim.lr={lr}", f"train.steps={STEPS}"] for name, lr in LR.items()}
 
 
 class OneBatch:
@@ -283,7 +276,7 @@ def tiny_config(folder: Path, *overrides: str) -> RunConfig:
     own += ["train.steps=8", "schedule.warmup_steps=2", "train.global_batch_size=4", "train.micro_batch_size=1"]
     given = {override.partition("=")[0] for override in overrides}
     own = [item for item in own if item.partition("=")[0] not in given]
-    return load_config("llama_small", tiny_overrides(*own, *overrides, f"run.dir={folder}"))
+    return load_config("llama_small", tiny(*own, *overrides, f"run.dir={folder}"))
 
 
 def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int | None = None) -> dict[str, Any]:
@@ -298,57 +291,6 @@ def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int
     weights = [full(p).detach().flatten() for p in trainer.model.parameters()]
     trainer.close()
     return {"losses": losses, "weights": torch.cat(weights)}
-
-
-def train_with_each_optimizer(folder: Path) -> dict[str, Any]:
-    """Train with every optimizer, straight and in two halves."""
-    return {
-        name: {
-            "straight": train(tiny_config(folder / name, *own)),
-            "first": train(tiny_config(folder / f"{name}_halves", *own), save_at=3),
-            "second": train(tiny_config(folder / f"{name}_halves", *own)),
-        }
-        for name, own in OPTIMIZERS.items()
-    }
-
-
-def train_on_ranks(folder: Path) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    return train_with_each_optimizer(folder)
-
-
-@pytest.fixture(scope="module")
-def on_ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, Any]]:
-    """The results of each optimizer on one rank, in this process, and on two ranks also with a resume halfway."""
-    one, two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    alone = {name: {"straight": train(tiny_config(one / name, *own))} for name, own in OPTIMIZERS.items()}
-    return {1: alone, 2: run_ranks(2, train_on_ranks, two)[-1]}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(LR))
-def test_every_optimizer_trains(name: str, on_ranks: dict[int, dict[str, Any]]) -> None:
-    losses = on_ranks[2][name]["straight"]["losses"]
-    assert len(losses) == STEPS
-    assert losses[-1] < 0.85 * losses[0], losses
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(LR))
-def test_every_optimizer_resumes_bit_equal(name: str, on_ranks: dict[int, dict[str, Any]]) -> None:
-    runs = on_ranks[2][name]
-    assert runs["first"]["losses"] + runs["second"]["losses"] == runs["straight"]["losses"]
-    assert torch.equal(runs["second"]["weights"], runs["straight"]["weights"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "tolerance"), [("adamw", 1e-5), ("sgd", 1e-5), ("muon", 1e-3)])
-def test_one_rank_and_two_agree(name: str, tolerance: float, on_ranks: dict[int, dict[str, Any]]) -> None:
-    """Measured: adamw 1e-7, sgd 2e-7; muon 2e-4, because it orthogonalizes in bf16, where summation order matters."""
-    one, two = (on_ranks[size][name]["straight"]["losses"] for size in (1, 2))
-    assert max(abs(a - b) / b for a, b in zip(one, two, strict=True)) < tolerance
 
 
 @pytest.mark.slow
@@ -379,15 +321,6 @@ def test_configured_rates_override_stored_ones(name: str, tmp_path: Path) -> Non
     for group in groups:
         assert group.get("momentum", 0.5) == 0.5
         assert tuple(group.get("betas", (0.8, 0.9))) == (0.8, 0.9)
-
-
-@pytest.mark.campaign
-def test_decay_all_may_change_on_resume(tmp_path: Path) -> None:
-    """A resume accepts the change; it moves parameters from one group to the other."""
-    straight = train(tiny_config(tmp_path / "straight", "optim.weight_decay=0.0"))
-    train(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0"), save_at=4)
-    resumed = train(tiny_config(tmp_path / "halves", "optim.weight_decay=0.0", "optim.decay_all=true"))
-    assert resumed["losses"] == pytest.approx(straight["losses"][4:], rel=1e-6)
 
 
 class AdamTrainer(OneBatchTrainer):

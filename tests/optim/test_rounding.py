@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,9 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.helpers.plan_truth import metered_peak
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.comparing import load_tensors
+from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.tiny import full
-from tests.plan.test_plan import config_of
-from tests.trainer.test_exactness import assert_equal_tensors, load_tensors
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, check_config
 from trainer.export import export_checkpoint
@@ -35,8 +33,6 @@ from trainer.optim.adamw import (
     round_stochastically,
 )
 from trainer.optim.optimizer import build_optimizer
-from trainer.plan.machine import find_machine
-from trainer.plan.plan import make_plan
 
 # ---------------------------------------------------------------------------------------------------------------
 # Rounding
@@ -138,19 +134,6 @@ def own_adamw(model: nn.Module, state_dtype: torch.dtype, stochastic: bool = Tru
     return RoundingAdamW(groups, names, 0, 1e-2, (0.9, 0.999), 1e-8, state_dtype, stochastic)
 
 
-def test_random_bits_are_for_a_known_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which elements of a parameter are here must be known."""
-    monkeypatch.setattr("trainer.optim.adamw.local_box", lambda parameter: None)
-    model = small_model(torch.bfloat16)
-    with pytest.raises(UserError, match=r"rounding=stochastic: 0\.weight is sharded .*\n.*rounding=nearest"):
-        own_adamw(model, torch.bfloat16)
-    optimizer = own_adamw(model, torch.bfloat16, stochastic=False)
-    before = [p.detach().clone() for p in model.parameters()]
-    draw_gradients(model, 1)
-    optimizer.step()
-    assert not any(torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
-
-
 def draw_gradients(model: nn.Module, number: int) -> None:
     generator = torch.Generator().manual_seed(number)
     for p in model.parameters():
@@ -245,16 +228,14 @@ def test_compiled_rounding_is_the_same_on_a_gpu() -> None:
 ALL_BFLOAT16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "optim.state_dtype=bfloat16"]
 MESHES: dict[int, list[list[str]]] = {
     1: [[]],
-    2: [[]],
     3: [["train.global_batch_size=6"]],
-    4: [[], ["mesh.replicate=2"], ["fsdp.cpu_offload=true"]],
 }
 
 
-def tiny(folder: Path, *overrides: str) -> RunConfig:
+def small_config(folder: Path, *overrides: str) -> RunConfig:
     given = {override.partition("=")[0] for override in overrides}
     own = ["data.source=synthetic", "run.threads=1", "model.vocab_size=263"]
-    own = tiny_overrides(*(item for item in own if item.partition("=")[0] not in given), *overrides)
+    own = tiny(*(item for item in own if item.partition("=")[0] not in given), *overrides)
     return load_config("llama_small", [*own, f"run.dir={folder}"])
 
 
@@ -265,7 +246,7 @@ def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tup
     dist.init_process_group("gloo")
     found = []
     for number, mesh in enumerate(meshes):
-        trainer = Trainer(tiny(folder / str(number), *ALL_BFLOAT16, "optim.lr=0.01", *mesh))
+        trainer = Trainer(small_config(folder / str(number), *ALL_BFLOAT16, "optim.lr=0.01", *mesh))
         for update in range(5):
             generator = torch.Generator().manual_seed(update)
             for p in trainer.model.parameters():
@@ -285,10 +266,10 @@ def step_with_equal_gradients(folder: Path, meshes: list[list[str]]) -> list[tup
 @pytest.mark.slow
 def test_equal_gradients_give_equal_weights_on_every_mesh(tmp_path: Path) -> None:
     """Bit for bit; an odd vocabulary gives uneven shards."""
-    ((expected,),) = run_ranks(1, step_with_equal_gradients, tmp_path / "1", MESHES[1])
+    ((expected,),) = on_ranks(1, step_with_equal_gradients, tmp_path / "1", MESHES[1])
     assert {tensor.dtype for tensor in expected} == {torch.bfloat16}
-    for ranks in (2, 3, 4):
-        for every_mesh in run_ranks(ranks, step_with_equal_gradients, tmp_path / str(ranks), MESHES[ranks]):
+    for ranks in (3,):
+        for every_mesh in on_ranks(ranks, step_with_equal_gradients, tmp_path / str(ranks), MESHES[ranks]):
             for mesh, found in zip(MESHES[ranks], every_mesh, strict=True):
                 assert [torch.equal(a, b) for a, b in zip(found, expected, strict=True)].count(False) == 0, mesh
 
@@ -310,86 +291,6 @@ def train(config: RunConfig, save_at: int | None = None) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "shards": shards, "path": str(path)}
 
 
-def train_straight_and_in_halves(folder: Path, overrides: list[str]) -> dict[str, Any]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    own = ["train.steps=8", *ALL_BFLOAT16, *overrides]
-    straight = train(tiny(folder / "straight", *own))
-    halves = [train(tiny(folder / "halves", *own), save_at=3), train(tiny(folder / "halves", *own))]
-    return {"straight": straight, "halves": halves}
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(
-    ("ranks", "overrides"),
-    [
-        (4, ["mesh.replicate=2"]),
-        (1, []),
-        (2, ["train.micro_batch_size=1"]),
-        (4, ["model.vocab_size=5"]),
-    ],
-    ids=["2x2", "1", "2", "an empty shard"],
-)
-def test_resume_is_bit_equal(ranks: int, overrides: list[str], tmp_path: Path) -> None:
-    found = run_ranks(ranks, train_straight_and_in_halves, tmp_path, overrides)
-    for of_rank in found:
-        straight, (first, second) = of_rank["straight"], of_rank["halves"]
-        assert first["losses"] + second["losses"] == straight["losses"]
-        assert first["norms"] + second["norms"] == straight["norms"]
-    paths = found[0]["straight"]["path"], found[0]["halves"][1]["path"]
-    assert_equal_tensors(*(load_tensors(Path(path)) for path in paths))
-    if "mesh.replicate=2" in overrides:  # replicas hold the same, bit for bit
-        for shard in (0, 1):
-            here, there = (found[rank]["straight"]["shards"] for rank in (shard, 2 + shard))
-            assert all(torch.equal(a, b) for a, b in zip(here, there, strict=True))
-
-
-@pytest.fixture(scope="module")
-def final_losses(tmp_path_factory: pytest.TempPathFactory) -> dict[str, float]:
-    """Return the mean loss of the last 20 of 150 steps on Python's standard library, for each choice of dtypes."""
-    kept = {
-        "float32": ["fsdp.param_dtype=bfloat16"],
-        "stochastic": ALL_BFLOAT16,
-        "nearest": [*ALL_BFLOAT16, "optim.rounding=nearest"],
-    }
-    found = {}
-    for name, own in kept.items():
-        common = ["train.steps=150", "optim.lr=1e-3", "data.source=stdlib", "model.vocab_size=257", "data.seq_len=64"]
-        config = tiny(tmp_path_factory.mktemp(name), *own, *common, "checkpoint.every=0")
-        found[name] = sum(train(config)["losses"][-20:]) / 20
-    return found
-
-
-@pytest.mark.campaign
-def test_training_is_as_good_as_with_master_weights(final_losses: dict[str, float]) -> None:
-    """And visibly worse if small updates are lost."""
-    print(final_losses)
-    assert final_losses["stochastic"] == pytest.approx(final_losses["float32"], rel=5e-3)
-    assert final_losses["nearest"] > 1.02 * final_losses["float32"]
-
-
-def losses_on(folder: Path, meshes: list[list[str]]) -> list[list[float]]:
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo")
-    own = ["train.steps=8", "train.micro_batch_size=1", *ALL_BFLOAT16]
-    return [train(tiny(folder / str(number), *own, *mesh))["losses"] for number, mesh in enumerate(meshes)]
-
-
-@pytest.mark.campaign
-@pytest.mark.slow
-def test_losses_on_every_mesh(tmp_path: Path) -> None:
-    """As far as gradients agree: a different order of summation may round to the other neighbor.
-
-    Measured: 1e-7. With micro-batches of two sequences it is 5e-5, because some elements are rounded differently.
-    """
-    ((expected,),) = run_ranks(1, losses_on, tmp_path / "1", [[]])
-    for ranks, meshes in ((2, [[]]), (4, [[], ["mesh.replicate=2"]])):
-        for found in run_ranks(ranks, losses_on, tmp_path / str(ranks), meshes)[0]:
-            assert max(abs(a / b - 1) for a, b in zip(found, expected, strict=True)) < 1e-5
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # What is kept
 
@@ -398,26 +299,27 @@ def test_losses_on_every_mesh(tmp_path: Path) -> None:
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run of 4 steps, all in bfloat16."""
     folder = tmp_path_factory.mktemp("run") / "run"
-    train(tiny(folder, *ALL_BFLOAT16, "train.steps=4"))
+    train(small_config(folder, *ALL_BFLOAT16, "train.steps=4"))
     return folder
 
 
 def test_checkpoints_and_exports_keep_the_dtype(trained: Path, tmp_path: Path) -> None:
     stored = load_tensors(trained / "checkpoints" / "step_00000004")
-    moments = [v for state in stored["optimizer"]["state"].values() for k, v in state.items() if k != "step"]
-    assert {tensor.dtype for tensor in (*stored["model"].values(), *moments)} == {torch.bfloat16}
+    kept = {name: tensor for name, tensor in stored.items() if re.match(r"/model/|/optimizer/state/.*/exp_avg", name)}
+    assert len(kept) == 3 * sum(name.startswith("/model/") for name in kept)
+    assert {tensor.dtype for tensor in kept.values()} == {torch.bfloat16}
     export_checkpoint(trained, tmp_path / "folder")
     with safe_open(tmp_path / "folder" / "model.safetensors", "pt") as file:
         assert {file.get_slice(name).get_dtype() for name in file.keys()} == {"BF16"}  # noqa: SIM118
     assert "bfloat16" in json.dumps(json.loads((tmp_path / "folder" / "config.json").read_text()))
     export_checkpoint(trained, tmp_path / "plain.pt")
     plain = torch.load(tmp_path / "plain.pt")
-    assert torch.equal(plain["layers.0.attention.wq.weight"], stored["model"]["layers.0.attention.wq.weight"])
+    assert torch.equal(plain["layers.0.attention.wq.weight"], stored["/model/layers.0.attention.wq.weight"])
     assert {tensor.dtype for tensor in plain.values()} == {torch.bfloat16}
 
 
 def test_initial_weights_are_rounded_float32_weights(tmp_path: Path) -> None:
-    fine, coarse = (Trainer(tiny(tmp_path / str(n), *own)) for n, own in enumerate(([], ALL_BFLOAT16)))
+    fine, coarse = (Trainer(small_config(tmp_path / str(n), *own)) for n, own in enumerate(([], ALL_BFLOAT16)))
     for one, other in zip(fine.model.parameters(), coarse.model.parameters(), strict=True):
         assert torch.equal(local(one).to(torch.bfloat16), local(other))
     fine.close()
@@ -429,11 +331,11 @@ def test_initial_weights_are_rounded_float32_weights(tmp_path: Path) -> None:
     ("before", "after"), [("bfloat16", "float32"), pytest.param("float32", "bfloat16", marks=pytest.mark.campaign)]
 )
 def test_dtype_of_moments_may_change_if_allowed(before: str, after: str, tmp_path: Path) -> None:
-    train(tiny(tmp_path, f"optim.state_dtype={before}", "train.steps=4"), save_at=2)
+    train(small_config(tmp_path, f"optim.state_dtype={before}", "train.steps=4"), save_at=2)
     changed = [f"optim.state_dtype={after}", "train.steps=4"]
-    with pytest.raises(UserError, match=rf"optim\.state_dtype: {before} in the checkpoint, {after} now"):
-        train(tiny(tmp_path, *changed))
-    trainer = Trainer(tiny(tmp_path, *changed, "checkpoint.allow_changes=[optim.state_dtype]"))
+    with pytest.raises(UserError, match=r"optim\.state_dtype"):
+        train(small_config(tmp_path, *changed))
+    trainer = Trainer(small_config(tmp_path, *changed, "checkpoint.allow_changes=[optim.state_dtype]"))
     assert [record.step for record in trainer.steps()] == [3, 4]
     states = [state for part in trainer.optimizer.parts for state in part.state.values()]
     assert {value.dtype for state in states for k, value in state.items() if k != "step"} == {getattr(torch, after)}
@@ -442,9 +344,9 @@ def test_dtype_of_moments_may_change_if_allowed(before: str, after: str, tmp_pat
 
 @pytest.mark.slow
 def test_init_from_accepts_weights_of_a_different_dtype(trained: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"train\.weights_dtype: bfloat16 in the checkpoint, float32 now"):
-        train(tiny(tmp_path / "a", f"checkpoint.resume={trained}"))
-    found = train(tiny(tmp_path / "b", f"train.init_from={trained}", "train.steps=1"))
+    with pytest.raises(UserError, match=r"train\.weights_dtype"):
+        train(small_config(tmp_path / "a", f"checkpoint.resume={trained}"))
+    found = train(small_config(tmp_path / "b", f"train.init_from={trained}", "train.steps=1"))
     assert {shard.dtype for shard in found["shards"]} == {torch.float32}
 
 
@@ -455,8 +357,8 @@ def test_init_from_accepts_weights_of_a_different_dtype(trained: Path, tmp_path:
 @pytest.mark.parametrize("name", ["sgd", "muon"])
 @pytest.mark.parametrize("key", ["train.weights_dtype", "optim.state_dtype"])
 def test_optimizers_without_bfloat16_state_are_rejected(name: str, key: str, tmp_path: Path) -> None:
-    config = tiny(tmp_path, f"optim.name={name}", f"{key}=bfloat16")
-    with pytest.raises(UserError, match=rf"{key}=bfloat16: only optim\.name=adamw .*\n.*{key}=float32"):
+    config = small_config(tmp_path, f"optim.name={name}", f"{key}=bfloat16")
+    with pytest.raises(UserError, match=rf"^{key}=bfloat16: "):
         check_config(config, 1, 1)
 
 
@@ -466,58 +368,3 @@ def test_torchs_adamw_is_used_if_nothing_is_rounded() -> None:
     for dtype, state_dtype in ((torch.bfloat16, "float32"), (torch.float32, "bfloat16")):
         (part,) = build_optimizer(small_model(dtype), OptimSection(state_dtype=state_dtype)).parts  # type: ignore[arg-type]
         assert type(part) is RoundingAdamW
-
-
-WEIGHTS = ["train.weights_dtype=bfloat16"]
-COMPUTE, REDUCE = ["fsdp.param_dtype=bfloat16"], ["fsdp.reduce_dtype=bfloat16"]
-PLANNED: list[tuple[list[str], tuple[int, int], int]] = [
-    ([*WEIGHTS, *COMPUTE], (1, 4), 1),
-    ([*WEIGHTS, *COMPUTE, "optim.state_dtype=bfloat16"], (2, 2), 3),
-    ([*WEIGHTS, *COMPUTE, *REDUCE, "optim.state_dtype=bfloat16"], (1, 4), 2),
-    ([*WEIGHTS, "optim.state_dtype=bfloat16"], (1, 4), 2),
-    ([*WEIGHTS, *COMPUTE, "fsdp.accumulate=sharded"], (2, 4), 3),
-    ([*WEIGHTS, *COMPUTE, "fsdp.reshard_after_forward=2"], (1, 4), 1),
-    ([*WEIGHTS, *COMPUTE, "optim.state_dtype=bfloat16"], (1, 1), 2),
-    (["optim.state_dtype=bfloat16"], (1, 2), 1),
-]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize(("overrides", "sizes", "micro_batches"), PLANNED)
-def test_planned_peak_equals_that_of_the_storages(
-    overrides: list[str], sizes: tuple[int, int], micro_batches: int
-) -> None:
-    from trainer.config import MeshShape
-
-    shape = MeshShape(*sizes)
-    config = config_of("llama_small", "model.num_layers=8", *overrides, shape=shape, micro_batches=micro_batches)
-    plan = make_plan(config, shape, find_machine("cpu"))
-    truth = metered_peak(config, shape, micro_batches)
-    print(f"planned {plan.memory.peak.total}, metered {truth}: {plan.memory.peak.total / truth:.4f}")
-    assert abs(plan.memory.peak.total / truth - 1) < 0.001
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ALL_BFLOAT16,
-        *(
-            pytest.param(own, marks=pytest.mark.campaign)
-            for own in ([*WEIGHTS, *COMPUTE], ["optim.state_dtype=bfloat16"])
-        ),
-    ],
-)
-def test_memory_of_weights_and_moments_is_as_planned(overrides: list[str], tmp_path: Path) -> None:
-    from trainer.config import MeshShape
-
-    trainer = Trainer(load_config("llama_small", ["data.source=synthetic", f"run.dir={tmp_path}", *overrides]))
-    trainer.train_step(list(itertools.islice(iter(trainer.loader), trainer.num_micro_batches)))
-    states = [state for part in trainer.optimizer.parts for state in part.state.values()]
-    kept = [value for state in states for value in state.values() if value.ndim]
-    plan = make_plan(config_of("llama_small", *overrides, shape=MeshShape(1, 1)), MeshShape(1, 1), find_machine("cpu"))
-    by_kind = plan.memory.peak.by_kind
-    assert by_kind["optimizer"] == sum(v.numel() * v.element_size() for v in kept)
-    assert by_kind["parameters"] == sum(p.numel() * p.element_size() for p in trainer.model.parameters())
-    assert plan.checkpoint_bytes == by_kind["optimizer"] + by_kind["parameters"]
-    trainer.close()
