@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import math
 import pickle
 import re
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ import torch
 
 import tests.helpers.tiny
 from tests.helpers.launch import merged, run
-from tests.helpers.tiny import lines, tiny_config
+from tests.helpers.tiny import SEQ_LEN, lines, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import check_config
 
@@ -158,6 +160,23 @@ def test_times_of_profiled_steps_are_marked_if_there_are_no_others(profiled: Pat
     marked = [line["step"] for line in of("train", lines(profiled)) if line.get("profiled")]
     assert marked == [3, 4, 5]
     assert not any("profiled" in line for line in of("train", fit(tmp_path, "log.every=4")))
+
+
+class Growing(Trainer):
+    """Step n has 2n targets, n in each micro-batch."""
+
+    def build_loader(self) -> Iterator[dict[str, torch.Tensor]]:
+        for number in itertools.count(2):
+            tokens = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN) % 32
+            targets = torch.full((2, SEQ_LEN), -100)
+            targets.view(-1)[: number // 2] = tokens.view(-1)[: number // 2]
+            yield {"tokens": tokens, "targets": targets}
+
+
+def test_means_are_over_the_steps_that_are_not_profiled(tmp_path: Path) -> None:
+    found = tests.helpers.tiny.fit(tmp_path, *PROFILED, "log.every=8", kind=Growing)
+    last = of("train", found)[-1]
+    assert last["tokens_per_s"] * last["step_s"] == pytest.approx(2 * (2 + 6 + 7 + 8) / 4), "of steps 2 to 8"
 
 
 @pytest.mark.slow

@@ -7,12 +7,15 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers.launch import run
 from tests.helpers.runs import EVALUATED_STEPS, SAVED_STEPS, SharedRun
-from trainer import Sampling, UserError, generate_batch, load_config, load_weights
+from tests.helpers.tiny import fit, full
+from trainer import Sampling, Trainer, UserError, generate_batch, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
+from trainer.metrics.record import Record
 
 
 def samples(ran: SharedRun) -> list[tuple[int, str, str]]:
@@ -67,23 +70,52 @@ UNITS = {"tok_embeddings", "layers.0", "layers.1", "head"}
 
 @pytest.mark.slow
 def test_norms_by_layer(one: SharedRun, two: SharedRun, four: SharedRun) -> None:
-    """Of gradients before clipping, of weights after the step; the same on any mesh."""
+    """Of weights after the step, and of gradients; the same on any mesh."""
     found = one.of_kind("norms")
     assert [line["step"] for line in found] == list(SAVED_STEPS)
     for line in found:
         assert line["grad_norm"].keys() == line["param_norm"].keys() == UNITS
-        whole = math.sqrt(sum(norm**2 for norm in line["grad_norm"].values()))
-        assert whole == pytest.approx(one.train("grad_norm")[line["step"] - 1], rel=1e-5)
         squares = dict.fromkeys(UNITS, 0.0)
         for name, weight in load_weights(one.checkpoints / f"step_{line['step']:08d}").named_parameters():
-            unit = next((unit for unit in UNITS if name.startswith(f"{unit}.")), "head")  # the head has the last norm
-            squares[unit] += float(weight.detach().double().square().sum())
+            squares[unit_of(name)] += float(weight.detach().double().square().sum())
         expected = {unit: math.sqrt(square) for unit, square in squares.items()}
         assert line["param_norm"] == pytest.approx(expected, rel=1e-5)
     for other in (two, four):
         for mine, theirs in zip(found, other.of_kind("norms"), strict=True):
             for kind in ("grad_norm", "param_norm"):
                 assert theirs[kind] == pytest.approx(mine[kind], rel=1e-5)
+
+
+class KeepingWeights(Trainer):
+    """Keeps the weights after each step."""
+
+    kept: list[dict[str, torch.Tensor]]
+
+    def on_step(self, record: Record) -> None:
+        self.kept.append({name: full(weight).detach().clone() for name, weight in self.model.named_parameters()})
+
+
+def test_norms_of_gradients_are_before_clipping(tmp_path: Path) -> None:
+    """Plain gradient descent moves the weights by the clipped gradient."""
+    lr, limit = 5.0, 0.01
+    own = ["optim.name=sgd", "optim.momentum=0", "optim.weight_decay=0", f"optim.lr={lr}", "log.norms_every=1"]
+    own += [f"optim.max_grad_norm={limit}", "schedule.name=constant", "schedule.warmup_steps=0", "train.steps=3"]
+    KeepingWeights.kept = []
+    found = fit(tmp_path, *own, kind=KeepingWeights)
+    records = {kind: [line for line in found if line["kind"] == kind] for kind in ("norms", "train")}
+    for step in (2, 3):
+        squares = dict.fromkeys(UNITS, 0.0)
+        for name, weight in KeepingWeights.kept[step - 1].items():
+            moved = weight.double() - KeepingWeights.kept[step - 2][name].double()
+            squares[unit_of(name)] += float(moved.square().sum())
+        norm = records["train"][step - 1]["grad_norm"]
+        assert norm > limit
+        expected = {unit: math.sqrt(square) / lr * norm / limit for unit, square in squares.items()}
+        assert records["norms"][step - 1]["grad_norm"] == pytest.approx(expected, rel=1e-3)
+
+
+def unit_of(name: str) -> str:
+    return next((unit for unit in UNITS if name.startswith(f"{unit}.")), "head")  # the head has the last norm
 
 
 @pytest.mark.parametrize(
