@@ -46,7 +46,15 @@ EXIT_INTERRUPTED = 130
 
 
 class UserError(Exception):
-    """A mistake in the user's input.  It is printed as one message without a traceback; the exit code is 2."""
+    """A mistake in the user's input.  It is printed as one message without a traceback; the exit code is 2.
+
+    proposal: the argument that the message proposes in place of the mistake, such as `train.steps=5`, as a program
+        receives it: a shell may need quotes around it.  Empty if the message proposes nothing that can be typed.
+    """
+
+    def __init__(self, message: str, proposal: str = "") -> None:
+        super().__init__(message)
+        self.proposal = proposal
 
 
 class TrainingFailed(Exception):
@@ -245,14 +253,21 @@ def setting_error(
         *([] if example is None else [f"for example: {as_typed(key, example)}"]),
         *([f"to fix: {fix}"] if fix else []),
     ]
-    return UserError("\n  ".join([f"{key}={_formatted_value(key, value)}: {rule}", *advice]))
+    proposed = next((each for each in (legal, meant, example) if each is not None), None)
+    can_be_typed = "[" not in key  # unlike an entry of a list, such as data.phases[0].from
+    proposal = as_argument(key, proposed) if can_be_typed and proposed is not None else ""
+    return UserError("\n  ".join([f"{as_argument(key, value)}: {rule}", *advice]), proposal)
+
+
+def as_argument(key: str, value: object) -> str:
+    """Return `key=value` as one argument of the command line."""
+    return f"{key}={_formatted_value(key, value)}"
 
 
 def as_typed(key: str, value: object) -> str:
     """Return `key=value` as it is typed in a shell, quoted if necessary."""
-    shown = _formatted_value(key, value)
-    text = f"{key}={shown}"
-    return text if shlex.quote(shown) in (shown, "''") else shlex.quote(text)
+    shown, argument = _formatted_value(key, value), as_argument(key, value)
+    return argument if shlex.quote(shown) in (shown, "''") else shlex.quote(argument)
 
 
 def _formatted_value(key: str, value: object) -> str:

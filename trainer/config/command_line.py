@@ -103,8 +103,9 @@ def missing_recipe_error(usage: str, overrides: Collection[str]) -> UserError:
     files = sorted(recipe_files())
     settings = dict(override.partition("=")[::2] for override in overrides)
     suggestion = nearest(settings.get("model.name", ""), files) if "model.name" in settings else None
-    advice = f"did you mean recipe={suggestion}?" if suggestion else "for example: recipe=llama_small"
-    return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}")
+    proposal = f"recipe={suggestion or 'llama_small'}"
+    advice = f"did you mean {proposal}?" if suggestion else f"for example: {proposal}"
+    return UserError(f"recipe=NAME is missing\n  {advice}\n{usage}\nrecipes: {', '.join(files)}", proposal)
 
 
 def _parse_nproc(text: str) -> int:

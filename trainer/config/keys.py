@@ -25,7 +25,7 @@ from trainer.config.messages import (
     unknown_key_error,
 )
 from trainer.config.schema import SUBSECTIONS, RunConfig
-from trainer.errors import UserError, as_typed, choice_error, setting_error
+from trainer.errors import UserError, as_argument, as_typed, choice_error, setting_error
 from trainer.objective import Tokens
 from trainer.recipe import check_number, union_members
 
@@ -99,8 +99,9 @@ def split_overrides(overrides: Sequence[str]) -> dict[str, str]:
         if not equals or not key:
             raise unexpected_argument_error([override], 0, (), has_recipe=True)
         if text.startswith("="):
-            rule = "an argument has the form section.key=value"
-            raise UserError(f"{override!r}: {rule}\n  did you mean {as_typed(key, text.lstrip('='))}?")
+            rule, value = "an argument has the form section.key=value", text.lstrip("=")
+            message = f"{override!r}: {rule}\n  did you mean {as_typed(key, value)}?"
+            raise UserError(message, as_argument(key, value))
         if key in SUBSECTIONS:
             content: Any = OmegaConf.to_container(OmegaConf.create(f"value: {text}"))
             for name, value in expand_subsection(key, content["value"]):

@@ -16,7 +16,7 @@ import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
 
-from trainer.errors import UserError, as_typed, nearest, setting_error
+from trainer.errors import UserError, as_argument, as_typed, nearest, setting_error
 from trainer.recipe import union_members
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -147,7 +147,8 @@ def unknown_key_error(key: str, value: Any, legal: Collection[str], where: str =
             rule = f"model.name={model} has no such setting{where}"
         return setting_error(key, value, rule, fix=fix)
     value_meant = _OTHER_VALUES.get(key_meant, {}).get(str(value).lower(), value)
-    return UserError(f"{setting_error(key, value, rule)}\n  did you mean {as_typed(key_meant, value_meant)}?")
+    message = f"{setting_error(key, value, rule)}\n  did you mean {as_typed(key_meant, value_meant)}?"
+    return UserError(message, as_argument(key_meant, value_meant))
 
 
 _OTHER_VALUES = {
@@ -214,18 +215,23 @@ def unknown_option_error(option: str, options: Iterable[str], keys: Collection[s
     """Return the error for an argument that begins with a dash but is not an option."""
     name, equals, value = option.lstrip("".join(DASHES)).partition("=")
     value = value if equals else "..."
+
+    def error(advice: str, key: str) -> UserError:
+        return UserError(f"{option}: no such option\n  {advice}", f"{key}={value}" if equals else "")
+
     if name in ("recipe", "nproc"):
-        return UserError(f"{option}: no such option\n  did you mean {name}={value}?")
+        return error(f"did you mean {name}={value}?", name)
     key_meant, advice_for_name = _guess_key(name, keys)
     if advice_for_name:
         return UserError(f"{option}: no such option\n  to fix: {advice_for_name}")
     if "." in name and (key_meant is None or key_meant == name):
-        return UserError(f"{option}: no such option\n  to fix: keys are written without dashes, as {name}={value}")
+        return error(f"to fix: keys are written without dashes, as {name}={value}", name)
     if key_meant is not None:
-        return UserError(f"{option}: no such option\n  did you mean {key_meant}={value}?")
+        return error(f"did you mean {key_meant}={value}?", key_meant)
     similar = difflib.get_close_matches(name, [each.lstrip("-") for each in options], n=1, cutoff=0.7)
-    advice = f"did you mean --{similar[0]}?" if similar else "to fix: see --help"
-    return UserError(f"{option}: no such option\n  {advice}")
+    if similar:
+        return UserError(f"{option}: no such option\n  did you mean --{similar[0]}?", f"--{similar[0]}")
+    return UserError(f"{option}: no such option\n  to fix: see --help")
 
 
 def unexpected_argument_error(
@@ -236,25 +242,27 @@ def unexpected_argument_error(
     rule = f"{word!r}: an argument has the form section.key=value"
     after = list(argv[index + 1 : index + 3])
     if after[:1] == ["="]:
-        return UserError(f"{rule}\n  to fix: write it without spaces: {word}={after[1] if after[1:] else '...'}")
+        proposal = f"{word}={after[1]}" if after[1:] else ""
+        return UserError(f"{rule}\n  to fix: write it without spaces: {proposal or f'{word}=...'}", proposal)
     if before.endswith("="):
-        return UserError(f"{rule}\n  to fix: write it without spaces: {before}{word}")
+        return UserError(f"{rule}\n  to fix: write it without spaces: {before}{word}", f"{before}{word}")
     if (not has_recipe and (meant := nearest(word, recipes)) and "." not in word) or (meant := word) in recipes:
-        return UserError(f"{rule}\n  did you mean recipe={meant}?")
+        return UserError(f"{rule}\n  did you mean recipe={meant}?", f"recipe={meant}")
     similar = difflib.get_close_matches(f"--{word.replace('_', '-')}", options, n=1, cutoff=0.85)
     if similar:
-        return UserError(f"{rule}\n  did you mean {similar[0]}?")
+        return UserError(f"{rule}\n  did you mean {similar[0]}?", similar[0])
     key, colon, value = word.partition(":")
     if colon and value and _is_key(key):
-        return UserError(f"{rule}\n  did you mean {as_typed(key, value)}?")
+        return UserError(f"{rule}\n  did you mean {as_typed(key, value)}?", as_argument(key, value))
     # This may be part of an unquoted value with spaces, unless that value is a recipe, nproc or a number.
     name, equals, start = before.partition("=")
     may_have_spaces = equals and name not in ("recipe", "nproc") and not re.fullmatch(r"[-+\d.,_e]+", start)
     if may_have_spaces and not word.startswith("=") and not _is_key(word):
         words_left = itertools.takewhile(lambda each: "=" not in each and not each.startswith(DASHES), argv[index:])
-        quoted = shlex.quote(" ".join([before, *words_left]))
-        return UserError(f"{rule}\n  to fix: quote a value with spaces in it: {quoted}")
-    return UserError(f"{rule}\n  for example: {word if _is_key(word) else 'train.steps'}=100")
+        argument = " ".join([before, *words_left])
+        return UserError(f"{rule}\n  to fix: quote a value with spaces in it: {shlex.quote(argument)}", argument)
+    example = f"{word if _is_key(word) else 'train.steps'}=100"
+    return UserError(f"{rule}\n  for example: {example}", example)
 
 
 def _is_key(word: str) -> bool:
