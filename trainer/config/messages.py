@@ -12,6 +12,7 @@ import itertools
 import math
 import re
 import shlex
+import sys
 import typing
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Literal
@@ -153,6 +154,9 @@ def unknown_key_error(key: str, value: Any, legal: Collection[str], where: str =
 
 _OTHER_VALUES = {
     "train.activation_checkpoint": {"true": "full", "false": "none"},
+    "checkpoint.resume": {"true": "auto", "false": "none"},
+    "fsdp.param_dtype": {"bf16": "bfloat16", "fp32": "float32"},
+    "fsdp.reshard_after_forward": {"full_shard": "always", "shard_grad_op": "never"},
     "fsdp.wrap": {"transformer_based_wrap": "block"},
 }
 """For each key, maps the values that other trainers use to ours."""
@@ -163,6 +167,8 @@ _STRAIGHT_QUOTES = str.maketrans("", "", "\u201c\u201d\u2018\u2019")
 DASHES = ("-", "\u2013", "\u2014")
 """The prefix of an option, and the dashes that word processors substitute for it."""
 _ALWAYS_LEGAL = {"nproc", "recipe", "model.name", "model.path"}
+_MODEL_SECTIONS = ("model.", "objective.")
+"""Prefixes of the keys that depend on the model and the objective, and so are not known before a recipe is read."""
 _KEY_OF_FULL_NAME = {"activation_checkpoint.mode": "train.activation_checkpoint", "checkpoint.folder": "checkpoint.dir"}
 
 
@@ -224,7 +230,7 @@ def unknown_option_error(option: str, options: Iterable[str], keys: Collection[s
     key_meant, advice_for_name = _guess_key(name, keys)
     if advice_for_name:
         return UserError(f"{option}: no such option\n  to fix: {advice_for_name}")
-    if "." in name and (key_meant is None or key_meant == name):
+    if name in keys or (key_meant in (None, name) and name.startswith(_MODEL_SECTIONS)):
         return error(f"to fix: keys are written without dashes, as {name}={value}", name)
     if key_meant is not None:
         return error(f"did you mean {key_meant}={value}?", key_meant)
@@ -331,7 +337,9 @@ def suggest_value(value: Any, hint: Any, key: dataclasses.Field[Any]) -> dict[st
             is_all = value.lower() in _WORDS_FOR_ALL and key.name in _EXAMPLES
             return {"example": _EXAMPLES[key.name]} if is_all else {"legal": items_given}
         numbers = [
-            round(n) if items[0] is int else n for n in items_given if isinstance(n, (int, float)) and abs(n) < math.inf
+            round(n) if items[0] is int else n
+            for n in items_given
+            if isinstance(n, (int, float)) and abs(n) <= sys.float_info.max
         ]
         if numbers and items[0] in (int, float):
             defaults = list(default or numbers[-1:] * len(items))[len(numbers) :]
