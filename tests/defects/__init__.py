@@ -42,7 +42,8 @@ class Defect:
     """Limit for each test, if the tests hang with the defect; 0 for the usual one."""
 
 
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 def replace(found: Callable[P, R], replacement: Callable[P, R]) -> None:

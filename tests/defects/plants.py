@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -167,15 +167,21 @@ def balance_of_one_rank() -> None:
 def merged_with_another_scale() -> None:
     init = MergedSource.__init__
 
-    def init_with_twice_the_scale(self: MergedSource, base: Any, adapters: Any, scaling: float, *more: Any) -> None:
-        init(self, base, adapters, 2 * scaling, *more)
+    def init_with_twice_the_scale(
+        self: MergedSource, base: Any, adapters: Any, scaling: float, *more: Any, **options: Any
+    ) -> None:
+        init(self, base, adapters, 2 * scaling, *more, **options)
 
     MergedSource.__init__ = init_with_twice_the_scale
 
 
 @defect("tests", "trainer/test_dpo.py", "follows_the_formula")
 def reference_with_adapters() -> None:
-    replace(without_adapters, lambda model: nullcontext())
+    @contextmanager
+    def with_adapters(model: torch.nn.Module) -> Iterator[None]:
+        yield
+
+    replace(without_adapters, with_adapters)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -270,7 +276,7 @@ def changed_data_unseen() -> None:
 # Checkpoints
 
 
-@defect("ranks", "trainer/test_exactness.py", "resume_is_bit_identical")
+@defect("ranks", "checkpoint/test_checkpoints.py", "two_ranks_resumes")
 def resumed_one_late() -> None:
     load = Trainer.load_checkpoint
 
@@ -341,8 +347,8 @@ def stopped_with_0() -> None:
 def usr1_not_caught() -> None:
     set_handler = signal.signal
 
-    def set_handler_of_others(number: Any, handler: Any) -> Any:
-        return set_handler(number, signal.SIG_IGN if number == signal.SIGUSR1 else handler)
+    def set_handler_of_others(signalnum: Any, handler: Any) -> Any:
+        return set_handler(signalnum, signal.SIG_IGN if signalnum == signal.SIGUSR1 else handler)
 
     signal.signal = set_handler_of_others
 
@@ -360,7 +366,7 @@ def living_owner_taken_for_dead() -> None:
 
 @defect("ranks", "lifecycle/test_watchdog.py", "hanging_rank and data", timeout_s=60)
 def hang_unnoticed() -> None:
-    RunSection.step_limit_s = property(lambda self: 1e6)
+    RunSection.step_limit_s = property(lambda self: 1e6)  # type: ignore[assignment]  # mypy takes it for a method
 
 
 @defect("ranks", "distributed/test_processes.py", "names_a_killed")
