@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.data import Numbered, tokens_section, write_shards
-from tests.helpers.launch import on_ranks, run
+from tests.helpers.launch import on_ranks, run, start
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError
 from trainer.config import DataSection
@@ -242,6 +242,7 @@ def test_two_ranks_refuse_changed_data_together(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
     run(tmp_path / "run", *settings(path, 2, "nproc=2"))
     write(tmp_path / "data", *TEXTS[:4])
-    refused = run(tmp_path / "run", *settings(path, 3, "nproc=2"), code=2)
+    refused = start(tmp_path / "run", *settings(path, 3, "nproc=2")).wait(together=False)
+    assert refused.codes == [2, 2]
     assert refused.err.count("checkpoint.allow_changes=[data]'") == 1, refused.err
     assert "Traceback" not in refused.err
