@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from pathlib import Path
 
-from tests.helpers.launch import command
+from trainer.checkpoints import command_line
 
 EVERY, STEPS = 2, 8
 RUN = [
@@ -37,8 +39,17 @@ def assert_only_whole(folder: Path) -> None:
     """Assert that a folder has complete checkpoints and nothing else, except the owner's mark."""
     names = [path.name for path in folder.iterdir() if path.name != ".owner.json"]
     assert [name for name in names if not name.startswith("step_")] == []
-    listed = command("trainer.checkpoints", folder, "--verify", "--json")
-    assert [entry["state"] for entry in json.loads(listed.out)] == ["verified"] * len(names)
+    code, listed = show_checkpoints(folder, "--verify", "--json")
+    assert code == 0
+    assert [entry["state"] for entry in json.loads(listed)] == ["verified"] * len(names)
+
+
+def show_checkpoints(*arguments: object) -> tuple[int, str]:
+    """Return the exit code and the output of the command `checkpoints`, which runs in this process."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        code = command_line([str(argument) for argument in arguments])
+    return code, printed.getvalue()
 
 
 def step_folder(folder: Path, step: int) -> Path:

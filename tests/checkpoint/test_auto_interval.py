@@ -32,7 +32,7 @@ def test_the_plan_expects_no_more_of_any_other_interval(node_mtbf_h: float) -> N
 
     auto = expected("auto")
     assert auto["mtbf_s"] == pytest.approx(node_mtbf_h * 3600 / 8), "eight nodes"
-    others = [expected(every) for every in ("1", "1000", "100000000")]
+    others = [expected(every) for every in ("1", "100000000")]
     assert max(other["expected_goodput"] for other in others) < auto["expected_goodput"] < 1
     assert others[0]["every_s"] < auto["every_s"] < others[-1]["every_s"]
     assert {other["best_s"] for other in others} == {auto["every_s"]}
