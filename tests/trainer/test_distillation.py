@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from trainer.objectives.distill import Distill
 
+from tests.helpers.native_models import SOURCE, folder_of
 from tests.helpers.plan_truth import StorageMeter
 from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_lora import config_of
-from tests.weights.test_pretrained import SOURCE, folder_of
 from trainer import Trainer, UserError, load_weights, teach
 from trainer.config import MeshShape
 from trainer.config.teacher import teacher_config

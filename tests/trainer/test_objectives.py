@@ -1,13 +1,11 @@
-"""Objectives: their losses follow the formulas of their papers, on any mesh and for any micro-batch size."""
+"""Objectives: their losses follow the formulas of their papers, for any micro-batch size, with adapters or without."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from torch import nn
+from torch.func import functional_call
 
-from tests.helpers.ranks import merged, run_ranks
-from tests.model.test_lora import config_of
-from tests.trainer.test_dpo import SEQ_LEN, Pairs, log_probabilities
-from tests.weights.test_pretrained import SOURCE, folder_of
+pytest.importorskip("transformers", reason="the base model is one of transformers")
+
+from tests.helpers import hf_models
+from tests.helpers.objectives import PLAIN_SGD, config_of, global_batches, log_probabilities, source_of, trainer_on
+from tests.helpers.tiny import lines
 from trainer import load_weights
-from trainer.data.loader import Batch, EvalLoader, TrainLoader
-from trainer.data.source import IGNORE, Fingerprint, Source
+from trainer.data.source import IGNORE
+from trainer.model.lora import parse_adapter
 from trainer.model.parameters import local
 from trainer.objective import Objective, ObjectiveInputs, find_objective
-from trainer.objective_trainer import ObjectiveTrainer
 
-NUM_STEPS = 4
-PREFERENCES = ("dpo", "ipo", "simpo", "orpo")
 SETTINGS = {
     "dpo": {"beta": 0.5},
     "ipo": {"beta": 0.2},
@@ -41,98 +37,6 @@ SETTINGS = {
     "classify": {"num_labels": 3},
 }
 OF_SCORES = ("reward", "classify")
-MESHES = {
-    "one": (1, ["train.micro_batch_size=1"]),
-    "two": (2, ["train.micro_batch_size=2"]),
-    "micro-batch 2": (1, ["train.micro_batch_size=2"]),
-    "micro-batch 4": (1, ["train.micro_batch_size=4"]),
-    "2 x 2": (4, ["mesh.replicate=2", "mesh.shard=2"]),
-}
-
-
-class Labelled(Pairs):
-    """Row 2i is a labelled answer of sample i, and row 2i + 1 an answer to another prompt."""
-
-    num_labels = 2
-
-    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        return {**super().batch(indices), "labels": np.where(indices < 0, 0, indices % 3 != 0).astype(np.int64)}
-
-    @cached_property
-    def fingerprint(self) -> Fingerprint:
-        return Fingerprint(len(self), 1, 0, "labelled")
-
-
-class ScoredPairs(Pairs):
-    """Pairs of answers that are scored at their last token, where the target is 0."""
-
-    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        batch = super().batch(indices)
-        places = np.arange(SEQ_LEN) == ((batch["targets"] != IGNORE) * np.arange(SEQ_LEN)).argmax(1)[:, None]
-        is_padding = (batch["targets"] == IGNORE).all(1, keepdims=True)
-        return {**batch, "targets": np.where(places & ~is_padding, 0, IGNORE)}
-
-
-class Classes(ScoredPairs):
-    """Texts of three classes, which are the targets at their last tokens."""
-
-    rows_per_sample, num_labels = 1, 3
-
-    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        chosen = {name: rows[::2] for name, rows in super().batch(indices).items()}
-        labels = np.where(indices < 0, 0, indices % 3).astype(np.int64)
-        return {**chosen, "targets": np.where(chosen["targets"] == 0, labels[:, None], IGNORE), "labels": labels}
-
-
-def source_of(objective: Objective) -> Source:
-    if "scores" in objective.needs:
-        return Classes() if "labels" in objective.needs else ScoredPairs()
-    return Labelled() if "labels" in objective.needs else Pairs()
-
-
-class OnSamples(ObjectiveTrainer):
-    def build_loader(self) -> Iterable[Batch]:
-        source = source_of(self.config.objective)
-        return TrainLoader.from_config(source, self.config, self.world.rank, self.world.size, self.world.device)
-
-    def build_eval_loader(self) -> Iterable[Batch] | None:
-        source = source_of(self.config.objective)
-        return EvalLoader.from_config(source, self.config, self.world.rank, self.world.size)
-
-
-def settings_of(name: str) -> list[str]:
-    fields = [f"objective.{key}={value}" for key, value in SETTINGS[name].items()]
-    lengths = [f"train.steps={NUM_STEPS}", f"data.seq_len={SEQ_LEN}", "train.global_batch_size=4", "eval.every=4"]
-    # Not AdamW, which turns rounding errors of small gradients into full updates.
-    plain = [
-        "optim.name=sgd",
-        "optim.lr=0.3",
-        "optim.momentum=0",
-        "optim.weight_decay=0",
-        "lora.rank=0",
-        "lora.alpha=16",
-    ]
-    return [f"train.objective={name}", *fields, *lengths, *plain]
-
-
-def train(base: str, folder: str, overrides: list[str]) -> list[dict[str, Any]]:
-    """Train to the end, and return the lines of metrics; on every rank."""
-    trainer = OnSamples(config_of(base, Path(folder), *overrides))
-    try:
-        assert trainer.fit() == 0
-    finally:
-        trainer.close()
-    return [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
-
-
-def train_each(base: str, runs: list[tuple[str, list[str]]]) -> list[list[dict[str, Any]]]:
-    return [train(base, folder, overrides) for folder, overrides in runs]
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return folder_of(tmp_path_factory.mktemp("objectives") / "base")
-
 
 # ---------------------------------------------------------------------------------------------------------------
 # Formulas, written with the probabilities themselves
@@ -251,7 +155,6 @@ def trl_trainer(kind: type, model: nn.Module, **fields: Any) -> Any:
     return trainer
 
 
-@pytest.mark.slow
 def test_losses_equal_trls() -> None:
     """On the same logits, by the trainers of TRL themselves: each computes a batch, or for CPO and ORPO a pair."""
     pytest.importorskip("trl")
@@ -334,74 +237,84 @@ def test_losses_equal_trls() -> None:
 # Training
 
 
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return hf_models.folder_of(tmp_path_factory.mktemp("objectives") / "base", "llama")
+
+
 class Scores(nn.Linear):
     def forward(self, hidden: torch.Tensor, targets: None) -> torch.Tensor:
         return super().forward(hidden)
 
 
-def plain_loop(base: Path, name: str) -> list[float]:
-    """Train by the formula in one process on full batches; return the loss of each step, and of the evaluation."""
-    config = config_of(base, Path("unused"), *settings_of(name))
-    trainer = OnSamples(replace(config, run=replace(config.run, dir="/nonexistent")))
-    batches, lrs = iter(trainer.loader), [trainer.schedule.lr(step) for step in range(1, NUM_STEPS + 1)]
-    per_step = trainer.num_micro_batches
-    weights = {name: local(p.detach()).clone() for name, p in trainer.model.named_parameters()}
-    trainer.close()
-    model, reference = load_weights(base).requires_grad_(), load_weights(base)
-    if name in OF_SCORES:
-        model.head.output = Scores(SOURCE.dim, config.objective.outputs, bias=False)
-        model.head.output.weight.data = weights["head.output.score"]
-        assert weights["head.output.score"].std().item() == pytest.approx(0.02, rel=0.2)
-    optimizer = torch.optim.SGD(model.parameters())
+class Plain:
+    """A model, and its reference, that a plain loop trains by the formula; adapters are added to the weights."""
 
-    def loss_of(batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    def __init__(self, base: Path, name: str, initial: Mapping[str, torch.Tensor]) -> None:
+        self.name, self.model, self.reference = name, load_weights(base).requires_grad_(), load_weights(base)
         if name in OF_SCORES:
-            logits, counts = model(batch["tokens"]), batch["targets"] != IGNORE
-            assert counts.sum(1).tolist() == [1] * len(counts)
-            return scores_loss(name, logits[counts].double(), batch.get("labels", torch.zeros(()))).mean()
-        logps, fixed = (log_of(each, batch) for each in (model, reference))
+            head = initial["head.output.score"]
+            self.model.head.output = Scores(head.shape[1], head.shape[0], bias=False)
+            self.model.head.output.weight.data = head
+        self.adapters = {key: value.requires_grad_() for key, value in initial.items() if parse_adapter(key)}
+        own = list(self.adapters.values()) or list(self.model.parameters())
+        self.optimizer = torch.optim.SGD(own)
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        weights = {name: weight.detach() for name, weight in self.model.named_parameters()}
+        for layer in {part[0] for name in self.adapters if (part := parse_adapter(name))}:
+            up, down = (self.adapters[f"{layer}.lora_{factor}.default.weight"] for factor in "BA")
+            weights[f"{layer}.weight"] = weights[f"{layer}.weight"] + 2.0 * up @ down
+        return functional_call(self.model, weights, (tokens,)) if self.adapters else self.model(tokens)
+
+    def loss(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        logits, targets = self.logits(batch["tokens"]).double(), batch["targets"]
+        labels = batch.get("labels", torch.zeros(()))
+        if self.name in OF_SCORES:
+            assert (targets != IGNORE).sum(1).tolist() == [1] * len(targets)
+            return scores_loss(self.name, logits[targets != IGNORE], labels).mean()
+        logps = log_probabilities(logits, targets)
+        fixed = log_probabilities(self.reference(batch["tokens"]).double(), targets)
         kl = (logps - fixed)[1::2].mean().detach()
-        good = batch.get("labels", torch.zeros(())) > 0
-        lengths = (batch["targets"] >= 0).sum(1)
-        return loss_by_formula(name, logps, lengths, fixed, good, kl).mean()
+        return loss_by_formula(self.name, logps, (targets != IGNORE).sum(1), fixed, labels > 0, kl).mean()
 
-    losses = []
-    for lr in lrs:
-        micro = [next(batches) for _ in range(per_step)]
-        loss = loss_of({entry: torch.cat([batch[entry] for batch in micro]) for entry in micro[0]})
+    def step(self, lr: float, batch: Mapping[str, torch.Tensor]) -> float:
+        loss = self.loss(batch)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optim.max_grad_norm)
-        for group in optimizer.param_groups:
+        torch.nn.utils.clip_grad_norm_([p for group in self.optimizer.param_groups for p in group["params"]], 1.0)
+        for group in self.optimizer.param_groups:
             group["lr"] = lr
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss.item()
+
+
+WITHOUT = ["lora.rank=0"]
+ADAPTERS = ["lora.rank=4", "lora.alpha=8"]
+CASES = [("dpo", ADAPTERS), *((name, WITHOUT) for name in ("dpo", "ipo", "orpo", "kto", "reward", "classify"))]
+"""With a reference and without, with a statistic, of pairs and of labels: simpo is computed like orpo."""
+
+
+@pytest.mark.parametrize(("name", "lora"), CASES, ids=[f"{name}, {lora[0]}" for name, lora in CASES])
+def test_training_follows_the_formula(name: str, lora: list[str], base: Path, tmp_path: Path) -> None:
+    """With two micro-batches, whose statistics differ from that of the global batch.
+
+    Of the ten samples that are evaluated, three at a time, the last batch lacks two: its padding must not count.
+    """
+    fields = [f"objective.{key}={value}" for key, value in SETTINGS[name].items()]
+    own = [f"train.objective={name}", *fields, *PLAIN_SGD, *lora, "eval.every=3", "eval.steps=0"]
+    config = config_of(base, tmp_path / "run", *own, "train.global_batch_size=6", "train.micro_batch_size=3")
     source = source_of(config.objective)
+    trainer = trainer_on(source, config)
+    initial = {key: local(p.detach()).clone() for key, p in trainer.model.named_parameters()}
+    plain = Plain(base, name, initial)
+    expected = [plain.step(lr, batch) for lr, batch in global_batches(trainer)]
+    trainer.close()
     held_out = {entry: torch.from_numpy(rows) for entry, rows in source.batch(np.arange(len(source))).items()}
-    return [*losses, loss_of(held_out).item()]
-
-
-def log_of(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    return log_probabilities(model(batch["tokens"]).double(), batch["targets"])
-
-
-DIFFERENT = ["ipo", "orpo", "kto", "reward", "classify"]
-"""With a reference and without, with a statistic, of pairs and of labels: the others are computed like one of these."""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("mesh", "names"),
-    [("two", DIFFERENT), *(pytest.param(mesh, list(SETTINGS), marks=pytest.mark.campaign) for mesh in MESHES)],
-)
-def test_objectives_train_the_same_on_any_mesh(mesh: str, names: list[str], base: Path, tmp_path: Path) -> None:
-    num_ranks, overrides = MESHES[mesh]
-    runs = [(str(tmp_path / name), merged(settings_of(name), overrides)) for name in names]
-    found = run_ranks(num_ranks, train_each, str(base), runs)[0]
-    for name, lines in zip(names, found, strict=True):
-        expected = plain_loop(base, name)
-        losses = [line["loss"] for line in lines if line["kind"] in ("train", "eval")]
-        apart = max(abs(loss / value - 1) for loss, value in zip(losses, expected, strict=True))
-        print(f"{name}, {mesh}: losses {apart:.1e} apart from the plain loop")
-        torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9, msg=f"{name}: {losses} {expected}")
-        assert losses[-2] < losses[0], f"{name} learns"
+    expected.append(plain.loss(held_out).item())
+    trainer = trainer_on(source, config)
+    assert trainer.fit() == 0
+    trainer.close()
+    losses = [line["loss"] for line in lines(tmp_path / "run") if line["kind"] in ("train", "eval")]
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-9)
+    assert losses[-2] < losses[0], f"{name} learns"

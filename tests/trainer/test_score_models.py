@@ -17,9 +17,9 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
+from tests.helpers.native_models import SOURCE, folder_of
 from tests.helpers.ranks import run_command, run_python_module
 from tests.project.test_docs import check_fields
-from tests.weights.test_pretrained import SOURCE, folder_of
 from trainer import Trainer, load_config, load_weights
 from trainer.data.opening import open_source
 from trainer.errors import UserError
