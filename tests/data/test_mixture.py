@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from pathlib import Path
@@ -11,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_data import Numbered, without_checksums, write_shards
-from tests.helpers.ranks import merged, run_tiny
+from tests.helpers.data import Numbered, write_bpe, write_shards
+from tests.helpers.launch import merged
 from tests.helpers.tiny import fit, tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import MIXTURE_BLOCK, Phase, check_config, find_phases
 from trainer.data.loader import TrainLoader
-from trainer.data.mixture import MixedSource, Mixture, describe_usage, make_order, samples_per_block, usage_by_phase
+from trainer.data.mixture import MixedSource, Mixture, make_order, samples_per_block
 from trainer.data.opening import open_source
 
 SIZES = {"web": 5000, "code": 777, "math": 93}
@@ -43,7 +42,8 @@ def drawn(phases: list[Phase] = PHASES, num: int = NUM, seed: int = 3) -> dict[s
     return found
 
 
-# -- the order --------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------
+# The order
 
 
 @pytest.mark.parametrize("start", [0, MIXTURE_BLOCK, 7000, 7000 + MIXTURE_BLOCK, 7000 + 3 * MIXTURE_BLOCK])
@@ -89,11 +89,12 @@ def test_weights_become_shares_by_largest_remainders() -> None:
     assert samples_per_block({"web": 0.7, "code": 0.3}) == {"web": 717, "code": 307}
     assert samples_per_block({"web": 2, "code": 1, "math": 0}) == {"web": 683, "code": 341, "math": 0}
     assert samples_per_block({"b": 1, "c": 1, "a": 1}) == {"a": 342, "b": 341, "c": 341}
-    assert Mixture(SIZES, [Phase(0, None)], 0).order_state(1) == {
-        "phases": [[0, {"code": 136, "math": 16, "web": 872}]]
-    }
-    with pytest.raises(UserError, match=r"data.weights=null: by size, source rare \(2 of 5002 samples\)"):
+    by_size = Mixture(SIZES, [Phase(0, None)], 0).counts(MIXTURE_BLOCK)
+    assert by_size == {"code": 136, "math": 16, "web": 872}
+    with pytest.raises(UserError) as caught:
         Mixture({"web": 5000, "rare": 2}, [Phase(0, None)], 0)
+    assert str(caught.value).startswith("data.weights=null: ")
+    assert "rare" in str(caught.value)
 
 
 def mixed_loader(rank: int = 0, num_ranks: int = 1, micro: int = 24, **more: Any) -> TrainLoader:
@@ -129,7 +130,8 @@ def test_same_samples_for_any_ranks_micro_batches_and_workers(ranks: int, micro:
     assert np.concatenate(rows, axis=1).ravel().tolist() == expected
 
 
-# -- the settings -----------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------
+# The settings
 
 SOURCES = "data.path={web: a.bin, code: b/*.bin}"
 
@@ -165,59 +167,73 @@ def test_first_step_of_a_phase() -> None:
 
 
 MISTAKES = {
-    "weights of one source": (["data.path=a.bin", "data.weights={web: 1}"], "data.path={web: PATH, code: PATH}"),
-    "weight without source": ([SOURCES, "data.weights={wbe: 1}"], "did you mean 'data.weights={web: 1.0}'?"),
-    "negative": ([SOURCES, "data.weights={web: -1}"], "nearest legal value: data.weights.web=0"),
-    "nothing": ([SOURCES, "data.weights={web: 0}"], "for example: 'data.weights={code: 1, web: 1}'"),
-    "tiny": ([SOURCES, "data.weights={web: 1, code: 0.0001}"], "value: 'data.weights={web: 1.0, code: 0.000978}'"),
-    "step 0": ([SOURCES, "data.phases=[{from: 0, weights: {web: 1}}]"], "nearest legal value: data.phases[0].from=1"),
-    "words": ([SOURCES, "data.phases=[{from: late, weights: {web: 1}}]"], "for example: data.phases[0].from=80%"),
-    "beyond the end": ([SOURCES, "data.phases=[{from: 120%, weights: {web: 1}}]"], "value: data.phases[0].from=100%"),
+    "weights of one source": (["data.path=a.bin", "data.weights={web: 1}"], "data.weights=", ""),
+    "weight without source": ([SOURCES, "data.weights={wbe: 1}"], "data.weights=", "data.weights={web: 1.0}"),
+    "negative": ([SOURCES, "data.weights={web: -1, code: 1}"], "data.weights.web=", "data.weights.web=0"),
+    "nothing": ([SOURCES, "data.weights={web: 0}"], "data.weights=", "data.weights={code: 1, web: 1}"),
+    "tiny": (
+        [SOURCES, "data.weights={web: 1, code: 0.0001}"],
+        "data.weights=",
+        "data.weights={web: 1.0, code: 0.000978}",
+    ),
+    "step 0": ([SOURCES, "data.phases=[{from: 0, weights: {web: 1}}]"], "data.phases[0].from=0: ", ""),
+    "words": ([SOURCES, "data.phases=[{from: late, weights: {web: 1}}]"], "data.phases[0].from=late: ", ""),
+    "beyond the end": ([SOURCES, "data.phases=[{from: 120%, weights: {web: 1}}]"], "data.phases[0].from=120%: ", ""),
     "out of order": (
         [SOURCES, "data.phases=[{from: 9, weights: {web: 1}}, {from: 9, weights: {code: 1}}]"],
-        "nearest legal value: data.phases[1].from=10",
+        "data.phases[1].from=9: ",
+        "",
     ),
     "two beginnings": (
         [SOURCES, "data.weights={web: 1}", "data.phases=[{from: 1, weights: {web: 1}}]"],
-        "nearest legal value: data.phases[0].from=2",
+        "data.phases[0].from=1: ",
+        "",
     ),
-    "another key": ([SOURCES, "data.phases=[{at: 9, weights: {web: 1}}]"], "must contain only `from` and `weights`"),
-    "a name": (["data.path={my web: a.bin}"], "a source needs a path and a name of letters"),
-    "held out of nothing": ([SOURCES, "data.eval_path={math: a.bin}"], "data.path has no source math"),
-    "held out of all": ([SOURCES, "data.eval_path=a.bin"], "for example: 'data.eval_path={web: a.bin}'"),
-}  # fmt: skip
+    "another key": ([SOURCES, "data.phases=[{at: 9, weights: {web: 1}}]"], "data.phases[0]=", ""),
+    "a name": (["data.path={my web: a.bin}"], "data.path={my web: a.bin}: ", "data.path={web: a.bin}"),
+    "held out of nothing": ([SOURCES, "data.eval_path={math: a.bin}"], "data.eval_path={math: a.bin}: ", ""),
+    "held out of all": (
+        [SOURCES, "data.eval_path=a.bin"],
+        "data.eval_path=a.bin: ",
+        "data.eval_path={web: a.bin}",
+    ),
+}
+"""Overrides, how the message begins, and the setting that it proposes, if any."""
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistake_is_explained(mistake: str) -> None:
-    overrides, words = MISTAKES[mistake]
+CANNOT_BE_TYPED = pytest.mark.xfail(strict=True, reason="data.weights.web is no key of the command line")
+
+
+@pytest.mark.parametrize(
+    "mistake", [pytest.param(name, marks=CANNOT_BE_TYPED) if name == "negative" else name for name in MISTAKES]
+)
+def test_mistake_is_refused_and_the_proposal_is_accepted(mistake: str) -> None:
+    overrides, beginning, proposal = MISTAKES[mistake]
     with pytest.raises(UserError) as caught:
         check_config(config_of(*overrides), 1, 1)
-    assert words in str(caught.value)
+    assert str(caught.value).startswith(beginning)
+    assert caught.value.proposal == proposal
+    if proposal:
+        check_config(config_of(*merged(overrides, [proposal])), 1, 1)
 
 
-# -- a run ------------------------------------------------------------------------------------------------------
+# ---------------------------------------------------------------------------------------------------------------
+# A run
 
 
 def write_sources(folder: Path) -> str:
     """Write three sources of 40, 12 and 5 samples of 16 tokens, and return the setting."""
     for name, size in {"web": 40, "code": 12, "math": 5}.items():
-        (folder / name).mkdir(parents=True)
         text = np.random.default_rng(size).integers(97, 123, 16 * size).astype(np.uint8).tobytes()
         write_shards(folder / name, [text])
     return "data.path={" + ", ".join(f"{name}: {folder / name}/*.bin" for name in ("web", "code", "math")) + "}"
 
 
-WHEN = {"second": 2, "third": "tokens:256", "fourth": "80%"}
-
-
-def phases_of(fourth: str = "{code: 1}", **when: object) -> str:
+def phases_of(second: int = 2, fourth: str = "{code: 1}") -> str:
     """Return a setting with phases that start at steps 2, 5 (after 256 tokens, at 16 x 4 per step) and 6 (of six)."""
-    when = {**WHEN, **when}
-    second, third = "{web: 1, code: 1}", "{math: 3, web: 1}"
     return (
-        f"data.phases=[{{from: {when['second']}, weights: {second}}}, {{from: 'tokens:256', weights: {third}}}, "
-        f"{{from: {when['fourth']}, weights: {fourth}}}]"
+        f"data.phases=[{{from: {second}, weights: {{web: 1, code: 1}}}}, "
+        f"{{from: 'tokens:256', weights: {{math: 3, web: 1}}}}, {{from: 80%, weights: {fourth}}}]"
     )
 
 
@@ -235,8 +251,6 @@ RUN_SETTINGS = [
     "data.holdout=0.2",
 ]
 
-
-FIELDS = ["loss", "loss_web", "loss_code", "loss_math"]
 MixedRun = tuple[Path, list[dict[str, Any]], list[str]]
 
 
@@ -248,13 +262,6 @@ def mixed_run(tmp_path_factory: pytest.TempPathFactory) -> MixedRun:
     return folder / "run", fit(folder / "run", *settings, phases_of()), settings
 
 
-def losses(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Return the losses of each line, with infinity for null."""
-    lines = (record for record in records if record["kind"] in ("train", "eval"))
-    return [[math.inf if line[field] is None else line[field] for field in FIELDS] for line in lines]
-
-
-@pytest.mark.slow
 def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) -> None:
     """A source's weight is its number of samples: in the steps for training, among the held-out samples for evaluation.
 
@@ -279,138 +286,105 @@ def test_loss_is_the_weighted_mean_of_the_sources_losses(mixed_run: MixedRun) ->
     assert evaluation["epoch_web"] == order.counts(24)["web"] / 32
 
 
-def test_the_epochs_of_a_source_cannot_be_logged(tmp_path: Path) -> None:
+def test_the_epochs_of_a_source_cannot_be_logged(mixed_run: MixedRun, tmp_path: Path) -> None:
     """They would replace what was logged."""
-    trainer = Trainer(tiny_config(tmp_path / "run", *RUN_SETTINGS, write_sources(tmp_path / "data")))
-    with pytest.raises(UserError, match="'epoch_web' is a field"):
+    trainer = Trainer(tiny_config(tmp_path / "run", *mixed_run[2]))
+    with pytest.raises(UserError) as caught:
         trainer.log("epoch_web", 1.0)
+    assert "epoch_web" in str(caught.value)
     trainer.log("epoch_of_curriculum", 1.0)
     trainer.close()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "mesh",
-    [
-        ["nproc=2", "train.micro_batch_size=1"],
-        pytest.param(["nproc=4", "train.micro_batch_size=1"], marks=pytest.mark.campaign),
-        pytest.param(["nproc=4", "mesh.replicate=2", "train.micro_batch_size=1"], marks=pytest.mark.campaign),
-        pytest.param(["train.micro_batch_size=4"], marks=pytest.mark.campaign),
-    ],
-    ids=["2", "4", "2x2", "1"],
-)
-@pytest.mark.parametrize("start", [3, pytest.param(0, marks=pytest.mark.campaign)])
-def test_mixture_resumes_on_any_mesh_with_the_same_losses(
-    mesh: list[str], start: int, mixed_run: MixedRun, tmp_path: Path
-) -> None:
-    folder, records, settings = mixed_run
-    tiny = ["model.num_kv_heads=2", "model.dim=16"]
-    checkpoint = folder / "checkpoints" / "step_00000003"
-    more = [f"checkpoint.resume={checkpoint}"] if start else []
-    ran = run_tiny(tmp_path / "run", *tiny, *settings, phases_of(), *mesh, *more)
-    for found, expected in zip(losses(ran.metrics), losses(records)[start:], strict=True):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
         ([phases_of(fourth="{web: 1}")], None),
-        (
-            [phases_of(second=3)],
-            r"phase 2 begins with step 2 \(code 512, web 512 of 1024\) in the checkpoint, but begins with step 3"
-            r".*; `from: 2` keeps its first step, whatever train.steps is",
-        ),
-        (
-            ["data.phases=[]"],
-            r"phase 2 begins with step 2 \(.*\) in the checkpoint, but has not begun now; the run is past step 3",
-        ),
-        ([phases_of(), "data.weights={web: 1}"], r"phase 1 begins with step 1 \(code 307, math 205, web 512 of 1024\)"),
+        ([phases_of(second=3)], ["phase 2", "step 2", "step 3"]),
+        (["data.phases=[]"], ["phase 2", "step 2"]),
+        ([phases_of(), "data.weights={web: 1}"], ["phase 1", "step 1"]),
         ([phases_of(second=3), "checkpoint.allow_changes=[data.phases]"], None),
     ],
 )
 def test_future_phases_may_change_and_past_ones_may_not(
-    change: list[str], words: str | None, mixed_run: MixedRun, tmp_path: Path
+    change: list[str], named: list[str] | None, mixed_run: MixedRun, tmp_path: Path
 ) -> None:
     folder, _, settings = mixed_run
-    changed = [key.partition("=")[0] for key in change]
-    kept = [setting for setting in settings if setting.partition("=")[0] not in changed]
-    trainer = Trainer(tiny_config(tmp_path / "run", *kept, *change))
+    trainer = Trainer(tiny_config(tmp_path / "run", *merged(settings, change)))
     try:
         checkpoint = folder / "checkpoints" / "step_00000003"
-        if words is None:
+        if named is None:
             assert trainer.load_checkpoint(checkpoint) == 3
         else:
-            with pytest.raises(UserError, match=words) as caught:
+            with pytest.raises(UserError) as caught:
                 trainer.load_checkpoint(checkpoint)
-            assert "checkpoint.allow_changes=[data.phases]" in str(caught.value)
+            assert all(words in str(caught.value) for words in [*named, "checkpoint.allow_changes=[data.phases]"])
     finally:
         trainer.close()
 
 
 def test_changed_source_is_named(tmp_path: Path) -> None:
-    config = config_of("data.seq_len=16", write_sources(tmp_path))
-
-    def loader() -> TrainLoader:
-        source = open_source(config.data, 257, "train")
-        sizes = {name: len(own) for name, own in source.sources.items()}  # type: ignore[attr-defined]
-        order = Mixture(sizes, find_phases(config), 0)
-        return TrainLoader(source, seed=0, global_batch_size=4, micro_batch_size=2, order=order)
-
-    stored = json.loads(json.dumps(loader().state_dict()))
-    assert loader().changes_from(stored, frozenset()) == ([], [])
-    write_shards(tmp_path / "code", [b"x" * 192], [b"y" * 32])
-    (line,), _ = loader().changes_from(stored, frozenset())
-    assert line.startswith("data, source code: 1 shard of 193 tokens in the checkpoint, 2 shards of 226 tokens now")
-    _, notes = loader().changes_from(stored, frozenset({"data.path"}))
-    assert [text.partition(":")[0] for text in notes] == ["data, source code"]
+    path = write_sources(tmp_path / "data")
+    settings = merged(RUN_SETTINGS, [path, "train.steps=1", "eval.every=0"])
+    fit(tmp_path / "run", *settings)
+    write_shards(tmp_path / "data" / "code", ["x" * 192], ["y" * 32])
+    for permission in ([], ["checkpoint.allow_changes=[data.path]"]):
+        trainer = Trainer(tiny_config(tmp_path / "run", *settings, *permission))
+        if permission:
+            assert trainer.load_checkpoint() == 1
+        else:
+            with pytest.raises(UserError) as caught:
+                trainer.load_checkpoint()
+            assert "source code: 1 shard of 193 tokens" in str(caught.value)
+            assert "source web" not in str(caught.value)
+        trainer.close()
 
 
 def test_sources_of_different_tokenizers_do_not_mix(tmp_path: Path) -> None:
-    config = config_of(write_sources(tmp_path), "data.seq_len=16")
-    without_checksums(tmp_path / "math")
-    for path in (tmp_path / "math").glob("*.json"):
-        path.write_text(path.read_text().replace('"bytes"', '"mine"'))
-    with pytest.raises(UserError, match=r"sources must use the same tokenizer: web by bytes .*, math by mine"):
-        open_source(config.data, 257, "train")
+    setting = write_sources(tmp_path)
+    (tmp_path / "math" / "text-00000.bin").unlink()
+    write_shards(tmp_path / "math", ["the cat and the hat " * 20], tokenizer=write_bpe(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError) as caught:
+        open_source(config_of(setting, "data.seq_len=16").data, None, "train")
+    assert all(name in str(caught.value) for name in ("web", "math", "bytes"))
     paths = json.dumps({"web": str(tmp_path / "web" / "*.bin"), "code": "/nowhere"})
-    config = config_of(f"data.path={paths}")
-    with pytest.raises(UserError, match=r"source code: data.path=/nowhere: no such file"):
-        open_source(config.data, 257, "train")
+    with pytest.raises(UserError) as caught:
+        open_source(config_of(f"data.path={paths}").data, 257, "train")
+    assert str(caught.value).startswith("source code: data.path=/nowhere: ")
 
 
-def test_no_source_trains_on_documents_held_out_by_a_different_one(tmp_path: Path) -> None:
+def test_no_source_trains_on_what_another_one_holds_out(tmp_path: Path) -> None:
     write_sources(tmp_path)
-    paths = {"web": str(tmp_path / "*" / "*.bin"), "math": str(tmp_path / "math")}
-    held_out = {"math": str(next((tmp_path / "code").glob("*.bin")))}
-    settings = [f"data.path={json.dumps(paths)}", "data.seq_len=16"]
-    config = config_of(*settings, f"data.eval_path={json.dumps(held_out)}")
-    with pytest.raises(UserError, match=r"source web: data.path=.*: includes .*, which data.eval_path .* source math"):
-        open_source(config.data, 257, "train")
-    assert open_source(config.data, 257, "eval") is not None, "nothing is trained on"
-    unused = dataclasses.replace(config.data, weights={"math": 1.0})
-    assert open_source(unused, 257, "train") is not None
-    for names in ("web",), ("web", "math"), ("math", "web"):
-        own = config_of(*settings, f"data.eval_path={json.dumps(dict.fromkeys(names, paths['web']))}")
-        with pytest.raises(UserError, match=r"source (web|math): data.path=.*: includes .* holds out for source"):
-            open_source(own.data, 257, "train")
-    held_out = {"math": str(tmp_path / "code")}
-    apart = [f"data.path={json.dumps({**paths, 'web': str(tmp_path / 'web')})}", "data.seq_len=16"]
-    assert open_source(config_of(*apart, f"data.eval_path={json.dumps(held_out)}").data, 257, "eval") is not None
+    every, code = str(tmp_path / "*" / "*.bin"), str(tmp_path / "code" / "text-00000.bin")
+    paths = {"web": every, "math": str(tmp_path / "math")}
+
+    def config(held_out: dict[str, str], *more: str, **other: str) -> Any:
+        shown = [f"data.path={json.dumps({**paths, **other})}", f"data.eval_path={json.dumps(held_out)}"]
+        return config_of(*shown, "data.seq_len=16", *more).data
+
+    overlapping = [{"math": code}, {"web": every}, {"web": every, "math": every}]
+    for held_out in overlapping:
+        with pytest.raises(UserError) as caught:
+            open_source(config(held_out), 257, "train")
+        assert str(caught.value).startswith("source ")
+        assert "data.eval_path" in str(caught.value)
+    assert open_source(config({"math": code}), 257, "eval") is not None, "nothing is trained on"
+    assert open_source(config({"math": code}, "data.weights={math: 1}"), 257, "train") is not None, "web is not used"
+    assert open_source(config({"math": code}, web=str(tmp_path / "web")), 257, "train") is not None
 
 
-def test_repeated_data_is_announced_and_limited(tmp_path: Path) -> None:
+def test_repeated_data_is_limited(tmp_path: Path) -> None:
     settings = ["data.seq_len=16", "train.steps=4", "eval.every=0", "data.weights={web: 3, math: 1}"]
     config = config_of(write_sources(tmp_path), *settings)
     source = open_source(config.data, 257, "train")
-    found = usage_by_phase(make_order(source, config), 8, 4, 16)
-    counted = [(p.first_step, p.last_step, p.source, p.samples, p.tokens) for p in found]
-    read = make_order(source, config).counts(32)
-    assert counted == [(1, 4, name, count, 16 * count) for name, count in read.items()]
-    assert {p.source: p.epochs for p in found} == {"web": read["web"] / 40, "code": 0.0, "math": read["math"] / 5}
-    assert describe_usage(found)[-1] == f"repeats its data: math is read {read['math'] / 5:.2f} times"
-    assert len(describe_usage(usage_by_phase(make_order(source, config), 4, 2, 16))) == 1
-    limited = dataclasses.replace(config, data=dataclasses.replace(config.data, max_epochs=1.0))
-    with pytest.raises(UserError, match=r"data.max_epochs=1.0: source math would be read .* times in 4 steps"):
-        make_order(source, limited)
+    times = make_order(source, config).counts(32)["math"] / 5
+    assert times > 1
+    for limit, is_refused in ((1.0, True), (math.ceil(times), False)):
+        limited = config_of(write_sources(tmp_path), *settings, f"data.max_epochs={limit}")
+        if not is_refused:
+            assert make_order(source, limited).sizes["math"] == 5
+            continue
+        with pytest.raises(UserError) as caught:
+            make_order(source, limited)
+        assert str(caught.value).startswith(f"data.max_epochs={limit}: ")
+        assert "math" in str(caught.value)
