@@ -2,82 +2,122 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
 import json
 import operator
 import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
 import yaml
 
 import trainer
-from tests.helpers.forked import REPOSITORY, fork, run_script
-from tests.helpers.ranks import run_command, tiny_overrides
+from tests.helpers.launch import REPOSITORY, Run, command, fork, launch, run_script, tiny
+from tests.helpers.launch import run as train
+from tests.helpers.runs import SharedRun
 from trainer import load_config, run
-from trainer.config import declared_keys
-from trainer.config.command_line import completion_script, explained_yaml, full_help
-from trainer.config.load import load_with_origins
-from trainer.config.passes import PASSES, run_passes
-from trainer.errors import UserError
-from trainer.recipe import import_object
-from trainer.tables import fit_to_width
+from trainer.config import declared_keys, recipe_description, recipe_files, type_name
+from trainer.recipe import find_recipe
 
 # ---------------------------------------------------------------------------------------------------------------
-# Options
-
-
-def test_help_is_wrapped_to_the_terminal() -> None:
-    text = full_help()
-    assert max(map(len, text.split("\n"))) > 140
-    for columns in (60, 80, 140):
-        folded = fit_to_width(text, columns)
-        assert max(map(len, folded.split("\n"))) <= columns
-        assert folded.split() == text.split()
-    shown = "\n".join(
-        [
-            "  sft                Fine-tunes a Hugging Face model on chats",
-            "                     (1B parameters on 1 x H100); give",
-            "                     model.path and data.path.",
-        ]
-    )
-    assert shown in fit_to_width(text, 64)
-    assert fit_to_width(text, 0) == text
+# Options and subcommands
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"meshtrainer {trainer.__version__}\n"
+    assert capsys.readouterr().out.split() == ["meshtrainer", trainer.__version__]
 
 
-def test_help_of_a_section_with_a_recipes_values(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_every_recipe_and_every_key(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name, path in recipe_files().items():
+        assert len(recipe_description(path)) > 20
+        assert re.search(rf"^  {name} +{re.escape(recipe_description(path))}$", text, re.MULTILINE)
+    listed = re.findall(r"^  (\S+)  \[(.+); default (.+)\]\n      (.+)$", text, re.MULTILINE)
+    for model in ("llama", "gpt2"):
+        for key, item in declared_keys(find_recipe(model).config).items():
+            meaning = item.metadata.get("meaning", "")
+            (row, *_) = [row for row in listed if row[0] == key and row[3].startswith(meaning)]
+            assert type_name(item.type) in row[1]
+            assert len(row[3]) > 10
+            assert item.default is dataclasses.MISSING or row[2]
+
+
+def test_help_of_a_section_shows_the_values_of_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(["recipe=llama_small", "--help", "optim"]) == 0
     said = capsys.readouterr().out
-    assert "optim.lr  [a number; default 0.0003; here 0.004]" in said
+    (lr,) = (line for line in said.splitlines() if line.startswith("  optim.lr "))
+    assert "0.0003" in lr, "the default"
+    assert "0.004" in lr, "of the recipe"
     assert "train.steps" not in said
-    assert run.main(["--help", "optimm"]) == 2
-    assert "did you mean --help optim?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["lr", "optim.lr", "optims"])
+def test_help_for_a_key_names_its_section(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["--help", name]) == 2
+    assert "--help optim?" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_help_imports_no_torch() -> None:
+    ended = launch([sys.executable, "-X", "importtime", "-m", "trainer.run", "--help"], REPOSITORY).wait()
+    imported = re.findall(r"^import time: .*\| +(\S+)$", ended.err, re.MULTILINE)
+    assert ended.code == 0
+    assert "trainer.config" in imported
+    assert "torch" not in imported
 
 
 def test_last_value_of_a_repeated_key_is_used(capsys: pytest.CaptureFixture[str]) -> None:
-    assert load_config("llama_small", ["train.steps=5", "train.steps=6"]).train.steps == 6
     assert run.main(["recipe=gpt2", "--print-config", "recipe=llama_small", "train.steps=5", "train.steps=7"]) == 0
-    said = capsys.readouterr().out
-    assert "name: llama_small" in said
-    assert "steps: 7" in said
+    printed = yaml.safe_load(capsys.readouterr().out)
+    assert (printed["run"]["name"], printed["train"]["steps"]) == ("llama_small", 7)
+
+
+def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:
+    """Return the exit code of `meshtrainer WORDS`, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["meshtrainer", *words])
+    monkeypatch.setattr(os, "_exit", sys.exit)  # which would end the tests
+    with pytest.raises(SystemExit) as ended:
+        run.meshtrainer()
+    return ended.value.code
+
+
+@pytest.mark.parametrize("name", sorted(set(run.COMMANDS) - {"run"}))
+def test_each_subcommand_has_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert meshtrainer(name, "--help", monkeypatch=monkeypatch) in (0, None)
+    printed = capsys.readouterr()
+    assert re.search(rf"(trainer\.|meshtrainer ){name}\b", printed.out)
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    "words", [["plan", "recipe=llama_small", "model.name=MODULE:none"], ["export", "nowhere", "out"]]
+)
+def test_console_script_finds_modules_in_the_working_folder(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where sys.path begins with the folder of the script, not with the working folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    module = f"models_for_{words[0]}"
+    (tmp_path / f"{module}.py").touch()
+    words = [word.replace("MODULE", module) for word in words]
+    assert meshtrainer(*words, monkeypatch=monkeypatch) == 2
+    assert importlib.util.find_spec(module) is not None
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # --print-config --why
 
 
-def explained(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dict[str, str]]:
-    """Return what --why prints, and the comment on each key."""
-    assert run.main([*words, "--print-config", "--why"]) == 0
-    text = capsys.readouterr().out
+def comments_in(text: str) -> dict[str, str]:
+    """Return the comment on each key, which is behind its value or on the line above."""
     comments, section, above = dict[str, str](), "", ""
     for line in text.splitlines():
         content, _, comment = line.partition("# ")
@@ -85,162 +125,30 @@ def explained(*words: str, capsys: pytest.CaptureFixture[str]) -> tuple[str, dic
             section = section if found[1] else found[2]
             comments[f"{section}.{found[2]}"] = comment or above
         above = "" if content.strip() else comment
-    return text, {key: comment for key, comment in comments.items() if comment}
+    return {key: comment for key, comment in comments.items() if comment}
 
 
-def test_why_shows_the_origin_of_each_value(
+def test_why_says_where_each_value_came_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("mine.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1}\nfsdp: {param_dtype: auto}\n")
+    Path("mine.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1}\nlog: {prompts: ['def ', 'a\\nb']}\n")
     Path("book.txt").write_text("Once upon a time.\n" * 200)
-    words = ("recipe=mine.yaml", "train.steps=7", "data.path=book.txt", "eval.every=5")
-    text, comments = explained(*words, capsys=capsys)
-    assert comments["train.steps"] == comments["data.path"] == "command line"
-    assert comments["optim.lr"] == "mine.yaml"
-    assert comments["schedule.warmup_steps"] == "conf/llama_small.yaml"
-    assert comments["data.source"] == "data source: data.path is given (was: conf/llama_small.yaml)"
-    assert comments["data.holdout"].startswith("holdout: ")
-    assert comments["run.name"].startswith("run name: ")
-    assert comments.get("fsdp.param_dtype", "environment").startswith("environment")
-    config = load_config("mine.yaml", words[1:])
+    words = ["train.steps=7", "data.path=book.txt", "data.cache_dir=a folder: #1"]
+    assert run.main(["recipe=mine.yaml", *words, "--print-config", "--why"]) == 0
+    text = capsys.readouterr().out
+    comments = comments_in(text)
+    assert comments["train.steps"] == comments["data.path"]
+    assert "mine.yaml" in comments["optim.lr"]
+    assert "llama_small.yaml" in comments["schedule.warmup_steps"]
+    assert "data.path" in comments["data.source"]
+    config = load_config("mine.yaml", words)
     for key, item in declared_keys(type(config.model)).items():
         is_default = operator.attrgetter(key)(config) == item.default
         assert (key not in comments) == (is_default and key != "model.name"), key
-    _, comments = explained("recipe=llama_small", "optim.lr_by_width=true", "lora.rank=2", capsys=capsys)
-    formula = "0.004 x (2000 / 96) ** 0.78 x 10 for adapters"
-    assert comments["optim.lr"] == f"scaled lr: {formula} (conf/llama_small.yaml)"
-    # A rate from a different file than the one that scales it is pointed out.
-    Path("scales.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1, lr_by_width: true}\n")
-    Path("child.yaml").write_text("recipe: scales.yaml\noptim: {lr: 0.2}\n")
-    assert load_with_origins("scales.yaml")[1].notes == []
-    (note,) = load_with_origins("child.yaml")[1].notes
-    assert note.startswith("optim.lr=0.2 (child.yaml) is scaled by the model's width: 0.2 x (2000 / 96) ** 0.78;")
-    # still YAML, of the same values, and a recipe file
-    assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())
+    # It is still a recipe file of the same configuration.
     Path("printed.yaml").write_text(text)
-    assert load_config("printed.yaml").to_yaml() == config.to_yaml()
-
-
-def test_why_names_the_files_that_models_come_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    ran = load_config("llama_small", ["model.dim=48", "run.name=earlier"])
-    leave("runs/earlier", ran, "stopped")
-    _, comments = explained("recipe=llama_small", "train.init_from=runs/earlier", capsys=capsys)
-    assert comments["model.dim"] == "runs/earlier/config.yaml"
-    _, comments = explained("recipe=runs/earlier", "optim.lr=0.2", capsys=capsys)
-    assert (comments["model.dim"], comments["optim.lr"]) == ("runs/earlier/config.yaml", "command line")
-    sizes = {"vocab_size": 257, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    folder = {"model_type": "llama", **sizes, "intermediate_size": 96, "max_position_embeddings": 128}
-    Path("folder").mkdir()
-    Path("folder/config.json").write_text(json.dumps({**folder, "rms_norm_eps": 1e-5, "num_key_value_heads": 2}))
-    words = ("recipe=llama_small", "model.name=auto", "model.path=folder", "data.seq_len=64", "model.fresh=true")
-    _, comments = explained(*words, capsys=capsys)
-    assert comments["model.dim"] == "folder/config.json"
-
-
-def test_why_is_aligned_and_narrow(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    long = "a folder: #1 with 'quotes' and spaces/" * 4
-    command = "true && " * 30 + "true"
-    folder = Path("deeply") / ("nested" * 12) / ("folders" * 6)
-    folder.mkdir(parents=True)
-    (folder / "mine.yaml").write_text("recipe: llama_small\noptim: {lr: 0.1}\nlog: {prompts: ['def ', 'a\\nb']}\n")
-    words = [f"recipe={folder}/mine.yaml", f"data.cache_dir={long}", f"run.on_end={command}"]
-    words += ["data.path={web: web.bin, code: code.bin}", "data.weights={web: 1, code: 2}"]
-    config, given = load_with_origins(words[0].removeprefix("recipe="), words[1:])
-    text = explained_yaml(config, given.origins)
-    assert yaml.safe_load(text) == yaml.safe_load(config.to_yaml())
-    plain = config.to_yaml().splitlines()
-    assert [line for line in text.splitlines() if len(line) > 100 and line not in plain] == []
-    columns = [line.index("  # ") for line in text.splitlines() if "  # " in line and not line.startswith("  # ")]
-    assert len(columns) > 10
-    assert sorted(columns)[len(columns) // 2] == min(columns)
-    assert re.search(r"\n  # deeply/nestednested.*\.\.\..*mine.yaml\n  lr: 0.1\n", text), (
-        "above what it is too long for"
-    )
-    assert re.search(r"\n  weights:  +# command line\n", text)
-
-
-def test_why_needs_print_config(capsys: pytest.CaptureFixture[str]) -> None:
-    for words in (["recipe=llama_small", "--why"], ["recipe=llama_small", "--dry-run", "--why"]):
-        assert run.main(words) == 2
-        said = capsys.readouterr()
-        assert said.err.startswith("error: --why: explains the output of --print-config\n  to fix: add --print-config")
-        assert not said.out
-    assert run.main(["--help", "--why"]) == 0
-    assert "--why " in capsys.readouterr().out
-
-
-def test_each_pass_documents_its_decision() -> None:
-    stages = [each.stage for each in PASSES]
-    order = ("files", "keys", "tree", "config", "start", "data", "device")
-    assert stages == sorted(stages, key=order.index)
-    for each in PASSES:
-        decide = import_object(each.function, each.name) if isinstance(each.function, str) else each.function
-        assert len(decide.__doc__) > 40, each.name
-        assert len(f"{each.name}: {each.reason}") <= 64, each.name
-
-
-def test_passes_of_the_data_are_recorded_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    config, given = load_with_origins("llama_small", ["data.source=synthetic", "train.epochs=2"])
-    assert "train.steps" not in given.origins
-    config = run_passes("data", config, given)
-    assert config.train.epochs is None
-    assert given.origins["train.steps"] == "epochs: train.epochs passes over the data"
-
-
-def meshtrainer(*words: str, monkeypatch: pytest.MonkeyPatch) -> object:
-    monkeypatch.setattr(sys, "argv", ["meshtrainer", *words])
-    monkeypatch.setattr(run, "exit_process", sys.exit)  # which would end this process
-    with pytest.raises(SystemExit) as left:
-        run.meshtrainer()
-    return left.value.code
-
-
-@pytest.mark.parametrize("command", sorted(set(run.COMMANDS) - {"run"}))
-def test_each_subcommand(command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert meshtrainer(command, "--help", monkeypatch=monkeypatch) in (0, None)
-    shown = capsys.readouterr().out
-    assert f"trainer.{command}" in shown or f"meshtrainer {command}" in shown
-
-
-def test_unknown_subcommand(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert meshtrainer("plam", monkeypatch=monkeypatch) == 2
-    assert "did you mean meshtrainer plan?" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("words", "place", "offered"),
-    [
-        ("meshtrainer recipe = llama_sm", 3, "llama_small"),
-        ("meshtrainer recipe =", 2, "llama_small"),
-        ("meshtrainer optim.l", 1, "optim.lr="),
-        ("meshtrainer optim.lr = ll", 3, ""),
-    ],
-)
-def test_bash_completions(words: str, place: int, offered: str) -> None:
-    """Readline splits words at `=`, so the name of a recipe is a separate word."""
-    script = completion_script("bash", run.COMMANDS)
-    ask = f"compopt() {{ :; }}; COMP_WORDS=({words}) COMP_CWORD={place}; _meshtrainer; echo ${{COMPREPLY[*]}}"
-    found = subprocess.run(["bash", "-c", f"{script}\n{ask}"], capture_output=True, text=True, check=True).stdout
-    assert offered in found.split() if offered else not found.split()
-
-
-@pytest.mark.slow
-def test_completion_in_a_shell(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert meshtrainer("completion", "fish", monkeypatch=monkeypatch) == 2
-    capsys.readouterr()
-    assert meshtrainer("completion", "bash", monkeypatch=monkeypatch) == 0
-    script = capsys.readouterr().out + "COMP_WORDS=(meshtrainer train.st) COMP_CWORD=1; _meshtrainer 2>/dev/null\n"
-    done = subprocess.run(["bash", "-c", script + 'echo "${COMPREPLY[@]}"'], capture_output=True, text=True)
-    assert done.stdout == "train.steps=\n", done.stderr
+    assert load_config("printed.yaml") == config
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -278,106 +186,91 @@ def test_inheriting_from_a_run_takes_neither_its_name_nor_its_folders(tmp_path: 
     assert (child.run.name, child.run.dir) == ("child", "runs/child")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("recipe: child.yaml\n", "its own parent"),
-        ("recipe: llama_smal\n", "did you mean recipe=llama_small"),
-        ("recipe: [1]\n", "must be a recipe"),
-    ],
-)
-def test_invalid_parents(text: str, said: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=said):
-        load_config(written(tmp_path, "child.yaml", text))
-
-
 # ---------------------------------------------------------------------------------------------------------------
-# Names of runs
+# Runs: their names, dry runs, and custom scripts
 
 
-def leave(folder: str, config: trainer.RunConfig, state: str) -> None:
-    Path(folder).mkdir(parents=True)
-    (Path(folder) / "config.yaml").write_text(config.to_yaml())
-    (Path(folder) / "status.json").write_text(json.dumps({"state": state}))
+@pytest.mark.slow
+def test_finished_run_does_not_block_a_different_one(tmp_path: Path) -> None:
+    def train_unnamed(*overrides: str, code: int = 0) -> Run:
+        return command("trainer.run", "recipe=llama_small", *tiny(*overrides), cwd=tmp_path, code=code)
+
+    def folders() -> list[str]:
+        return sorted(path.name for path in (tmp_path / "runs").iterdir())
+
+    train_unnamed("train.steps=1")
+    train_unnamed("train.steps=2")
+    assert folders() == ["llama_small"], "what a resume may change continues the run"
+    different = train_unnamed("train.steps=1", "model.dim=48")
+    assert folders() == ["llama_small", "llama_small-2"]
+    for text in ("llama_small-2", "model.dim", "32", "48"):
+        assert text in different.err
+    train_unnamed("train.steps=1", "model.dim=48")
+    assert folders() == ["llama_small", "llama_small-2"], "the same command is the same run"
+    train_unnamed("model.dim=16", "run.name=llama_small", code=2)
+    status = tmp_path / "runs" / "llama_small" / "status.json"
+    status.write_text(json.dumps({**json.loads(status.read_text()), "state": "stopped"}))
+    train_unnamed("model.dim=16", code=2)
+    assert folders() == ["llama_small", "llama_small-2"], "a name that was given or a run that goes on is kept"
 
 
-def test_finished_run_does_not_block_a_different_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
+DRY_RUN = """
+import sys, tempfile
+from trainer import run
 
-    def folder_of(*overrides: str) -> tuple[str, str]:
-        config, given = load_with_origins("llama_small", overrides)
-        return run_passes("start", config, given).run.dir, "".join(given.notes)
-
-    leave("runs/llama_small", load_config("llama_small"), "finished")
-    assert folder_of("train.steps=9") == ("runs/llama_small", ""), "what a resume may change goes on"
-    found, note = folder_of("model.dim=48", "run.seed=3")
-    assert found == "runs/llama_small-2"
-    assert "model.dim: 96 there, 48 now" in note
-    leave("runs/llama_small-2", load_config("llama_small", ["model.dim=48", "run.seed=3"]), "finished")
-    assert folder_of("model.dim=48", "run.seed=3")[0] == "runs/llama_small-2", "the same command means the same run"
-    assert folder_of("model.dim=24")[0] == "runs/llama_small-3"
-    for named in ("run.name=llama_small", "run.dir=runs/llama_small", "checkpoint.resume=none"):
-        assert folder_of("model.dim=48", named) == ("runs/llama_small", ""), "what is named is meant"
-
-
-@pytest.mark.parametrize("state", ["running", "stopped", "failed"])
-def test_unfinished_run_keeps_its_name(state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    leave("runs/llama_small", load_config("llama_small"), state)
-    config, given = load_with_origins("llama_small", ["model.dim=48"])
-    assert run_passes("start", config, given) == config
-    assert not given.notes
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Dry runs and custom scripts
-
-
-def dry_folders() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("meshtrainer-dry-run-*")}
+tempfile.tempdir = sys.argv.pop()
+run.exit_process(run.main())
+"""
 
 
 @pytest.mark.slow
 def test_dry_run_leaves_no_files(tmp_path: Path) -> None:
-    before = dry_folders()
-    ran = run_command(tmp_path / "run", "recipe=llama_small", *tiny_overrides(), "nproc=2", "--dry-run")
-    assert ran.exit_code == 0, ran.stderr
-    assert "dry run: would train steps 1 to" in ran.stdout
-    assert "peak memory per rank" in ran.stdout
-    assert list(tmp_path.iterdir()) == []
-    assert dry_folders() == before
+    script, temporary = tmp_path / "dry.py", tmp_path / "temporary"
+    script.write_text(DRY_RUN)
+    temporary.mkdir()
+    words = ["recipe=llama_small", *tiny("train.steps=5"), f"run.dir={tmp_path / 'run'}", "--dry-run", str(temporary)]
+    launcher = {"TORCHELASTIC_RUN_ID": "dry"}  # one that starts all ranks sets it for all
+    ran = fork(run_script, [str(script), words], tmp_path / "run", ranks=2, variables=launcher).wait()
+    assert ran.code == 0, ran.err
+    assert re.search(r"\b1 to 5\b", ran.out)
+    assert sorted(tmp_path.iterdir()) == [script, temporary]
+    assert list(temporary.iterdir()) == []
 
 
 @pytest.mark.slow
-def test_dry_run_resumes_like_the_run(tmp_path: Path) -> None:
-    tiny = ["recipe=llama_small", *tiny_overrides("train.steps=4")]
-    run_command(tmp_path / "run", *tiny)
-    files = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    on = run_command(tmp_path / "run", *tiny, "train.steps=6", "--dry-run")
-    assert "would train steps 5 to 6" in on.stdout, on.stderr
-    other = run_command(tmp_path / "run", *tiny, "optim.name=sgd", "--dry-run")
-    assert other.exit_code == 2
-    assert "optim.name" in other.stderr
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
+def test_dry_run_resumes_like_the_run(one: SharedRun, tmp_path: Path) -> None:
+    folder = one.copy_to(tmp_path / "run")
+    files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    ran = train(folder, *one.overrides, "train.steps=14", "--dry-run")
+    assert re.search(r"\b13 to 14\b", ran.out)
+    refused = train(folder, *one.overrides, "optim.name=sgd", "--dry-run", code=2)
+    assert "optim.name" in refused.err
+    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == files
+
+
+SCRIPT = """
+import sys, trainer
+
+class Doubled(trainer.Trainer):
+    def loss(self, batch):
+        return 2 * super().loss(batch)
+
+sys.exit(trainer.main(Doubled))
+"""
 
 
 @pytest.mark.slow
-def test_custom_script_has_the_whole_command_line(tmp_path: Path) -> None:
-    script = tmp_path / "mine.py"
-    script.write_text(
-        "import sys, trainer\n"
-        "class Doubled(trainer.Trainer):\n"
-        "    def loss(self, batch):\n"
-        "        return 2 * super().loss(batch)\n"
-        "sys.exit(trainer.main(Doubled))\n"
-    )
-    arguments = ["recipe=llama_small", *tiny_overrides("train.steps=2")]
-    command = [sys.executable, str(script), *arguments, f"run.dir={tmp_path / 'run'}", "nproc=2"]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env)
-    assert done.returncode == 0, done.stderr
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert next(record["world_size"] for record in records if record["kind"] == "start") == 2
-    assert next(record["loss"] for record in records if record["kind"] == "train") > 10, "twice a fresh model's 5.5"
-    wrong = fork(run_script, [str(script), [*arguments, "train.stepz=2"]], tmp_path)
-    assert (wrong.wait(60), wrong.stderr.count("error:"), "Traceback" in wrong.stderr) == ([2], 1, False)
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_custom_script_has_the_whole_command_line(ranks: int, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SCRIPT)
+
+    def run_mine(*overrides: str) -> Run:
+        words = ["recipe=llama_small", *tiny("train.steps=2", *overrides), f"run.dir={tmp_path / 'run'}"]
+        return fork(run_script, [str(tmp_path / "mine.py"), words], tmp_path / "run").wait()
+
+    wrong = run_mine("train.stepz=2")
+    assert (wrong.code, wrong.err.count("error:"), wrong.out) == (2, 1, "")
+    ran = run_mine(f"nproc={ranks}")
+    assert ran.code == 0, ran.err
+    assert ran.of_kind("start")[0]["world_size"] == ranks
+    assert ran.train("loss")[0] > 10, "twice that of a fresh model, 5.5"

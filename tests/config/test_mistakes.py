@@ -1,356 +1,577 @@
-"""Common mistakes of new users and of users of other trainers: one short message each, and no files left behind.
-
-The message has at most six lines, names the setting and its value, and says what to do; the exit code is 2.
-"""
+"""A mistake is a command line: it gives one short message and leaves nothing behind, and what it proposes works."""
 
 from __future__ import annotations
 
-import importlib
-import os
+import contextlib
+import functools
+import io
 import re
-from collections.abc import Callable
+import shlex
+import sys
+import types
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from tests.helpers.forked import REPOSITORY
-from tests.promises import path_of
-from trainer import run
+from tests.helpers.chats import write_tokenizer
+from tests.helpers.launch import REPOSITORY, launch
+from tests.helpers.launch import run as train
+from tests.helpers.runs import SharedRun
+from trainer import Trainer, UserError, evaluate, load_config, run
 
-SMALL = "recipe=llama_small"
+# Typed in a folder with the files of INPUT. A line that does not begin with a subcommand of `meshtrainer` continues
+# `meshtrainer run`, of llama_small unless it names a recipe.
+LONG_NAME = 300 * "x"
+PROPOSING = """
+# a recipe
+recipe=llama_smal
+recipe=conf/llama_smal.yaml
+recipe=
+recipe=misspelled.yaml
+llama_small
+recipe=llama_small gpt2
+--recipe=llama_small
+# a key
+train.step=5
+steps=5
+Train.Steps=5
+train.lr=0.1
+train.seed=5
+model=llama
+eval.interval=5
+data.path=text.txt eval.path=long.txt
+log.dir=here
+--train.steps=10
+--model.dim=64
+--nproc=2
+# an option
+--print-confg
+dry-run
+\N{EN DASH}\N{EN DASH}dry-run
+# the form
+train.steps
+train.steps = 10
+train.steps==5
+train.steps:5
+train.steps=5 now
+data.path=my books/a.txt
+data.path={web: text.txt, code: long.txt} train.steps=5
+# a type
+train.steps=many
+train.steps=1.5
+train.steps=1e3
+train.steps=10k
+train.steps=010
+optim.lr=3e-4x
+optim.lr=0,001
+optim.betas=0.9,0.95
+schedule.warmup_steps=10%
+run.timeout_s=30m
+fsdp.cpu_offload=enabled
+'data.path={a: text.txt, b: }'
+checkpoint.allow_changes=model.dim
+checkpoint.allow_changes=all
+# a limit
+train.steps=-1
+optim.lr=inf
+optim.eps=0
+optim.betas=[0.9,1.1]
+train.ema=1
+schedule.min_lr_ratio=2
+schedule.lr_range=[1,0.1]
+run.threads=1000000
+run.deadline=2020-01-01T00:00
+run.deadline=tomorrow
+# a choice
+optim.name=adamm
+run.device=gpu
+log.wandb=true
+fsdp.param_dtype=bf16
+fsdp.reshard_after_forward=true
+fsdp.wrap=blocks
+fsdp.wrap=size:big
+train.activation_checkpoint=budget:2
+train.micro_batch_size=all
+checkpoint.every=often
+checkpoint.resume=nowhere
+checkpoint.allow_changes=[train.step]
+log.trackers=[wandbb]
+# a name
+run.name=../a
+run.dir=text.txt/run
+model.name=lama
+model.name=tests.helpers.custom_recipes:mpl
+nproc=4 fsdp.wrap=tests.helpers.custom_recipes:every_liner
+# numbers that must fit each other
+nproc=two
+nproc=2000 train.global_batch_size=2048
+nproc=3
+nproc=4 mesh.shard=3
+nproc=4 mesh.replicate=3
+mesh.shard=-1 mesh.replicate=-1
+nproc=2 mesh.context=3
+nproc=2 mesh.expert=2
+train.global_batch_size=30 train.micro_batch_size=4
+nproc=4 fsdp.reshard_after_forward=3
+nproc=4 fsdp.reshard_after_forward=[always,never]
+log.profile_ranks=[7]
+model.num_heads=5
+model.num_kv_heads=5
+model.dim=97 model.num_heads=1 model.num_kv_heads=1
+model.vocab_size=100
+recipe=gpt2 data.source=synthetic data.seq_len=2048
+# data
+data.source=tokens
+data.path=
+data.path=texx.txt
+data.path=raw.bin
+data.path=text.txt data.seq_len=4096
+data.path=short.txt
+data.path=b/*.bin data.eval_path=b/held_out-00000.bin
+'data.path={a: text.txt}' 'data.weights={b: 1}'
+data.tokenizer=byte
+data.train_on=all
+# other trainers
+--num_processes=2
+train.learning_rate=1e-4
+train.per_device_train_batch_size=4
+gradient_checkpointing=True
+sharding_strategy=FULL_SHARD
+resume_from_checkpoint=true
+val_set_size=0.01
+trainer.devices=2
+"""
+PROPOSING_NOTHING = f"""
+# a recipe
+recipe=none/zzz.yaml
+recipe=settings.toml
+recipe=tab.yaml
+recipe=part.yaml
+recipe=dotted.yaml
+recipe=latin.yaml
+recipe=arguments.yaml
+recipe=no_colon.yaml
+recipe=twice.yaml
+recipe=itself.yaml
+recipe=reference.yaml
+recipe=variable.yaml
+--recipe llama_small
+# a key or an option
+model.dropout=0.1
+optim.steps=5
+eval.batch_size=4
+--foo.bar=1
+--allow-import
+\N{LEFT DOUBLE QUOTATION MARK}train.steps=5\N{RIGHT DOUBLE QUOTATION MARK}
+# a value
+train.steps=
+train.steps=1:30
+run.name=
+optim.name=lion
+optim.max_grad_norm=0
+fsdp.cpu_offload=maybe
+checkpoint.allow_changes=[all]
+run.name={LONG_NAME}
+run.dir={LONG_NAME}/a
+run.dir=files_for_folders
+run.dir=folders_for_files
+checkpoint.resume={LONG_NAME}
+train.init_from=missing
+eval.every=0 eval.patience=3
+lora.alpha=2
+# a model
+model.name=nowhere:mine
+model.name=:llama
+model.name=failing_models:mine
+model.name=/mine.py
+model.name=Qwen/Qwen3-0.6B
+recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl
+recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl
+# data
+data.path=text.txt data.source=stdlib
+data.path=nowhere
+data.path={LONG_NAME}.txt
+data.path=[text.txt,long.txt]
+data.path=part-00000.bin
+data.path=empty.txt
+data.path=empty
+data.path=strings.jsonl
+data.path=table.xls
+'data.path={{a: text.txt}}' 'data.phases=[{{form: 0, weights: {{a: 1}}}}]'
+data.tokenizer=qwen3
+# other trainers
+--mixed_precision bf16
+train.gradient_accumulation_steps=4
+parallelism.tensor_parallel_degree=2
+# other commands
+meshtrainer plam
+meshtrainer help
+prepare latin.txt --out p
+plan --model llama3_70b
+checkpoints empty
+evaluate empty
+evaluate {LONG_NAME}
+export none none
+generate empty
+generate empty --prompt x --chat y
+report none
+data
+"""
+"""Mistakes whose message proposes no argument that could be typed instead. Think twice before you add one."""
+INPUT = {
+    "text.txt": "hi there. " * 100,
+    "long.txt": "some text to train on. " * 200,
+    "my books/a.txt": "some text to train on. " * 200,
+    "a.jsonl": '{"text": "some text to train on"}\n' * 100,
+    "corpus/a.jsonl": '{"text": "some text to train on"}\n' * 100,
+    "short.txt": "hello",
+    "empty.txt": "",
+    "empty/nothing": "",
+    "latin.txt": b"caf\xe9",
+    "strings.jsonl": '"abc"\n',
+    "table.xls": "a,b",
+    "raw.bin": bytes(9000),
+    "part-00000.bin": bytes(18),
+    "part-00000.json": "{}",
+    "settings.toml": "[training]",
+    "tab.yaml": "model:\n\tname: x\n",
+    "part.yaml": "train: {steps: 3}\n",
+    "misspelled.yaml": "train: {stepz: 3}\n",
+    "dotted.yaml": "train.steps: 3\n",
+    "latin.yaml": b"run: {name: caf\xe9}",
+    "arguments.yaml": "recipe=llama_small\ntrain.steps=3\n",
+    "no_colon.yaml": "recipe: llama_small\ntrain:\n  steps 3\n",
+    "twice.yaml": "train:\n  steps: 3\n  steps: 4\n",
+    "itself.yaml": "recipe: itself.yaml\n",
+    "reference.yaml": "recipe: llama_small\nrun: {name: '${run.nam}'}\n",
+    "variable.yaml": "recipe: llama_small\nrun: {name: '${oc.env:HOME}'}\n",
+    "crlf.yml": "recipe: llama_small\r\ntrain:\r\n  steps: 7\r\n",
+    "failing_models.py": "import math\n\nmath.sqrt(1) / 0\n",
+    "files_for_folders/checkpoints": "mine",
+    "folders_for_files/metrics.jsonl/mine": "",
+}
+LEGAL = """
+train.steps=10 train.steps=20
+recipe=crlf.yml
+'data.path=my books/a.txt'
+data.path=corpus/*.jsonl
+run.dir=~/runs/mine
+"""
+"""What users fear to be a mistake, and is none."""
+EXPLAINED = """
+nproc=3
+nproc=4 mesh.shard=3
+model.vocab_size=100
+data.path=raw.bin
+data.path=text.txt data.seq_len=4096
+data.path=b/*.bin data.eval_path=b/held_out-00000.bin
+evaluate empty
+"""
+"""Mistakes whose message docs/troubleshooting.md quotes and explains."""
+
+
+def lines(text: str) -> list[str]:
+    return [line for line in text.splitlines() if line and not line.startswith("#")]
+
+
+def words_of(line: str) -> list[str]:
+    """Return the words after `meshtrainer`."""
+    words = shlex.split(line)
+    if words[0] == "meshtrainer":
+        return words[1:]
+    if words[0] in run.COMMANDS:
+        return words
+    has_recipe = any(word.startswith(("recipe", "--recipe")) or word == "llama_small" for word in words)
+    return ["run", *([] if has_recipe else ["recipe=llama_small"]), *words]
 
 
 @dataclass(frozen=True)
-class Mistake:
-    """Arguments (`@` is the test's folder), the subcommand, files in the folder, and the expected message."""
+class Answer:
+    """What a command did and printed, and what its error proposes."""
 
-    arguments: str | list[str]
-    says: str | list[str]
-    command: str = "run"
-    files: dict[str, str | bytes | Callable[[Path], object]] | None = None
+    code: object
+    out: str
+    err: str
+    proposal: str
 
-    def typed(self, folder: Path) -> list[str]:
-        words = self.arguments.split() if isinstance(self.arguments, str) else self.arguments
-        if self.command == "run" and not any(word.startswith("recipe") or "llama_small" in word for word in words):
-            words = [SMALL, *words]
-        return [word.replace("@", str(folder)) for word in words]
-
-
-def recipe(text: str) -> dict[str, str | bytes | Callable[[Path], object]]:
-    return {"r.yaml": text}
-
-
-def ids(path: Path) -> None:
-    np.arange(3000, dtype=np.uint16).tofile(path)
+    @property
+    def message(self) -> str:
+        """The only error, which is short."""
+        assert (self.code, self.out, self.err.count("error:")) == (2, "", 1), self.err
+        assert self.err.startswith("error: ")
+        assert "Traceback" not in self.err
+        assert len(self.err.splitlines()) <= 6, self.err
+        return self.err.removeprefix("error: ")
 
 
-MISTAKES = {
-    "1 a recipe misspelled": Mistake("recipe=lama_small", "did you mean recipe=llama_small?"),
-    "2 a key misspelled": Mistake("train.step=5", "did you mean train.steps=5?"),
-    "2 a key without its section": Mistake("steps=5", "did you mean train.steps=5?"),
-    "2 a key in capitals": Mistake("Train.Steps=5", "did you mean train.steps=5?"),
-    "3 keys with dashes": Mistake("--train.steps=10", "to fix: keys are written without dashes, as train.steps=10"),
-    "3 a recipe with dashes": Mistake("--recipe llama_small", "did you mean recipe=...?"),
-    "4 a recipe alone": Mistake("llama_small", "did you mean recipe=llama_small?"),
-    "4 spaces around =": Mistake(f"{SMALL} train.steps = 10", "to fix: write it without spaces: train.steps=10"),
-    "5 a number in words": Mistake("train.steps=ten", "for example: train.steps=1000"),
-    "5 a number in powers": Mistake("train.steps=1e3", ["train.steps=1e3: ", "nearest legal value: train.steps=1000"]),
-    "5 thousands": Mistake("train.steps=10k", "did you mean train.steps=10000?"),
-    "6 a device by another name": Mistake("run.device=gpu", "did you mean run.device=cuda?"),
-    "6 a switch for a choice": Mistake("log.wandb=true", "did you mean log.wandb=online?"),
-    "7 a list without brackets": Mistake("optim.betas=0.9,0.95", "for example: 'optim.betas=[0.9,0.95]'"),
-    "7 a list that is empty by default": Mistake("log.profile_steps=10,13", "'log.profile_steps=[10,13]'"),
-    "8 a switch for a policy": Mistake("fsdp.reshard_after_forward=true", "fsdp.reshard_after_forward=always?"),
-    "10 ranks that do not divide the batch": Mistake("nproc=3", "nearest legal value: train.global_batch_size=6"),
-    "11 an odd width": Mistake("model.dim=97", "nearest legal value: model.dim=98"),
-    "12 tabs in YAML": Mistake(
-        "recipe=@/r.yaml", ["line 2: it contains a tab", "to fix: indent"], files=recipe("model:\n\tname: x\n")
-    ),
-    "14 part of a recipe": Mistake(
-        "recipe=@/r.yaml", "to fix: start the file with `recipe: llama_small`", files=recipe("train: {steps: 3}\n")
-    ),
-    "14 an empty recipe": Mistake("recipe=@/r.yaml", "to fix: start the file", files=recipe("")),
-    "14 a key misspelled in a file": Mistake(
-        "recipe=@/r.yaml", "did you mean train.steps=3?", files=recipe("train: {stepz: 3}\n")
-    ),
-    "14 a dotted key in a file": Mistake(
-        "recipe=@/r.yaml", "to fix: write `train:` with `steps: 3` below", files=recipe("train.steps: 3\n")
-    ),
-    "15 a folder that is no run": Mistake("recipe=@", "it has no config.yaml"),
-    "16 what a shell would expand": Mistake("optim.betas=[0.9]", "nearest legal value: 'optim.betas=[0.9,0.95]'"),
-    "18 a path with a space": Mistake(
-        [SMALL, "data.path=@/my", "books/a.txt"], "to fix: quote a value with spaces in it: 'data.path="
-    ),
-    "20 no data": Mistake("data.source=tokens", "for example: 'data.path=corpus/*.jsonl'"),
-    "20 data that are not there": Mistake("data.path=@/none.txt", "to fix: give an existing file, folder or"),
-    "20 a variable that is not set": Mistake("data.path=", "data.path=: is empty"),
-    "22 a tokenizer by its name": Mistake("data.tokenizer=gpt2", "to fix: download the tokenizer.json of that model"),
-    "22 a tokenizer that is not there": Mistake("data.tokenizer=@/tokenizer.json", "there is no such file"),
-    "23 a vocabulary that is too small": Mistake("model.vocab_size=100", "nearest legal value: model.vocab_size=257"),
-    "24 ids without metadata": Mistake("data.path=@/a.bin", "for example: data.tokenizer=", files={"a.bin": ids}),
-    "25 metadata that are none": Mistake(
-        "data.path=@/a-00000.bin", "is not the metadata", files={"a-00000.bin": b"ab" * 9, "a-00000.json": "{}"}
-    ),
-    "26 a sequence longer than the data": Mistake(
-        "data.path=@/a.txt data.seq_len=4096",
-        "nearest legal value: data.seq_len=1000",
-        files={"a.txt": "hi there. " * 100},
-    ),
-    "26 a sequence longer than the model": Mistake(
-        "recipe=gpt2 data.source=synthetic data.seq_len=2048", "nearest legal value: data.seq_len=1024"
-    ),
-    "27 text in another encoding": Mistake(
-        "@/a.txt --out @/p", "to fix: convert it to UTF-8", "prepare", {"a.txt": "caf\xe9 ".encode("latin-1")}
-    ),
-    "27 another text key": Mistake(
-        "@/a.jsonl --out @/p", "nearest legal value: --text-key=content", "prepare", {"a.jsonl": '{"content": "x"}\n'}
-    ),
-    "27 a folder for shards": Mistake("@/a.txt --out @", "legal value: --out=@/corpus", "prepare", {"a.txt": "x"}),
-    "28 a module that is not there": Mistake("model.name=nowhere_at:mine", "start from the folder of nowhere_at.py"),
-    "29 a model misspelled in a module": Mistake(
-        "model.name=tests.helpers.custom_recipes:mpl", "did you mean model.name=tests.helpers.custom_recipes:mlp?"
-    ),
-    "45 a folder that cannot be": Mistake("run.dir=@/a.txt/run", "@/a.txt is not a folder", files={"a.txt": "x"}),
-    "47 accelerate: processes": Mistake("--num_processes=2", "did you mean nproc=2?"),
-    "48 accelerate: precision": Mistake("--mixed_precision bf16", "to fix: set fsdp.param_dtype=bfloat16"),
-    "49 HF: learning rate": Mistake("train.learning_rate=1e-4", "did you mean optim.lr=1e-4?"),
-    "50 HF: batch size": Mistake("train.per_device_train_batch_size=4", "did you mean train.micro_batch_size=4?"),
-    "51 HF: accumulation": Mistake("train.gradient_accumulation_steps=4", "fix: it is computed from train.global"),
-    "52 HF: precision": Mistake("train.bf16=true", "to fix: set fsdp.param_dtype=bfloat16"),
-    "53 HF: saving": Mistake("train.save_steps=100", "did you mean checkpoint.every=100?"),
-    "54 HF: where to": Mistake("train.output_dir=out", "did you mean run.dir=out?"),
-    "55 HF: a model by its name": Mistake("model.name=Qwen/Qwen3-0.6B", "name it as model.name=auto model.path=Qwen/"),
-    "56 HF: a model that was not fetched": Mistake(
-        "recipe=sft model.path=Qwen/Qwen3-0.6B data.path=x.jsonl",
-        ["is not in the cache", "and HF_HUB_OFFLINE is set", "to fix: unset it once to download"],
-    ),
-    "56 HF: a model without its owner": Mistake(
-        "recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl", "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B"
-    ),
-    "56 HF: a model in a folder of models": Mistake(
-        "recipe=sft model.path=recipes/Qwen3-0.6B data.path=x.jsonl",
-        "or its name on the Hugging Face Hub: OWNER/Qwen3-0.6B",
-    ),
-    "57 HF: a data set by its name": Mistake("data.path=wikitext", "to fix: give an existing file, folder or"),
-    "57 TRL: what is trained on": Mistake(
-        "data.assistant_only_loss=true", "to fix: set data.train_on=assistant, or completion"
-    ),
-    "57 axolotl: what is held out": Mistake("val_set_size=0.01", "did you mean data.holdout=0.01?"),
-    "57 axolotl: slices": Mistake("context_parallel_size=2", "did you mean mesh.context=2?"),
-    "58 Lightning: devices": Mistake("trainer.devices=2", "did you mean nproc=2?"),
-    "59 Lightning: epochs": Mistake("trainer.max_epochs=2", "did you mean train.epochs=2?"),
-    "60 Lightning: clipping": Mistake("trainer.gradient_clip_val=1", "did you mean optim.max_grad_norm=1?"),
-    "61 Lightning: no clipping": Mistake("optim.max_grad_norm=0", "to fix: optim.max_grad_norm=null means no clipping"),
-    "62 torchtitan: sharding": Mistake("parallelism.data_parallel_shard_degree=8", "did you mean mesh.shard=8?"),
-    "63 torchtitan: other axes": Mistake("parallelism.tensor_parallel_degree=2", "to fix: only sharding and"),
-    "64 torchtitan: a file": Mistake("recipe=@/r.toml", "recipe files are YAML", files={"r.toml": "[training]"}),
-    "65 a section for a key": Mistake("model=llama", "did you mean model.name=llama?"),
-    "66 another command's name": Mistake("launch", "did you mean meshtrainer run?", "meshtrainer"),
-    "a plan of no recipe": Mistake("llama3_70b", "did you mean recipe=llama3_70b?", "plan"),
-    "a plan's option": Mistake("--model llama3_70b", "--model: no such option", "plan"),
-    "an export to nowhere": Mistake("@", "to fix: give a folder, or --push ORG/NAME", "export"),
-    "an export of nothing": Mistake("@ @/out", "to fix: give a run folder", "export"),
-    "no prompt": Mistake("@", "--prompt", "generate"),
-    "a report of nothing": Mistake("@/no_such_run_at_all", "to fix: give a run folder", "report"),
-    "checkpoints of nothing": Mistake("@", "to fix: give a run folder", "checkpoints"),
-    "an evaluation of nothing": Mistake("@", "to fix: give a run folder", "evaluate"),
-    "a unit of time": Mistake("run.timeout_s=30m", "did you mean run.timeout_s=1800?"),
-    "a unit of memory": Mistake("data.cache_gib=50GB", "did you mean data.cache_gib=50?"),
-    "a comma for a point": Mistake("optim.lr=0,001", "did you mean optim.lr=0.001?"),
-    "no number at all": Mistake("optim.lr=inf", ["must be finite", "for example: optim.lr=0.0003"]),
-    "a share for a count": Mistake("schedule.warmup_steps=10%", "for example: schedule.warmup_steps=100"),
-    "minutes for steps": Mistake("eval.every=10min", "for example: eval.every=100"),
-    "one of two numbers too large": Mistake("optim.betas=[0.9,1.1]", "for example: 'optim.betas=[0.9,0.95]'"),
-    "an optimizer that is not here": Mistake("optim.name=lion", "must be one of adamw, sgd, muon"),
-    "a name without brackets": Mistake(
-        "checkpoint.allow_changes=model.dim", "nearest legal value: 'checkpoint.allow_changes=[model.dim]'"
-    ),
-    "two equals signs": Mistake("train.steps==5", "did you mean train.steps=5?"),
-    "a colon": Mistake([SMALL, "train.steps:5"], "did you mean train.steps=5?"),
-    "a recipe behind a recipe": Mistake([SMALL, "gpt2"], "did you mean recipe=gpt2?"),
-    "a dash of a text program": Mistake([SMALL, "\u2013\u2013dry-run"], "did you mean --dry-run?"),
-    "quotes of a text program": Mistake(["\u201ctrain.steps=5\u201d"], "to fix: use plain quotes, or none: train.st"),
-    "an empty name": Mistake("run.name=", "run.name=: is empty, perhaps from an unset"),
-    "a model's setting that it has none of": Mistake("model.dropout=0.1", "model.name=llama has no such setting"),
-    "a mapping without quotes": Mistake(
-        [SMALL, "data.path={web:", "/nope,", "code:", "/x}", "train.steps=5"],
-        "to fix: quote a value with spaces in it: 'data.path={web: /nope, code: /x}'\n",
-    ),
-    "a word behind a number": Mistake([SMALL, "train.steps=5", "now"], "for example: train.steps=100"),
-    "a word behind a recipe": Mistake([SMALL, "now"], "for example: train.steps=100"),
-    "a recipe of a variable that is not set": Mistake(["recipe="], "recipe=: is empty, perhaps from an unset shell"),
-    "a number of a variable that is not set": Mistake("train.steps=", "train.steps=: is empty, perhaps from an unset"),
-    "a name that is too long": Mistake(f"run.name={300 * 'x'}", "is 300 bytes long; a folder's name has at most 255"),
-    "a folder that is too long": Mistake(f"run.dir=@/{300 * 'x'}/a", "cannot be used (File name too long)"),
-    "checkpoints in a folder that is too long": Mistake(f"checkpoint.dir=@/{300 * 'x'}", "(File name too long)"),
-    "a checkpoint whose name is too long": Mistake(f"checkpoint.resume=@/{300 * 'x'}", "(File name too long)"),
-    "weights whose name is too long": Mistake(f"train.init_from=@/{300 * 'x'}", "(File name too long)"),
-    "data whose name is too long": Mistake(f"data.path=@/{300 * 'x'}.txt", "data.path="),
-    "a model whose name is too long": Mistake(f"model.path=@/{300 * 'x'}", "model.path="),
-    "a recipe whose name is too long": Mistake(f"recipe=@/{300 * 'x'}", "(File name too long)"),
-    "a run whose name is too long": Mistake(f"@/{300 * 'x'}", "File name too long", "evaluate"),
-    "a GPU that is not there": Mistake("@ --prompt x --device cuda", "usable GPU\n  nearest", "generate"),
-    "another trainer's key": Mistake("model.attention.heads=5", "to fix: see python -m trainer.run --help m"),
-    "a recipe in another encoding": Mistake(
-        "recipe=@/r.yaml", "to fix: save it as UTF-8", files={"r.yaml": "run: {name: caf\xe9}".encode("latin-1")}
-    ),
-    "a recipe as on the command line": Mistake(
-        "recipe=@/r.yaml", "to fix: write each key as `key: value`", files=recipe("recipe=llama_small\ntrain.steps=3\n")
-    ),
-    "a line without a colon": Mistake(
-        "recipe=@/r.yaml", "below `train:`, indented", files=recipe("recipe: llama_small\ntrain:\n  steps 3\n")
-    ),
-    "a key twice in a file": Mistake(
-        "recipe=@/r.yaml", ["line 3: found duplicate key steps", "to fix: correct line 3"],
-        files=recipe("train:\n  steps: 3\n  steps: 4\n"),
-    ),
-    "a recipe that is its own parent": Mistake(
-        "recipe=@/r.yaml", "to fix: start one of them from another", files=recipe("recipe: r.yaml\n")
-    ),
-    "another key that is not there": Mistake(
-        "recipe=@/r.yaml", "to fix: write the value itself, or refer to an existing",
-        files=recipe("recipe: llama_small\nrun: {name: '${run.nam}'}\n"),
-    ),
-    "a variable in a file": Mistake(
-        "recipe=@/r.yaml", "to fix: write the value itself, or set it on the command line: run.name=...",
-        files=recipe("recipe: llama_small\nrun: {name: '${oc.env:HOME}'}\n"),
-    ),
-    "a recipe file that is not there": Mistake("recipe=@/none/zzz.yaml", "no such file"),
-    "a model's file": Mistake("model.name=@/mine.py", "to fix: start from the folder of mine.py, and give the module"),
-    "a model in a file": Mistake("model.name=mine.py:tiny", "did you mean model.name=mine:tiny?"),
+class _Stderr(io.StringIO):
+    """Keeps the proposal of the error whose message is printed, which is being handled at that moment."""
 
-    "an empty file": Mistake("data.path=@/a.txt", "to fix: give a file that contains text", files={"a.txt": ""}),
-    "a document and no more": Mistake("data.path=@/a.txt", "one sample needs 257 tokens", files={"a.txt": "hello"}),
-    "an empty folder": Mistake("data.path=@", "has no file that ends in"),
-    "strings for objects": Mistake(
-        "data.path=@/a.jsonl", "a.jsonl:1: must be a JSON object", files={"a.jsonl": '"abc"\n"def"\n'}
-    ),
-    "a phase with a misspelled part": Mistake(
-        [SMALL, "data.path={a: @/a.txt}", "data.phases=[{form: 0, weights: {a: 1}}]"],
-        "must contain only `from` and `weights`", files={"a.txt": "hi there. " * 100},
-    ),
-    "weights of a source that is not there": Mistake(
-        [SMALL, "data.path={a: @/a.txt}", "data.weights={b: 1}"], "data.path has no source b", files={"a.txt": "x"}
-    ),
-    "evaluating nothing": Mistake("", "none was given\n  for example: python -m trainer.evaluate", "evaluate"),
-    "looking at data without a word": Mistake("", "missing command: show, check, plan", "data"),
-    "an export into the run": Mistake("@/none @/none", "@/none: no such folder", "export"),
-    "a port that is a word": Mistake("@ --serve http", "--serve: invalid int value", "report"),
-    "text of a model, twice": Mistake("@ --prompt x --chat y", "--chat: not allowed with argument", "generate"),
-    "completion of no shell": Mistake("completion", "for example: meshtrainer completion bash", "meshtrainer"),
-    "help as a word": Mistake("help", "did you mean meshtrainer --help?", "meshtrainer"),
-    "resuming as a word": Mistake("resume", "did you mean meshtrainer run?", "meshtrainer"),
-    "a spreadsheet": Mistake("data.path=@/a.xls", "to fix: write each document as", files={"a.xls": "a,b"}),
-}  # fmt: skip
+    proposal = ""
 
-HELD_ELSEWHERE = {
-    21: "test_data.py::test_held_out_shards_must_differ_and_have_the_same_tokenizer",
-    30: "test_faults.py::test_folder_belongs_to_one_run",
-    31: "test_bad_input.py::test_user_error_does_not_change_an_existing_run",
-    32: "test_config.py::test_what_a_resume_may_change",
-    33: "test_processes.py::test_a_finished_run_started_again_does_nothing",
-    34: "test_checkpoints.py::test_a_changed_learning_rate_takes_effect",
-    35: "test_run_folders.py::test_config_yaml_refers_to_its_own_folder",
-    36: "test_run_folders.py::test_changed_folder_loses_no_line_and_touches_no_other",
-    37: "test_run_folders.py::test_changed_folder_loses_no_line_and_touches_no_other",
-    38: "test_faults.py::test_all_checkpoints_are_damaged",
-    39: "test_stopping.py::test_closed_terminal_and_quit_signal_stop_the_run",
-    40: "test_stopping.py::test_a_pipe_that_is_closed_early_breaks_no_command",
-    41: "test_stopping.py::test_second_interrupt_ends_a_stuck_run_cleanly",
-    42: "test_stopping.py::test_the_ranks_end_when_their_launcher_is_killed",
-    44: "test_plan.py::test_out_of_memory_is_explained",
-    46: "test_bad_input.py::test_missing_requirement_is_reported_before_anything_is_built",
-}
-"""What happens to a run that has begun, or in one that exists: by number, the tests that hold it."""
-
-WORKS = {
-    9: "train.steps=10 train.steps=20",
-    13: "recipe=@/crlf.yml",
-    17: "data.path=@/*.txt",
-    19: "data.path=@/my books/a.txt",
-    43: "nproc=2",
-}
-"""What people fear to be a mistake, and is none."""
+    def write(self, text: str) -> int:
+        error = sys.exc_info()[1]
+        self.proposal = error.proposal if isinstance(error, UserError) else self.proposal
+        return super().write(text)
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+def answer(words: Sequence[str]) -> Answer:
+    """Run `meshtrainer WORDS` in this process."""
+    out, err = io.StringIO(), _Stderr()
+    code: object
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            if words[0] == "run":
+                code = run.main(words[1:])
+            elif words[0] == "evaluate":
+                code = evaluate.main(words[1:])
+            else:
+                sys.argv = ["meshtrainer", *words]
+                run.meshtrainer()
+        except SystemExit as ended:
+            code = ended.code
+    return Answer(code, out.getvalue(), err.getvalue(), err.proposal)
 
 
-def answer(mistake: Mistake, folder: Path, monkeypatch: pytest.MonkeyPatch) -> object:
-    words = mistake.typed(folder)
-    if mistake.command == "run":
-        own = [] if any(word.startswith("run.dir=") for word in words) else [f"run.dir={folder / 'run'}"]
-        return run.main([*words, *own])
-    monkeypatch.setattr(run, "exit_process", pytest.fail)
-    monkeypatch.setattr("sys.argv", ["meshtrainer", *words])
-    try:
-        if mistake.command == "meshtrainer":
-            run.meshtrainer()
-        module = importlib.import_module(run.COMMANDS[mistake.command])
-        return module.main(words) if mistake.command == "evaluate" else module.command_line(words)
-    except SystemExit as left:
-        return left.code
+@functools.cache
+def refusal(*words: str) -> str:
+    """Return why `meshtrainer run WORDS` is not accepted; empty if it is."""
+    checked = answer(["run", *words, "--print-config"])
+    return checked.err if checked.code else ""
 
 
-@pytest.mark.parametrize("name", list(MISTAKES))
-def test_mistake_is_one_short_message(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.fixture(scope="module")
+def input_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("input")
+    for name, content in INPUT.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    write_tokenizer(folder / "gpt2", template=None)
+    for name in ("trained", "held_out"):
+        assert answer(["prepare", str(folder / "long.txt"), "--out", str(folder / "b" / name)]).code == 0
+    return folder
+
+
+@pytest.fixture
+def folder(input_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder with the input, in which the command lines are typed."""
+    monkeypatch.chdir(input_folder)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(input_folder.with_name("cache")))
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(run, "run_trainer", lambda *arguments: pytest.fail("it would train"))
+    return input_folder
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return all files and folders in a folder, with their sizes and modification times."""
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def mistake_in(words: Sequence[str], message: str) -> str:
+    """Return the argument that the message begins with; empty if it begins with a setting that was not typed."""
+    first_line = re.sub(r"(?<=\d)\.0\b", "", message.partition("\n")[0])  # 2.0 is a fine way to repeat 2
+    for word in words:
+        key, equals, value = word.partition("=")
+        if first_line.startswith((f"{word}:", f"{word!r}:")):
+            return word
+        if equals and first_line.startswith(f"{key}="):
+            assert value in first_line, "a path may be shown in full"
+            return word
+    assert re.match(r"[\w.]+(\[\d+\])?=", message), message
+    return ""
+
+
+@pytest.mark.parametrize("line", [*lines(PROPOSING), *lines(PROPOSING_NOTHING)], ids=lambda line: line[:60])
+def test_mistake_is_one_message_and_its_advice_works(line: str, folder: Path) -> None:
+    words, before = words_of(line), contents(folder)
+    answered = answer(words)
+    message, proposal = answered.message, answered.proposal
+    assert contents(folder) == before, "nothing is left behind"
+    assert bool(proposal) == (line in lines(PROPOSING)), proposal
+    if words[0] != "run":
+        return
+    mistake = mistake_in(words, message)
+    if not proposal:
+        return
+    # The proposal replaces the mistake, the words that it joins, or a recipe file with a mistake in it.
+    kept = [word for word in words[1:] if word != mistake and word not in proposal and not word.endswith(".yaml")]
+    if not any(word.startswith("recipe=") for word in (*kept, proposal)):
+        kept.insert(0, "recipe=llama_small")
+    assert proposal in message
+    assert refusal(*kept, proposal) == ""
+    # A legal number is the nearest one.
+    key, _, number = proposal.partition("=")
+    given = re.match(rf"{re.escape(key)}=(-?\d+): ", message)
+    if given and re.fullmatch(r"-?\d+", number) and int(given[1]) != int(number):
+        nearer = int(number) + (1 if int(given[1]) > int(number) else -1)
+        assert refusal(*kept, f"{key}={nearer}") != ""
+
+
+@pytest.mark.parametrize("line", lines(LEGAL))
+def test_unusual_input_is_accepted(line: str, folder: Path) -> None:
+    assert refusal(*words_of(line)[1:]) == ""
+
+
+def is_explained(message: str) -> bool:
+    """Return whether docs/troubleshooting.md explains a message: it quotes it, with `...` for what varies."""
+    page = (REPOSITORY / "docs" / "troubleshooting.md").read_text().partition("\n## ")[0]
+    quotes = re.findall(r"^\| `([^`]+)`", page, re.MULTILINE)
+    return any(re.search(".*".join(map(re.escape, quote.split("..."))), message) for quote in quotes)
+
+
+@pytest.mark.parametrize("line", lines(EXPLAINED))
+def test_message_reads_as_the_page_quotes_it(line: str, folder: Path) -> None:
+    assert is_explained(answer(words_of(line)).message)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "recipe=llama_smal",
+        "train.step=5",
+        "train.steps=many",
+        "train.steps=-1",
+        "nproc=3",
+        "nproc=4 mesh.shard=3",
+        "model.num_heads=5",
+        "model.vocab_size=100",
+        "run.dir=text.txt/run",
+        "data.path=nowhere",
+    ],
+)
+def test_print_config_finds_the_same_mistakes(line: str, folder: Path) -> None:
+    """So what it prints can be run."""
+    words = words_of(line)
+    assert answer([*words, "--print-config"]) == answer(words)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"train.steps=1{400 * '0'}",
+        f"optim.lr=1{400 * '0'}",
+        f"optim.betas=[1{400 * '0'},0.9]",
+        f"schedule.warmup_steps=1{5000 * '0'}",
+    ],
+    ids=lambda line: line.partition("=")[0],
+)
+def test_absurd_number_is_not_repeated_at_length(line: str, folder: Path) -> None:
+    message = answer(words_of(line)).message
+    assert message.startswith(line.partition("=")[0])
+    assert len(message) < 1000
+
+
+def test_no_recipe_shows_usage_and_recipes(folder: Path) -> None:
+    nothing = answer(["run"])
+    assert (nothing.code, nothing.out) == (2, "")
+    assert nothing.err.startswith("usage:")
+    assert "llama3_405b" in nothing.err
+    assert answer(["run", "train.steps=10"]).proposal == "recipe=llama_small"
+    assert answer(["run", "model.name=gpt2"]).proposal == "recipe=gpt2"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Missing libraries and compilers
+
+
+def take_away(what: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what in ("gcc", "g++"):
+        monkeypatch.delenv("CC", raising=False)
+        monkeypatch.delenv("CXX", raising=False)
+        monkeypatch.setenv("PATH", str(folder))
+        monkeypatch.setitem(sys.modules, "triton", types.ModuleType("triton"))
+    else:
+        monkeypatch.setitem(sys.modules, what, None)
+
+
+MISSING = [
+    ("log.tensorboard=true", "tensorboard"),
+    ("fsdp.param_dtype=bfloat16 train.float8=rowwise", "torchao"),
+    ("run.device=cpu train.compile=true", "g++"),
+    ("run.device=cuda train.compile=true", "triton"),
+    ("run.device=cuda optim.state_dtype=bfloat16", "triton"),
+    ("run.device=cuda train.weights_dtype=bfloat16", "gcc"),
+]
+
+
+@pytest.mark.parametrize(("line", "what"), MISSING)
+def test_missing_requirement_is_one_message(
+    line: str, what: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    mistake = MISTAKES[name]
-    monkeypatch.chdir(REPOSITORY)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path.with_name("cache")))
-    monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("it would train"))
-    for file, content in (mistake.files or {}).items():
-        if callable(content):
-            content(tmp_path / file)
-        else:
-            (tmp_path / file).write_bytes(content if isinstance(content, bytes) else content.encode())
-    before = contents(tmp_path)
-    assert answer(mistake, tmp_path, monkeypatch) == 2
-    printed, said = capsys.readouterr()
-    assert (printed, said.count("error:"), "Traceback" in said) == ("", 1, False), said
-    assert len(said.splitlines()) <= 6, said
-    for text in [mistake.says] if isinstance(mistake.says, str) else mistake.says:
-        assert text.replace("@", str(tmp_path)) in said, said
-    assert re.search(r"did you mean|nearest legal|for example|to fix|must be|there is no|required", said), "what to do"
-    assert contents(tmp_path) == before, "nothing is left behind"
+    take_away(what, tmp_path, monkeypatch)
+    words, before = words_of(line), contents(folder)
+    answered = answer(words)
+    assert answered.message.startswith(f"{words[-1]}: ")
+    assert what in answered.err.lower()
+    assert answer([*words, "--print-config"]).err == answered.err
+    assert contents(folder) == before
+    if what in ("gcc", "g++"):
+        compiler = tmp_path / what
+        compiler.touch(mode=0o755)
+        assert answer([*words, "--print-config"]).code == 0
 
 
-def test_a_command_line_without_a_recipe(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(["train.steps=10"]) == 2
-    said = capsys.readouterr().err
-    assert said.startswith("error: recipe=NAME is missing\n  for example: recipe=llama_small\nusage: ")
-    assert "llama3_405b" in said
-    assert len(said.splitlines()) == 4
-    assert run.main(["model.name=gpt2"]) == 2
-    assert "did you mean recipe=gpt2?" in capsys.readouterr().err
+def test_missing_compiler_is_reported_to_a_custom_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unbuilt(Trainer):
+        def build_model(self) -> None:
+            pytest.fail("the model was built before")
+
+    take_away("g++", tmp_path, monkeypatch)
+    with pytest.raises(UserError) as raised:
+        Unbuilt(load_config("llama_small", ["train.compile=true", f"run.dir={tmp_path / 'run'}", "run.device=cpu"]))
+    assert str(raised.value).startswith("train.compile=true: ")
+    assert is_explained(str(raised.value))
+    assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize("number", WORKS)
-def test_unusual_but_legal_input_works(
-    number: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    (tmp_path / "my books").mkdir()
-    for name in ("a.txt", "my books/a.txt"):
-        (tmp_path / name).write_text("some text to train on. " * 999)
-    (tmp_path / "crlf.yml").write_bytes(b"recipe: llama_small\r\ntrain:\r\n  steps: 7\r\n")
-    words = [word.replace("@", str(tmp_path)) for word in re.split(r" (?=\w+\.\w+=)", WORKS[number])]
-    begun = [] if words[0].startswith("recipe=") else [SMALL]
-    assert run.main([*begun, *words, "--print-config"]) == 0, capsys.readouterr().err
+# ---------------------------------------------------------------------------------------------------------------
+# In processes of their own
 
 
-def test_tilde_that_the_shell_did_not_expand(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main([SMALL, "run.dir=~/runs/mine", "--print-config"]) == 0
-    assert f"dir: {os.path.expanduser('~')}/runs/mine" in capsys.readouterr().out
+@pytest.mark.slow
+def test_mistake_is_found_before_torch_is_imported(tmp_path: Path) -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "trainer.run", "recipe=llama_small", "nproc=3"]
+    ended = launch([*command, f"run.dir={tmp_path / 'run'}"], tmp_path).wait()
+    assert ended.code == 2
+    imported = re.findall(r"^import time: .*\| +(\S+)$", ended.err, re.MULTILINE)
+    assert "trainer.config" in imported
+    assert "torch" not in imported
+    assert not (tmp_path / "run").exists()
 
 
-def test_all_66_mistakes_are_tested() -> None:
-    numbers = {int(name.split()[0]) for name in MISTAKES if name[0].isdigit()} | HELD_ELSEWHERE.keys() | WORKS.keys()
-    assert numbers == set(range(1, 67))
-    for test in HELD_ELSEWHERE.values():
-        file, _, function = path_of(test).partition("::")
-        assert f"def {function}(" in (REPOSITORY / file).read_text(), test
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mistake", "names"),
+    [
+        ("optim.name=adamm", ["optim.name=adamm"]),
+        ("model.name=tests.helpers.custom_recipes:mlp_unfilled", ["table.forgotten", "out.extra"]),
+        pytest.param(
+            "model.name=tests.helpers.custom_recipes:mlp_parted_tie",
+            ["table.weight", "out.weight"],
+            marks=pytest.mark.campaign,
+        ),
+    ],
+)
+def test_mistake_is_printed_once_on_two_ranks(mistake: str, names: list[str], tmp_path: Path) -> None:
+    """Whether it is found before the ranks meet, or only when they build the model."""
+    ended = train(tmp_path / "run", "recipe=llama_small", "data.source=synthetic", mistake, "nproc=2", code=2)
+    assert (ended.err.count("error:"), ended.err_of(1)) == (1, ""), ended.err
+    assert "Traceback" not in ended.err
+    for name in names:
+        assert ended.err.count(name) == 1, ended.err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_mistake_does_not_change_an_existing_run(one: SharedRun, tmp_path: Path) -> None:
+    folder = one.copy_to(tmp_path / "run")
+    before = contents(folder), [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
+    changed = train(folder, *one.overrides, "model.dim=48", "train.steps=24", code=2)
+    assert is_explained(changed.err)
+    for text in ("model.dim", "32", "48", "checkpoint.allow_changes=["):
+        assert text in changed.err
+    train(folder, *one.overrides, "optim.name=adamm", code=2)
+    after = contents(folder), [path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()]
+    assert after == before
