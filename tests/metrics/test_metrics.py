@@ -304,6 +304,8 @@ def test_logged_values_are_on_the_console(tmp_path: Path, capsys: pytest.Capture
 
 
 def train_in_a_terminal(slave: str, arguments: Sequence[str]) -> int:
+    for name in ("COLUMNS", "LINES"):  # which have precedence over the terminal's size
+        os.environ.pop(name, None)
     descriptor = os.open(slave, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(descriptor, number)

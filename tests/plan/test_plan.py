@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from tests.helpers.commands import meshtrainer
-from tests.helpers.launch import REPOSITORY, TORCHRUN, command, launch, on_ranks, run
+from tests.helpers.launch import REPOSITORY, TORCHRUN, command, launch, on_ranks, run, tiny
 from tests.helpers.plan_truth import (
     as_logged,
     config_of,
@@ -27,6 +27,7 @@ from tests.helpers.plan_truth import (
     planned,
     tracked_peak,
 )
+from tests.helpers.tiny import lines
 from trainer import Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, check_config, recipe_description, recipe_files, resolve_expert_method
 from trainer.plan.machine import GIB, Machine, find_machine
@@ -181,12 +182,15 @@ CHOSEN = ("fsdp.reshard_after_forward", "train.activation_checkpoint", "train.mi
 AUTOS = [f"{key}={AUTO}" for key in CHOSEN]
 
 
-@pytest.mark.slow
 def test_run_resolves_auto_and_compares_itself_with_the_plan(tmp_path: Path) -> None:
-    end = run(tmp_path / "run", *AUTOS, "train.steps=3", "train.global_batch_size=16", "nproc=2").metrics[-1]
-    kept = load_config(str(tmp_path / "run" / "config.yaml"))
-    values = (kept.fsdp.reshard_after_forward, kept.train.activation_checkpoint, kept.train.micro_batch_size)
-    assert AUTO not in values
+    autos = ["fsdp.reshard_after_forward=auto", "train.micro_batch_size=auto"]
+    own = tiny(*autos, "train.steps=2", "train.global_batch_size=2", "model.num_layers=1", f"run.dir={tmp_path}")
+    trainer = Trainer(load_config("llama_small", own))
+    assert trainer.fit() == 0
+    trainer.close()
+    kept = load_config(str(tmp_path / "config.yaml"))
+    assert AUTO not in (kept.fsdp.reshard_after_forward, kept.train.micro_batch_size)
+    end = lines(tmp_path)[-1]
     assert end["planned_peak_gib"] > 0
     assert end["peak_memory_gib"] > 0
 
@@ -263,8 +267,8 @@ def fits(recipe: str, ranks: int, machine: Machine, *overrides: str) -> bool:
     return plan.fits
 
 
-EVERY_TIME = ("llama3_8b", "qwen3_30b_a3b")
-"""The published recipes that are planned in `make test`; the others are planned in the campaign."""
+EVERY_TIME = ("qwen3_30b_a3b",)
+"""The published recipe that is planned in `make test`; the others are planned in the campaign."""
 
 
 @pytest.mark.slow
@@ -400,22 +404,25 @@ def test_calibration_is_stored_and_used(tmp_path: Path, monkeypatch: pytest.Monk
 # Out of memory
 
 
+GREEDY = ["model.name=tests.helpers.custom_recipes:greedy", "data.seq_len=32", "log.sample_tokens=0", "eval.every=0"]
+
+
 @pytest.mark.slow
 def test_out_of_memory_ends_with_advice(tmp_path: Path) -> None:
-    """In a run of two ranks, and in a script with a loop of its own."""
-    own = ["model.name=tests.helpers.custom_recipes:greedy", "data.seq_len=32", "log.sample_tokens=0", "eval.every=0"]
-    asked = ["recipe=llama_small", *own, "model.width=600", "train.micro_batch_size=2", "train.steps=5", NEVER]
-    ended = run(tmp_path / "run", *asked, "nproc=2", code=1)
+    asked = ["recipe=llama_small", *GREEDY, "model.num_hidden=2", "train.micro_batch_size=2", "train.steps=5", NEVER]
+    ended = run(tmp_path / "run", *asked, code=1)
     assert ended.status["state"] == "failed"
     assert "out of memory" in ended.err
     assert "Traceback" not in ended.err
-    advice = [line for line in ended.err.splitlines() if line.startswith("would fit: ")]
-    assert advice
-    kept = sorted((tmp_path / "run").glob("traceback_rank*.txt"))
-    assert any(str(file) in ended.err for file in kept)
-    assert all("CUDA out of memory" in file.read_text() for file in kept)
+    assert [line for line in ended.err.splitlines() if line.startswith("would fit: ")]
+    (kept,) = (tmp_path / "run").glob("traceback_rank*.txt")
+    assert str(kept) in ended.err
+    assert "CUDA out of memory" in kept.read_text()
 
-    config = load_config("llama_small", [*own, "data.source=synthetic", f"run.dir={tmp_path / 'script'}"])
+
+@pytest.mark.campaign
+def test_out_of_memory_in_a_custom_script_ends_with_advice(tmp_path: Path) -> None:
+    config = load_config("llama_small", [*GREEDY, "data.source=synthetic", f"run.dir={tmp_path / 'script'}"])
     trainer = config.recipe.trainer_class(Trainer)(config)
     with pytest.raises(torch.OutOfMemoryError) as caught:
         trainer.fit()
