@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -139,3 +140,18 @@ def log_probabilities(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tens
     counts = targets != IGNORE
     index = targets.where(counts, torch.zeros(()).long()).unsqueeze(-1)
     return (logits.log_softmax(-1).gather(-1, index).squeeze(-1) * counts).sum(-1)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# As files
+
+
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def write_pairs(path: Path) -> Path:
+    """Write twelve records of preferences that a small model can learn."""
+    asked = (("Hi", "Yes", "No"), ("Bye", "Yes now", "No"), ("two and two", "Yes", "No No"))
+    return write_records(path, [{"prompt": text, "chosen": a, "rejected": b} for text, a, b in asked] * 4)

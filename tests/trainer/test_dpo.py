@@ -54,7 +54,7 @@ def test_different_reference_is_rejected(base: Path, tmp_path: Path) -> None:
     other = shutil.copytree(base, tmp_path / "other") / "model.safetensors"
     save_file({name: 1.01 * tensor for name, tensor in load_file(other).items()}, other, {"format": "pt"})
     trainer = trainer_on(Pairs(), config_of(other.parent, tmp_path / "run", *SECOND_MODEL, "train.steps=2"))
-    with pytest.raises(UserError, match=rf"^train\.init_from={other.parent}"):
+    with pytest.raises(UserError, match=rf"train\.init_from={other.parent}"):
         trainer.fit()
     trainer.close()
 
