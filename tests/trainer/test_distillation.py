@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers", reason="student and teacher are models of transformers")
 
@@ -131,6 +133,32 @@ def peak_of_a_step(config: RunConfig) -> int:
         trainer.close()
 
 
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that any operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        tensors = result if isinstance(result, (tuple, list)) else [result]
+        self.elements = max([self.elements, *(t.numel() for t in tensors if isinstance(t, torch.Tensor))])
+        return result
+
+
+def test_no_model_computes_all_logits_at_once(tmp_path: Path) -> None:
+    vocab, rows = 16384, 4 * 128
+    student = hf_models.folder_of(tmp_path / "student", "llama", vocab_size=vocab, num_hidden_layers=1)
+    config = distilling(student, tmp_path / "run", "forward", student, "data.seq_len=128", "train.micro_batch_size=4")
+    trainer = trainer_on(None, config)
+    batch = next(iter(trainer.loader))
+    with Largest() as largest:
+        trainer.loss(batch).backward()
+    trainer.close()
+    assert batch["tokens"].numel() == rows
+    assert 0 < largest.elements <= rows * vocab / 2
+
+
+@pytest.mark.campaign
 def test_peak_memory_of_distillation(tmp_path: Path) -> None:
     """At most 1.2 times the peak without, and the shards of the teacher: nobody holds all logits."""
     sizes = {"vocab_size": 8192, "num_hidden_layers": 4, "max_position_embeddings": 512}
