@@ -61,7 +61,7 @@ def test_models_of_transformers(tmp_path: Path) -> None:
     pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     from tests.helpers.hf_models import folder_of
 
-    model = ["model.name=hf", f"model.path={folder_of(tmp_path / 'base', 'llama')}"]
+    model = ["model.name=hf", f"model.path={folder_of(tmp_path / 'base', 'llama')}", "data.seq_len=64"]
     shape = load_config("llama_small", model).model.config
     head = shape["hidden_size"] // shape["num_attention_heads"]
     of_token = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"] * head * 4

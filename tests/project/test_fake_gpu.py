@@ -61,9 +61,10 @@ def test_training_saving_and_resuming_on_fake_gpus(stand: Stand, mesh: str, opti
 
 
 TINY_MIXTURE = [
-    *("model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.num_kv_heads=2", "model.head_dim=8"),
-    *("model.expert_dim=16", "model.num_experts=8", "model.num_chosen=2", "data.source=synthetic", "data.seq_len=16"),
-    *("train.global_batch_size=8", "train.micro_batch_size=1", "eval.every=0", "log.every=1", "log.sample_tokens=0"),
+    *("model.balance=0", "model.num_layers=2", "model.dim=32", "model.num_heads=4", "model.head_dim=8"),
+    *("model.expert_dim=24", "model.num_experts=4", "model.num_chosen=2", "data.source=synthetic", "data.seq_len=32"),
+    *("train.global_batch_size=8", "train.micro_batch_size=1", "schedule.warmup_steps=5", "run.threads=1"),
+    *("eval.every=0", "log.every=1", "log.sample_tokens=0"),
 ]
 COMPILED = [*BF16, "model.vocab_size=32768", "data.seq_len=4096", "train.global_batch_size=2"]
 
