@@ -1,43 +1,29 @@
-"""Reading token shards: few file descriptors, only the requested bytes, and a message that names damaged shards."""
+"""Reading token shards: with few file descriptors, by threads and processes, and with a message if they are damaged."""
 
 from __future__ import annotations
 
 import contextlib
-import json
 import multiprocessing
 import os
-import pickle
-import re
 import resource
+import shutil
 import threading
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.data.test_data import Numbered, stream_of, take, without_checksums, write_shards
-from tests.helpers.ranks import run_tiny
-from tests.helpers.tiny import tiny_config
-from trainer import Trainer
-from trainer.config import DataSection
-from trainer.data import shards
-from trainer.data import source as source_module
+from tests.helpers.data import BYTES_END, flip_bit, read_all, tokens_section, write_shards, write_texts
+from tests.helpers.faults import Fault
+from tests.helpers.launch import start
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
-from trainer.data.shards import Shard
-from trainer.data.source import Source, TokenSource
-from trainer.distributed import environment
+from trainer.data.source import Source
 from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed
-
-
-@pytest.fixture(autouse=True)
-def _written_at_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of temporary files
-    yield
-    shards.SHARD_FILES.close()
+from trainer.prepare import prepare
 
 
 @contextlib.contextmanager
@@ -55,267 +41,145 @@ def open_files() -> list[str]:
     return [os.readlink(link) for link in links if os.path.lexists(link)]
 
 
-def take_all(others: contextlib.ExitStack) -> None:
-    """Open files until no descriptor is left."""
-    with contextlib.suppress(OSError):
-        while True:
-            others.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 400 shards of one document of three letters each; every tenth shard has other letters."""
+    folder = tmp_path_factory.mktemp("many")
+    for kind in range(10):
+        write_shards(folder, [f"{kind}{kind}x"], name="made")
+        for number in range(kind, 400, 10):
+            for path in folder.glob("made-*"):
+                shutil.copyfile(path, folder / f"text-{number:05d}{path.suffix}")
+    for path in folder.glob("made-*"):
+        path.unlink()
+    return folder
 
 
-def many_shards(folder: Path, count: int) -> tuple[TokenSource, list[int]]:
-    """Return the source over `count` shards of one document each, and its tokens."""
-    documents = [bytes([number % 256, number // 256, 7]) for number in range(count)]
-    write_shards(folder, *([document] for document in documents))
-    shards = [Shard(path) for path in sorted(folder.glob("*.bin"))]
-    return TokenSource(shards, seq_len=4), stream_of(documents)
+def source_of(folder: Path) -> Source:
+    return open_source(tokens_section(folder / "text-*.bin", cache_dir=str(folder / "cache")), 257, "train")
 
 
-def test_more_shards_than_descriptors(tmp_path: Path) -> None:
-    """The same samples, whatever `ulimit -n`."""
-    source, stream = many_shards(tmp_path, 400)
+def expected_rows() -> np.ndarray:
+    """Return the tokens of all samples but the last: each has one shard."""
+    return np.array([[ord(str(n % 10)), ord(str(n % 10)), ord("x"), BYTES_END] for n in range(399)])
+
+
+def test_more_shards_than_descriptors(many: Path) -> None:
+    """The same samples, whatever `ulimit -n`; descriptors are left for others, and no shard is mapped into memory."""
     limit = len(open_files()) + 100
     with file_limit(limit):
-        order = np.random.default_rng(0).permutation(len(source))
+        source = source_of(many)
+        order = np.random.default_rng(0).permutation(399)
         tokens, _ = source.batch(order)
-    assert tokens[np.argsort(order)].ravel().tolist()[: len(stream) - 1] == stream[:-1]
-    held = [name for name in open_files() if name.startswith(str(tmp_path))]
-    assert 0 < len(held) <= limit // 4
-    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert np.array_equal(tokens, expected_rows()[order])
+    assert len([name for name in open_files() if name.startswith(str(many))]) <= limit // 2
+    assert str(many) not in Path("/proc/self/maps").read_text()
 
 
-def test_few_free_descriptors_suffice(tmp_path: Path) -> None:
-    source, stream = many_shards(tmp_path, 40)
-    source.batch(np.arange(30))
-    with file_limit(len(open_files()) + 3), contextlib.ExitStack() as others:
-        take_all(others)
-        tokens, _ = source.batch(np.arange(40)[:-1])
-    assert tokens.ravel().tolist() == stream[: 39 * 4]
-
-
-def test_message_without_free_descriptors_names_the_limit(tmp_path: Path) -> None:
-    folders = [tmp_path / str(number) for number in range(3)]
-    for folder in folders:
-        folder.mkdir()
-    sources = [many_shards(folder, 2)[0] for folder in folders]
-    limit = len(open_files())
-    with file_limit(limit), contextlib.ExitStack() as others:
-        for source in sources:  # a thread that an earlier test has left may close a file in between
-            take_all(others)
-            try:
-                source.batch(np.arange(2))
-            except source_module.ShardError as error:
-                message = str(error)
-                break
-        else:
-            pytest.fail("it found a descriptor each time")
-    assert re.search(rf"text-0000\d\.bin.*`ulimit -n` is {limit}", message), message
-
-
-def test_low_descriptor_limit_is_raised_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_low_limit_of_descriptors_is_raised() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with file_limit(256):
         assert raise_file_limit() == ""
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(hard, 65536), hard)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == soft
-    monkeypatch.setattr(environment.resource, "getrlimit", lambda _: (512, 512))
-    assert raise_file_limit() == (
-        "`ulimit -n` allows 512 open files, which is the maximum; 1024 are usual: raise the limit, or "
-        "training may fail with `Too many open files`"
-    )
 
 
-def test_only_requested_bytes_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_shards(tmp_path, [b"x" * 100_000])
-    source = open_source(DataSection(source="tokens", path=path, seq_len=64), None, "train")
-    asked: list[int] = []
-    real = os.preadv
-
-    def preadv(descriptor: int, buffers: list[np.ndarray], offset: int) -> int:
-        asked.extend(buffer.nbytes for buffer in buffers)
-        return real(descriptor, buffers, offset)
-
-    monkeypatch.setattr(shards.os, "preadv", preadv)
-    source.batch(np.array([3, 700, 1200]))
-    assert asked == [65 * 2] * 3
-
-
-def test_interrupted_reads_continue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write_shards(tmp_path, [b"abcdefgh"])
-    source = open_source(DataSection(source="tokens", path=path, seq_len=8), None, "train")
-    real = os.preadv
-    monkeypatch.setattr(
-        shards.os,
-        "preadv",
-        lambda file, buffers, offset: real(file, [memoryview(buffers[0]).cast("B")[:3]], offset),
-    )
-    assert bytes(source.batch(np.array([0]))[0][0].tolist()) == b"abcdefgh"
-
-
-def test_replaced_file_is_read_again(tmp_path: Path) -> None:
-    """By a process that opens it now, while the old file is still open."""
-    for text in (b"old", b"new"):
-        path = write_shards(tmp_path, [text])
-        source = open_source(DataSection(source="tokens", path=path, seq_len=3), None, "train")
-        assert bytes(source.batch(np.array([0]))[0][0].tolist()) == text
-
-
-def test_threads_that_share_few_descriptors_read_the_right_bytes(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(shards, "MAX_OPEN_FILES", 2)  # so that each read closes what another thread is reading from
-    source, stream = many_shards(tmp_path, 60)
-    expected = np.array(stream[: 59 * 4]).reshape(59, 4)
+def test_threads_that_share_few_descriptors_read_the_right_bytes(many: Path) -> None:
+    source, expected = source_of(many), expected_rows()
     wrong: list[object] = []
 
     def read(seed: int) -> None:
         order = np.random.default_rng(seed)
         try:
             for _ in range(40):
-                rows = order.integers(0, 59, 8)
+                rows = order.integers(0, 399, 8)
                 if not np.array_equal(source.batch(rows)[0], expected[rows]):
                     wrong.append(rows)
         except BaseException as error:
             wrong.append(error)
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with file_limit(len(open_files()) + 40):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     assert wrong == []
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_processes_that_share_shards_read_the_right_bytes(tmp_path: Path, method: str) -> None:
-    source, _ = many_shards(tmp_path, 40)
-    expected = source.batch(np.arange(39))[0]  # the parent's descriptors are open when it forks
-    assert len(pickle.dumps(source)) < 20_000
-    with multiprocessing.get_context(method).Pool(3) as pool:
-        for found, _ in pool.map(source.batch, [np.arange(39)] * 6):
-            assert np.array_equal(found, expected)
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.campaign)])
+def test_processes_that_share_shards_read_the_right_bytes(many: Path, method: str) -> None:
+    source = source_of(many)
+    source.batch(np.arange(399))  # the parent's descriptors are open when it forks
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        for found, _ in pool.map(source.batch, [np.arange(399)] * 4):
+            assert np.array_equal(found, expected_rows())
         pool.close()
         pool.join()
 
 
-# -- damaged while it is read -----------------------------------------------------------------------------------
+def test_a_replaced_shard_is_read_again(tmp_path: Path) -> None:
+    for text in ("old", "new"):
+        lines = write_texts(tmp_path / "a.jsonl", [text])
+        prepare([str(lines)], str(tmp_path / "x"), overwrite=True, procs=1)
+        source = open_source(tokens_section(tmp_path / "x-00000.bin", seq_len=3), None, "train")
+        assert bytes(read_all(source)["tokens"][0].tolist()).decode() == text
 
 
-def token_settings(path: str, **more: Any) -> DataSection:
-    return DataSection(source="tokens", path=path, seq_len=8, **more)
+# ---------------------------------------------------------------------------------------------------------------
+# Damaged while they are read
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("num_workers", [0, 2])
-def test_truncated_shard_is_named(tmp_path: Path, num_workers: int) -> None:
-    path = write_shards(tmp_path, [b"abcdefgh" * 50], [b"ijklmnop" * 50])
-    second = tmp_path / "text-00001.bin"
-    source = open_source(token_settings(path), 257, "train")
-    loader = TrainLoader(source, seed=0, global_batch_size=100, micro_batch_size=100, num_workers=num_workers)
+def test_a_truncated_shard_is_named_with_the_sample(tmp_path: Path) -> None:
+    path = write_shards(tmp_path, ["abcdefgh" * 50], ["ijklmnop" * 50])
+    source = open_source(tokens_section(path, seq_len=8), 257, "train")
+    loader = TrainLoader(source, seed=0, global_batch_size=100, micro_batch_size=100)
     assert next(loader)["tokens"].shape == (100, 8)
-    os.truncate(second, 100)
-    with pytest.raises(TrainingFailed) as failed:
-        take(loader, 50)
+    os.truncate(tmp_path / "text-00001.bin", 100)
+    with pytest.raises(TrainingFailed) as caught:
+        list(islice(loader, 50))
     loader.close()
-    found = str(failed.value)
-    assert re.fullmatch(
-        rf"sample \d+ cannot be read: {second} is truncated: it has 100 bytes, but its metadata says 802.*", found
-    )
-    held_out = EvalLoader(source, global_batch_size=101, micro_batch_size=101)
-    with pytest.raises(TrainingFailed, match="is truncated"):
-        list(held_out)
-
-
-def test_missing_shard_is_named(tmp_path: Path) -> None:
-    source = open_source(token_settings(write_shards(tmp_path, [b"abcdefgh" * 50])), 257, "train")
-    (tmp_path / "text-00000.bin").unlink()
-    shards.SHARD_FILES.close()  # it is open since it was verified, and could be read on
-    loader = EvalLoader(source, global_batch_size=2, micro_batch_size=2)
-    with pytest.raises(
-        TrainingFailed, match=r"^sample 0 cannot be read: .*text-00000\.bin cannot be read \(No such file"
-    ):
-        next(iter(loader))
-
-
-@pytest.mark.parametrize("position", [0, 7, 211, 300])
-def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, position: int) -> None:
-    """With the shard, the sample and the rule: in a last token, in a target only, and across two shards."""
-    path = write_shards(tmp_path, [b"abcdefgh" * 50], [b"ijklmnop" * 50])
-    damaged = tmp_path / "text-00001.bin"
-    with open(damaged, "r+b") as file:
-        file.seek(2 * position)
-        file.write((60_000).to_bytes(2, "little"))
-    without_checksums(tmp_path)
-    source = open_source(token_settings(path, holdout=0.1), 257, "train")
-    sample = (401 + position) // 8
-    with pytest.raises(TrainingFailed) as failed:
-        list(EvalLoader(source, global_batch_size=20, micro_batch_size=20))
-    found = re.fullmatch(
-        rf"sample (\d+) holds the id 60000, token {position} of {damaged}: ids must be below 257, .* damaged.*",
-        str(failed.value),
-    )
-    assert found, str(failed.value)
-    assert int(found[1]) in (sample, sample - ((401 + position) % 8 == 0))  # the last target of one starts the next
-
-
-class Beyond(Numbered):
-    vocab_size = 40
-
-
-def test_id_of_a_custom_source_beyond_its_vocabulary(tmp_path: Path) -> None:
-    own: Source = Beyond(50)
-    loader = TrainLoader(own, seed=0, global_batch_size=50, micro_batch_size=50)
-    with pytest.raises(TrainingFailed, match=r"^sample 4\d holds the id 4\d: ids must be below 40, "):
-        next(loader)
-
-
-def test_run_with_truncated_data_reports_it(tmp_path: Path) -> None:
-    """Its ranks end with a message in status.json, not by a signal."""
-    (tmp_path / "data").mkdir()
-    path = write_shards(tmp_path / "data", [b"abcdefgh" * 500])
-    config = tiny_config(
-        tmp_path / "run", "data.source=tokens", f"data.path={path}", "model.vocab_size=257", "train.steps=9"
-    )
-    trainer = Trainer(config)
-    os.truncate(tmp_path / "data" / "text-00000.bin", 200)
-    with pytest.raises(TrainingFailed, match="is truncated"):
-        trainer.fit()
-    trainer.close()
-    status = json.loads((tmp_path / "run" / "status.json").read_text())
-    assert status["state"] == "failed"
-    assert "text-00000.bin is truncated" in status["reason"]
-
-
-@pytest.mark.slow
-def test_a_run_on_two_ranks_ends_with_one_message(tmp_path: Path) -> None:
-    path = write_shards(tmp_path, [b"abcdefgh" * 500])
-    with open(tmp_path / "text-00000.bin", "r+b") as file:
-        file.write((60_000).to_bytes(2, "little") * 4000)
-    without_checksums(tmp_path)
-    ran = run_tiny(tmp_path / "run", "data.source=tokens", f"data.path={path}", "train.steps=3", "nproc=2", exit_code=1)
-    assert ran.stderr.count("holds the id 60000") == 1, ran.stderr
-    assert "Traceback" not in ran.stderr
-    assert ran.status["state"] == "failed"
-    assert "text-00000.bin" in ran.status["reason"]
+    assert "sample " in str(caught.value)
+    assert f"{tmp_path}/text-00001.bin" in str(caught.value)
+    with pytest.raises(TrainingFailed):
+        list(EvalLoader(source, global_batch_size=101, micro_batch_size=101))
 
 
 @pytest.mark.campaign
-def test_cold_reads_fetch_little_more_than_is_used(tmp_path: Path) -> None:
-    """Counted by the kernel; for storage that it does not count (memory), the test is skipped."""
-    path = write_shards(tmp_path, [bytes(200) * 320_000])  # 128 MB
-    source = open_source(DataSection(source="tokens", path=path, seq_len=2048), 257, "train")
-    monitored = tmp_path / "text-00000.bin"
-    descriptor = os.open(monitored, os.O_RDONLY)
-    os.fdatasync(descriptor)
-    os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(descriptor)
-    before = fetched()
-    count = 300
-    source.batch(np.random.default_rng(0).choice(len(source), count, replace=False))
-    num_bytes = fetched() - before
-    if num_bytes == 0:
-        pytest.skip("the file is in memory")
-    assert num_bytes < 2.6 * count * 2049 * 2
+def test_damage_in_shards_of_gigabytes_is_found_when_it_is_read(tmp_path: Path) -> None:
+    """More than a gigabyte is not read through at the start; a flipped bit is found, other samples can be read."""
+    text = "x" * 90_000_000
+    shards = [tmp_path / f"text-{number:05d}.bin" for number in range(7)]
+    write_shards(tmp_path, [text])
+    for number in range(1, 7):
+        for path in list(tmp_path.glob("text-00000.*")):
+            os.link(path, tmp_path / f"text-{number:05d}{path.suffix}")
+    shards[3].unlink()
+    shutil.copyfile(shards[0], shards[3])
+    flip_bit(shards[3])
+    source = open_source(tokens_section(tmp_path / "text-*.bin", seq_len=1000), 257, "train")
+    assert (source.batch(np.array([5, 100_000]))[0] == ord("x")).all()
+    damaged = (3 * 90_000_001 + 45_000_000) // 1000
+    loader = EvalLoader(source, global_batch_size=1, micro_batch_size=1)
+    assert len(loader) > damaged
+    with pytest.raises(Exception, match=shards[3].name):
+        source.batch(np.array([damaged - 1, damaged, damaged + 1]))
 
 
-def fetched() -> int:
-    content = Path("/proc/self/io").read_text()
-    return int(re.search(r"^read_bytes: (\d+)", content, re.MULTILINE)[1])  # type: ignore[index]
+@pytest.mark.slow
+def test_a_run_on_data_that_are_cut_fails_with_the_name_of_the_shard(tmp_path: Path) -> None:
+    """On all ranks, with the reason in status.json, and neither by a signal nor with a traceback."""
+    path = write_shards(tmp_path / "data", ["abcdefgh" * 60_000])
+    shard = tmp_path / "data" / "text-00000.bin"
+    fault = Fault(tmp_path / "notes", {"step 2": f"truncate -s 200 {shard}"})
+    settings = [
+        *("model.name=tests.helpers.custom_recipes:llama_faulty", "model.vocab_size=257", "model.num_kv_heads=2"),
+        *("data.source=tokens", f"data.path={path}", "train.steps=500", "nproc=2"),
+    ]
+    ran = start(tmp_path / "run", *settings, variables=fault.variables).wait(together=False)
+    assert ran.codes == [1, 1]
+    assert "Traceback" not in ran.err
+    assert ran.err.count("error: ") <= 1
+    assert ran.status["state"] == "failed"
+    assert shard.name in ran.status["reason"]
