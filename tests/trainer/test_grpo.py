@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers.forked import REPOSITORY, fork, run_script
-from tests.helpers.ranks import run_ranks
+from tests.helpers.launch import REPOSITORY, fork, on_ranks, run_script
+from tests.helpers.tiny import lines
 from trainer import load_config
 
 QUICK = ["run.threads=1", "run.device=cpu", "eval.every=0", "log.every=1", "checkpoint.every=0"]
@@ -49,8 +48,9 @@ def train_grpo(folder: Path, num_supervised: int, overrides: list[str]) -> dict[
 
 
 def rewards(folder: Path) -> dict[int, float]:
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {record["step"]: record["reward"] for record in records if record["kind"] == "train" and "reward" in record}
+    return {
+        record["step"]: record["reward"] for record in lines(folder) if record["kind"] == "train" and "reward" in record
+    }
 
 
 def texts_of(found: list[dict[str, Any]]) -> dict[int, set[tuple[int, ...]]]:
@@ -60,27 +60,24 @@ def texts_of(found: list[dict[str, Any]]) -> dict[int, set[tuple[int, ...]]]:
 
 @pytest.mark.slow
 def test_grpo_trains_on_the_same_texts_on_two_ranks_and_after_a_resume(tmp_path: Path) -> None:
-    one = run_ranks(1, train_grpo, tmp_path / "one", 4, [*SMALL, "train.steps=8"])
-    two = run_ranks(2, train_grpo, tmp_path / "two", 4, [*SMALL, "train.steps=6"])
-    resumed = run_ranks(2, train_grpo, tmp_path / "two", 4, [*SMALL, "train.steps=8"])
+    one = on_ranks(1, train_grpo, tmp_path / "one", 2, [*SMALL, "train.steps=5"])
+    two = on_ranks(2, train_grpo, tmp_path / "two", 2, [*SMALL, "train.steps=4"])
+    resumed = on_ranks(2, train_grpo, tmp_path / "two", 2, [*SMALL, "train.steps=5"])
     assert texts_of(one) == texts_of(two) | texts_of(resumed)
-    assert sorted(texts_of(resumed)) == [6, 7]
+    assert sorted(texts_of(resumed)) == [4]
     assert rewards(tmp_path / "one") == pytest.approx(rewards(tmp_path / "two"), abs=1e-6)
-    assert sorted(rewards(tmp_path / "one")) == [5, 6, 7, 8]
+    assert sorted(rewards(tmp_path / "one")) == [3, 4, 5]
     assert max(each["drift"] for each in one + two + resumed) < 1e-5
-    records = [json.loads(line) for line in (tmp_path / "one" / "metrics.jsonl").read_text().splitlines()]
-    last = next(record for record in reversed(records) if record["kind"] == "train")
+    last = next(record for record in reversed(lines(tmp_path / "one")) if record["kind"] == "train")
     assert last["data_s"] < last["generate_s"] < last["step_s"], "generation is work, not waiting for data"
-    printed = (tmp_path / "one" / "console.log").read_text()
-    assert "  reward 0." in printed
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(("ranks", "own"), [(2, []), (4, ["mesh.replicate=2"])], ids=["2", "2x2"])
 def test_rewards_of_a_hundred_steps_do_not_depend_on_the_mesh(ranks: int, own: list[str], tmp_path: Path) -> None:
     settings = ["train.steps=190", "train.micro_batch_size=8"]
-    one = run_ranks(1, train_grpo, tmp_path / "one", 90, settings)
-    found = run_ranks(ranks, train_grpo, tmp_path / "ranks", 90, [*settings, *own])
+    one = on_ranks(1, train_grpo, tmp_path / "one", 90, settings)
+    found = on_ranks(ranks, train_grpo, tmp_path / "ranks", 90, [*settings, *own])
     assert rewards(tmp_path / "one") == pytest.approx(rewards(tmp_path / "ranks"), abs=1e-6)
     assert texts_of(one) == texts_of(found)
     assert len(rewards(tmp_path / "one")) == 100
@@ -90,14 +87,9 @@ def test_rewards_of_a_hundred_steps_do_not_depend_on_the_mesh(ranks: int, own: l
 @pytest.mark.campaign
 def test_example_as_typed_raises_the_reward(tmp_path: Path) -> None:
     arguments = ["recipe=examples/grpo.yaml", "run.threads=1", f"run.dir={tmp_path / 'run'}"]
-    started = fork(run_script, ["examples/grpo.py", arguments], tmp_path)
-    assert started.wait_like_launcher(600) == [0], started.stderr
+    trained = fork(run_script, ["examples/grpo.py", arguments], tmp_path / "run").wait()
+    assert trained.code == 0, trained.err
     found = [*rewards(tmp_path / "run").values()]
     assert sum(found[-3:]) / 3 > found[0] + 0.15
-    greedy = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    evaluated = [record["reward"] for record in greedy if record["kind"] == "eval"]
+    evaluated = [record["reward"] for record in trained.of_kind("eval")]
     assert evaluated[-1] > evaluated[0] + 0.1
-
-
-def test_example_is_short() -> None:
-    assert len((REPOSITORY / "examples" / "grpo.py").read_text().splitlines()) <= 150
