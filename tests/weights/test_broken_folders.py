@@ -1,50 +1,33 @@
-"""Broken or malicious model folders are rejected in one message, with bounded time and memory."""
+"""Broken or malicious model folders are rejected in one message, with bounded memory; links do not lead out."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
-import subprocess
-import sys
-import threading
-import time
+import resource
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.broken_folders import CASES, CHAT, weights_with, write_valid_folder
-from tests.weights.test_huggingface import MODELS, build, export_model
+from tests.helpers.launch import fork, run_module
+from tests.helpers.model_folders import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
-from trainer.files import symlink_target_outside
-from trainer.report.live import PageCache
 from trainer.weights.exporting import read_model_files
-from trainer.weights.sources import SafetensorsFolder
 
 pytest.importorskip("tokenizers")
 
-LIMIT_S, LIMIT_GIB = 10.0, 2.0
-NOT_FINITE = ("weights: NaN", "weights: one infinity")
-AT_ONCE = [name for name in CASES if name.startswith(("config: ", "link: "))]
-"""Defects of config.json and of file names, which are found before torch is imported."""
-FOUND_LATER = ("config: NaN", "config: model_type unknown", "config: custom code", "weights: pickle", *NOT_FINITE)
-"""Defects that are not in configuration files or headers."""
+AT_ONCE = [
+    *("config: text for a number", "config: negative", "config: heads that do not divide", "config: hidden_size 1e9"),
+    *("config: num_hidden_layers 1e7", "config: Infinity", "config: nested 100,000 deep", "config: a list"),
+    *("config: empty", "config: not UTF-8", "config: 100 MB", "link: config.json", "link: tokenizer_config.json"),
+    *("weights: empty", "weights: truncated", "weights: header too long", "weights: offsets overlap"),
+    *("weights: a shape of 2**62", "weights: integers"),
+]
+"""Found before torch is imported, from configuration files and headers; one of each kind."""
 ACCEPTED = ("tokenizer: catastrophic regex",)
 """Not rejected: the tokenizers library gives up on such a match, and the run trains."""
-HEADERS = [
-    "weights: empty",
-    "weights: garbage",
-    "weights: truncated",
-    "weights: header too long",
-    "weights: header longer than declared",
-    "weights: offsets overlap",
-    "weights: offsets beyond the end",
-    "weights: a shape of 2**62",
-    "weights: integers",
-]
-TOKENIZERS = [name for name in CASES if name.startswith("tokenizer")]
+UP = "model.layers.1.mlp.up_proj.weight"
 
 
 def broken(tmp_path: Path, name: str) -> Path:
@@ -53,80 +36,65 @@ def broken(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("model", ["auto", "hf"])
-@pytest.mark.parametrize("name", [name for name in AT_ONCE if name not in FOUND_LATER] + HEADERS)
-def test_broken_folder_is_rejected_at_once(name: str, model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", AT_ONCE)
+def test_broken_folder_is_rejected_at_once(name: str, tmp_path: Path) -> None:
     """From metadata alone: no model is built, and no weights are read."""
     folder = broken(tmp_path, name)
-    with pytest.raises(UserError) as refused:
-        load_config("sft", [f"model.name={model}", f"model.path={folder}", "data.path=chats.jsonl"])
-    said = str(refused.value)
-    assert said.startswith((f"model.path={folder}", f"train.init_from={folder}")), said
-    assert len(said) < 1000
+    for model in ("auto", "hf"):
+        with pytest.raises(UserError) as refused:
+            load_config("sft", [f"model.name={model}", f"model.path={folder}", "data.path=chats.jsonl"])
+        said = str(refused.value)
+        assert said.startswith((f"model.path={folder}", f"train.init_from={folder}")), said
+        assert len(said) < 1000
 
 
-@pytest.mark.parametrize("name", NOT_FINITE)
-def test_non_finite_weights_are_rejected(name: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"not all finite: NaN or infinity in .*(norm|layers)"):
-        load_weights(broken(tmp_path, name))
+@pytest.mark.parametrize("name", ["weights: NaN", "weights: one infinity", "index: a file outside", "index: a list"])
+def test_broken_weights_are_rejected_when_they_are_read(name: str, tmp_path: Path) -> None:
+    folder = broken(tmp_path, name)
+    with pytest.raises(UserError, match=str(folder)):
+        load_weights(folder)
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
-def test_integer_weight_is_rejected(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_integer_weight_is_rejected_by_name(tmp_path: Path) -> None:
     """Such as in a quantized folder: converted to floating point, the codes would be trained as weights."""
     folder = write_valid_folder(tmp_path / "model")
-    weights_with(lambda tensors: tensors.update({UP: tensors[UP].to(dtype)}))(folder)
-    with pytest.raises(UserError, match=r"layers.1.feed_forward.w3.weight: u?int8 there, as in a quantized folder"):
+    weights_with(lambda tensors: tensors.update({UP: tensors[UP].to(torch.int8)}))(folder)
+    with pytest.raises(UserError, match=r"layers\.1\.feed_forward\.w3\.weight: int8"):
         load_weights(folder)
 
 
 def test_matrices_of_zeros_get_a_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """An interrupted download leaves them if the file was allocated in advance."""
+    """An interrupted download leaves them if the file was allocated in advance; biases often are zero."""
     folder = write_valid_folder(tmp_path / "model")
     weights_with(lambda tensors: tensors[UP].zero_())(folder)
     load_weights(folder)
-    assert f"matrices in {folder} are all zero, as after an interrupted download: layers.1" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "layers.1.feed_forward.w3.weight" in said
+    assert str(folder) in said
 
-
-def test_biases_of_zeros_get_no_warning(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of stacked experts have two dimensions too."""
     recipe, config = MODELS["gpt_oss"]
     model = build(recipe, config)
-    biases = [parameter for name, parameter in model.named_parameters() if name.endswith("bias")]
-    assert {bias.ndim for bias in biases} == {1, 2}
-    for bias in biases:
-        nn.init.zeros_(bias)
-    export_model(model, recipe, config, tmp_path)
-    load_weights(tmp_path)
-    assert "zero" not in capsys.readouterr().err
+    for name, weight in model.named_parameters():
+        if name.endswith("bias"):  # those of stacked experts have two dimensions too
+            torch.nn.init.zeros_(weight)
+    export_model(model, recipe, config, tmp_path / "biased")
+    load_weights(tmp_path / "biased")
+    assert "warning" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name.startswith("index: ")])
-def test_an_index_stays_in_its_folder(name: str, tmp_path: Path) -> None:
-    folder = broken(tmp_path, name)
-    with pytest.raises(UserError, match=r"model.safetensors.index.json"):
-        SafetensorsFolder(folder, setting="model.path")
-
-
-@pytest.mark.parametrize("name", ["merges.txt", "tokenizer_config.json", "generation_config.json"])
-def test_links_out_of_a_folder_are_not_copied(name: str, tmp_path: Path) -> None:
-    folder = write_valid_folder(tmp_path / "model")
+def test_links_out_of_a_folder_are_not_followed(tmp_path: Path) -> None:
+    """Those within it, and those that `cp -s` makes, are."""
+    folder, name = write_valid_folder(tmp_path / "model"), "merges.txt"
     (tmp_path / "private").write_text("{}")
-    (folder / name).unlink(missing_ok=True)
     (folder / name).symlink_to(tmp_path / "private")
-    with pytest.raises(UserError, match=rf"{name} is a link to .*private, outside the folder"):
+    with pytest.raises(UserError, match=f"{name}.*{tmp_path}/private"):
         read_model_files(folder)
-    (folder / name).unlink()
     (folder / "own").write_text("{}")
-    (folder / name).symlink_to("own")
-    assert read_model_files(folder)[name] == b"{}"
-    (folder / name).unlink()
     (tmp_path / name).write_text("{}")
-    (folder / name).symlink_to(tmp_path / name)  # as `cp -s` and `ln -s` make a copy of a model's folder
-    assert read_model_files(folder)[name] == b"{}"
+    for target in ("own", tmp_path / name):
+        (folder / name).unlink()
+        (folder / name).symlink_to(target)
+        assert read_model_files(folder)[name] == b"{}"
 
 
 def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
@@ -142,31 +110,17 @@ def test_links_within_a_hub_cache_are_followed(tmp_path: Path) -> None:
     for folder in (snapshot, tmp_path / "link"):
         assert "tokenizer.json" in read_model_files(folder)
         assert load_config("sft", [f"model.path={folder}", "data.path=x.jsonl"]).model.num_layers == 2
-    assert symlink_target_outside(snapshot, "../../../elsewhere") is not None
 
 
-def test_report_serves_no_file_outside_the_run(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    (run / "profile").mkdir(parents=True)
-    (tmp_path / "private.json").write_text("private")
-    (run / "profile" / "own.json").write_text("own")
-    (run / "profile" / "link.json").symlink_to(tmp_path / "private.json")
-    pages = PageCache([run])
-    assert pages.file("/profile/own.json") == run / "profile" / "own.json"
-    assert pages.file("/profile/link.json") is None
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "profile").symlink_to(run / "profile")
-    assert PageCache([other]).file("/profile/own.json") is None
+def run_in_little_memory(settings: list[str]) -> int:
+    resource.setrlimit(resource.RLIMIT_DATA, (6 << 30, 6 << 30))
+    return run_module("trainer.run", settings)
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("model", ["auto", "hf"])
 @pytest.mark.parametrize("name", [name for name in CASES if name not in ACCEPTED])
-def test_broken_folder_costs_little_time_and_memory(name: str, model: str, tmp_path: Path) -> None:
-    """The whole command in a separate process: one message, exit code 2, bounded time and memory."""
-    if model == "hf":
-        pytest.importorskip("transformers")
+def test_broken_folder_gives_one_message_and_costs_little_memory(name: str, model: str, tmp_path: Path) -> None:
     folder = broken(tmp_path, name)
     (tmp_path / "chats.jsonl").write_text(f"{json.dumps(CHAT)}\n" * 16)
     settings = [
@@ -174,20 +128,8 @@ def test_broken_folder_costs_little_time_and_memory(name: str, model: str, tmp_p
         *("data.seq_len=64", "train.epochs=1", "train.global_batch_size=2", "train.micro_batch_size=1"),
         *(f"run.dir={tmp_path / 'run'}", "run.threads=1", f"data.cache_dir={tmp_path / 'cache'}"),
     ]
-    began = time.monotonic()
-    with open(tmp_path / "said", "w+") as said:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "trainer.run", *settings], cwd=tmp_path, stdout=said, stderr=said
-        )
-        timer = threading.Timer(120, process.kill)
-        timer.start()
-        _, status, used = os.wait4(process.pid, 0)
-        timer.cancel()
-        said.seek(0)
-        text = said.read()
-    assert os.waitstatus_to_exitcode(status) == 2, text
-    assert len(re.findall(r"^error:", text, re.MULTILINE)) == 1, text
-    assert "Traceback" not in text
-    assert used.ru_utime + used.ru_stime < LIMIT_S, time.monotonic() - began
-    assert used.ru_maxrss / 2**20 < LIMIT_GIB
-    assert not (tmp_path / "ran").exists()
+    ended = fork(run_in_little_memory, [settings], tmp_path, cwd=tmp_path).wait()
+    assert ended.code == 2, ended.err
+    assert [line.startswith("error: ") for line in ended.err.splitlines()].count(True) == 1, ended.err
+    assert "Traceback" not in ended.err
+    assert not (tmp_path / "ran").exists(), "a pickle was loaded"
