@@ -3,59 +3,50 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.chats import CHATML, conversation, write_tokenizer
+from tests.helpers.commands import meshtrainer
+from tests.helpers.model_folders import folder_of
+from trainer import UserError, load_config, run
+
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
 
-from tests.helpers.chats import CHATML, conversation, write_tokenizer
-from tests.weights.test_pretrained import folder_of
-from trainer import UserError, evaluate, load_config, run
-from trainer.data.__main__ import command_line as data_command
-from trainer.generate import command_line as generate
-from trainer.plan.__main__ import command_line as plan
-
-PICKLES = r"has neither model.safetensors nor model.safetensors.index.json, only pytorch_model.bin: pickle files are"
-NOTHING = r"has neither model.safetensors nor model.safetensors.index.json; it has "
-PART = r"model.safetensors.index.json names model-2.safetensors, which is missing"
-GGUF = "m.gguf: is not a complete GGUF file"
-WITHOUT = {"pickles": PICKLES, "config": NOTHING, "shard": PART, "gguf": GGUF, "adapter": NOTHING, "partial": NOTHING}
-
-
-@pytest.fixture(autouse=True)
-def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that would resume needs no initial weights, and runs/llama_small may exist in the repository."""
-    monkeypatch.chdir(tmp_path)
+WITHOUT = {
+    "pickle": "pytorch_model.bin",
+    "nothing": "model.safetensors",
+    "shard": "model-2.safetensors",
+    "adapter": "model.safetensors",
+    "partial download": "model.safetensors",
+}
+"""What a folder has instead of weights, and the file that the message names."""
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> Path:
-    """Return the folder of a chat model with its weights and a file of chats."""
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of a chat model with its weights; beside it are chats, pairs and a text."""
+    monkeypatch.chdir(tmp_path)  # runs/ may exist in the repository, and a run that resumes needs no such weights
     folder = write_tokenizer(folder_of(tmp_path / "model"), CHATML)
-    chat = json.dumps({"messages": conversation("Hi", "Yes")})
-    pair = json.dumps(
-        {"prompt": conversation("Hi"), "chosen": conversation("", "Yes")[1:], "rejected": conversation("", "No")[1:]}
-    )
-    (tmp_path / "chats.jsonl").write_text(f"{chat}\n" * 8)
-    (tmp_path / "pairs.jsonl").write_text(f"{pair}\n" * 8)
+    chat = {"messages": conversation("Hi", "Yes")}
+    pair = {"prompt": "Hi", "chosen": conversation("", "Yes")[1:], "rejected": conversation("", "No")[1:]}
+    for name, record in (("sft", chat), ("dpo", pair)):
+        (tmp_path / f"{name}.jsonl").write_text(8 * f"{json.dumps(record)}\n")
     (tmp_path / "text.txt").write_text("Hi two four. " * 200)
     return folder
 
 
-def without_weights(folder: Path, how: str) -> Path:
+def without_weights(folder: Path, how: str = "nothing") -> Path:
     (folder / "model.safetensors").unlink()
-    if how == "pickles":
+    if how == "pickle":
         (folder / "pytorch_model.bin").write_bytes(b"")
     elif how == "shard":
         index = {"weight_map": {"lm_head.weight": "model-2.safetensors"}}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    elif how == "gguf":
-        (folder / "m.gguf").write_bytes(b"GGUF")
     elif how == "adapter":
         (folder / "adapter_model.safetensors").write_bytes(b"")
-    elif how == "partial":
+    elif how == "partial download":
         cache = folder / ".cache" / "huggingface" / "download"
         cache.mkdir(parents=True)
         (cache / "abc.def.incomplete").write_bytes(b"")
@@ -63,93 +54,60 @@ def without_weights(folder: Path, how: str) -> Path:
 
 
 def words(folder: Path, recipe: str, *more: str) -> list[str]:
-    data = folder.parent / ("pairs.jsonl" if recipe == "dpo" else "chats.jsonl")
-    own = [f"model.path={folder}", f"data.path={data}", f"data.cache_dir={folder.parent / 'cache'}"]
+    data = [f"data.path={folder.parent / recipe}.jsonl", f"data.cache_dir={folder.parent / 'cache'}"]
     quick = ["train.steps=1", "data.seq_len=64", "run.threads=1", f"run.dir={folder.parent / 'run'}"]
-    return [f"recipe={recipe}", *own, *quick, *more]
+    return [f"recipe={recipe}", f"model.path={folder}", *data, *quick, *more]
 
 
 @pytest.mark.parametrize("how", WITHOUT)
-@pytest.mark.parametrize("name", ["auto", "hf"])
-def test_fine_tuning_needs_the_folders_weights(
-    name: str, how: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fine_tuning_needs_the_folders_weights(how: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without_weights(model, how)
-    for more in (["sft"], ["sft", "lora.rank=2"], ["dpo"], ["sft", "--dry-run"], ["sft", "--print-config"]):
-        assert run.main(words(model, *more, f"model.name={name}")) == 2
-        said = capsys.readouterr()
-        assert f"error: model.path={model}: {WITHOUT[how]}" in said.err
-        assert said.out == ""
+    for name in ("auto", "hf"):
+        for more in (["sft", "lora.rank=2"], ["dpo"], ["sft", "--dry-run"], ["sft", "--print-config"]):
+            assert run.main(words(model, *more, f"model.name={name}")) == 2
+            said = capsys.readouterr()
+            assert said.err.startswith(f"error: model.path={model}: ")
+            assert WITHOUT[how] in said.err
+            assert said.out == ""
     assert not (model.parent / "run").exists()
 
 
-def test_adapters_on_text_need_them_too(model: Path) -> None:
-    own = [f"model.path={without_weights(model, 'config')}", f"data.path={model.parent / 'text.txt'}"]
-    with pytest.raises(UserError, match=NOTHING):
-        load_config("llama_small", ["model.name=auto", *own, "lora.rank=2"])
-
-
 @pytest.mark.parametrize("name", ["auto", "hf"])
-def test_random_weights_on_request(name: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = words(without_weights(model, "config"), "sft", f"model.name={name}", "model.fresh=true")
-    assert run.main([*asked, "--dry-run"]) == 0
-    assert "weights  drawn at random (run.seed=0)" in capsys.readouterr().out
+def test_random_weights_on_request(name: str, model: Path) -> None:
+    recipe, *asked = words(without_weights(model), "sft", f"model.name={name}", "model.fresh=true")
+    assert load_config(recipe.removeprefix("recipe="), asked).train.init_from is None
 
 
 def test_new_model_is_built_from_config_json_alone(model: Path) -> None:
-    own = [f"model.path={without_weights(model, 'config')}", f"data.path={model.parent / 'text.txt'}"]
-    assert load_config("llama_small", ["model.name=auto", *own]).train.init_from is None
-    with pytest.raises(UserError, match=NOTHING):
-        load_config("llama_small", ["model.name=auto", *own, "model.fresh=false"])
+    """To be trained on text, unless it has adapters, or the folder has weights that cannot be read."""
+    own = ["model.name=auto", f"model.path={without_weights(model)}", f"data.path={model.parent / 'text.txt'}"]
+    assert load_config("llama_small", own).train.init_from is None
+    for more in ("model.fresh=false", "lora.rank=2"):
+        with pytest.raises(UserError, match=f"^model.path={model}: "):
+            load_config("llama_small", [*own, more])
     (model / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError, match="pickle files are not read"):
-        load_config("llama_small", ["model.name=auto", *own])
+    with pytest.raises(UserError, match=r"pytorch_model\.bin"):
+        load_config("llama_small", own)
 
 
 def test_fresh_excludes_init_from(model: Path) -> None:
-    with pytest.raises(UserError, match=r"^model\.fresh=true: asks for random weights, but train\.init_from="):
+    with pytest.raises(UserError, match=rf"^model\.fresh=true: .*train\.init_from={model}"):
         load_config("llama_small", ["model.name=auto", f"train.init_from={model}", "model.fresh=true"])
 
 
 @pytest.mark.slow
 def test_run_resumes_without_its_initial_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run.main(words(model, "sft")) == 0
-    without_weights(model, "config")
+    without_weights(model)
     assert run.main(words(model, "sft", "train.steps=2")) == 0
-    assert "weights  checkpoint" in capsys.readouterr().out
+    lines = (model.parent / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line).get("resumed_step") for line in lines if '"start"' in line] == [None, 1]
 
 
-def test_plan_and_data_commands_need_no_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = words(without_weights(model, "config"), "sft")
-    assert plan([*own, "device=cpu", "ranks=1"]) == 0
-    assert data_command(["show", *own]) == 0
-
-
-@pytest.mark.parametrize("kind", ["llama", "mistral"])
-def test_random_weights_are_neither_evaluated_nor_used_to_generate(
-    kind: str, model: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(content | {"model_type": kind}))
-    without_weights(model, "config")
-    assert evaluate.main([str(model), f"data.eval_path={model.parent / 'text.txt'}"]) == 2
-    assert generate([str(model), "--prompt", "Hi"]) == 2
-    said = capsys.readouterr().err
-    assert said.count(f"error: path={model}: {NOTHING}") == 2
-
-
-def test_a_damaged_gguf_file_is_refused(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = shutil.copytree(model, model.parent / "gguf")
-    for file in folder.iterdir():
-        file.unlink()
-    file = folder / "m.gguf"
-    file.write_bytes(b"GGUF")
-    text = f"data.path={model.parent / 'text.txt'}"
-    for path in (folder, file):
-        assert run.main(["recipe=sft", f"model.path={path}", text]) == 2
-        assert run.main(["recipe=llama_small", f"train.init_from={path}", text]) == 2
-        assert evaluate.main([str(path), text.replace("path", "eval_path")]) == 2
-        assert generate([str(path), "--prompt", "Hi"]) == 2
-    found = capsys.readouterr().err
-    assert found.count(GGUF) == 8
-    assert found.count("to fix: download the file again") == 8
+def test_a_plan_needs_no_weights_but_evaluations_and_texts_do(model: Path) -> None:
+    without_weights(model)
+    assert meshtrainer("plan", *words(model, "sft"), "device=cpu", "ranks=1").code == 0
+    for arguments in (["evaluate", model, "data.eval_path=text.txt"], ["generate", model, "--prompt", "Hi"]):
+        refused = meshtrainer(*arguments)
+        assert refused.code == 2
+        assert refused.err.startswith(f"error: path={model}: ")
