@@ -401,12 +401,17 @@ def test_mistake_is_one_message_and_its_advice_works(line: str, folder: Path) ->
         kept.insert(0, "recipe=llama_small")
     assert proposal in message
     assert refusal(*kept, proposal) == ""
-    # A legal number is the nearest one.
-    key, _, number = proposal.partition("=")
+    key, _, value = proposal.partition("=")
     given = re.match(rf"{re.escape(key)}=(-?\d+): ", message)
-    if given and re.fullmatch(r"-?\d+", number) and int(given[1]) != int(number):
-        nearer = int(number) + (1 if int(given[1]) > int(number) else -1)
-        assert refusal(*kept, f"{key}={nearer}") != ""
+    if given and re.fullmatch(r"-?\d+", value):
+        for nearer in numbers_between(int(given[1]), int(value)):
+            assert refusal(*kept, f"{key}={nearer}") != "", f"{nearer} is legal, and nearer"
+
+
+def numbers_between(given: int, proposed: int) -> set[int]:
+    """Return a few numbers that are nearer to the given one than the proposed one: next to each of them."""
+    candidates = {proposed - 1, proposed + 1, *range(given - 2, given + 3)} - {given}
+    return {number for number in candidates if abs(number - given) < abs(proposed - given)}
 
 
 @pytest.mark.parametrize("line", lines(LEGAL))
