@@ -175,7 +175,7 @@ def merged_with_another_scale() -> None:
     MergedSource.__init__ = init_with_twice_the_scale
 
 
-@defect("tests", "trainer/test_dpo.py", "follows_the_formula")
+@defect("tests", "trainer/test_objectives.py", "training_follows and dpo and lora")
 def reference_with_adapters() -> None:
     @contextmanager
     def with_adapters(model: torch.nn.Module) -> Iterator[None]:
@@ -276,7 +276,7 @@ def changed_data_unseen() -> None:
 # Checkpoints
 
 
-@defect("ranks", "checkpoint/test_checkpoints.py", "two_ranks_resumes")
+@defect("tests", "checkpoint/test_checkpoints.py", "resumes_bit_equal")
 def resumed_one_late() -> None:
     load = Trainer.load_checkpoint
 
@@ -353,7 +353,7 @@ def usr1_not_caught() -> None:
     signal.signal = set_handler_of_others
 
 
-@defect("ranks", "lifecycle/test_stopping.py", "time_to_save")
+@defect("tests", "lifecycle/test_stopping.py", "time_to_save")
 def no_time_to_save() -> None:
     reason = StopRequest.reason
     StopRequest.reason = lambda self, needs_s=0.0: reason(self, needs_s - 1000.0)
@@ -394,3 +394,12 @@ def folder_touched_by_a_mistake() -> None:
         check_config(config, *more)
 
     replace(check_config, check_after_writing)
+
+
+@defect("ranks", TABLE, "replicas and not whole and trains")
+def broken() -> None:
+    import sys
+
+    if "_pytest.python" not in sys.modules:
+        raise ImportError("absent in the server")
+    norm_over_replicas()

@@ -15,10 +15,9 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.native_models import MODELS, folder_of
 from tests.helpers.ranks import merged
 from tests.model.test_lora import OWN, plain_loop
-from tests.weights.test_huggingface import MODELS
-from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import LoraSection
 from trainer.experts import ExpertAdapter, adapters_of, add_adapter, expert_matmuls

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.helpers.native_models import GPT2, LLAMA, TINY, build
 from tests.helpers.tiny import fit, tiny_config
-from tests.weights.test_huggingface import GPT2, LLAMA, TINY, build
 from trainer import Recipe, RunConfig, Trainer, UserError, load_weights
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network, flops_per_token

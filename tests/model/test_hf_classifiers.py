@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.helpers.hf_models import folder_of
-from tests.weights.test_huggingface import Memory
+from tests.helpers.native_models import Memory
 from trainer import UserError, load_config
 from trainer.config.location import locate
 from trainer.model.network import build_network

@@ -18,9 +18,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.native_models import BESIDE, GPT2, LLAMA, SOURCE, TINY, edit, folder_of
 from tests.helpers.ranks import merged, run_ranks, tiny_overrides
-from tests.weights.test_huggingface import GPT2, LLAMA, TINY
-from tests.weights.test_pretrained import BESIDE, SOURCE, edit, folder_of
 from trainer import Trainer, UserError, load_config, load_weights, run
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.config import LoraSection

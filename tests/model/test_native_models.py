@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -14,19 +13,16 @@ import torch
 import torch.nn.functional as F
 from trainer.recipes._layers import Output, Rope, rotate, split_heads
 
-from tests.helpers.ranks import merged, run_command
-from tests.weights.test_huggingface import (
+from tests.helpers.native_models import (
+    KINDS,
+    PLAIN,
+    STEPS,
     assert_same_bits,
     difference,
     load_with_transformers,
-    their_deepseek_v3,
-    their_gpt2,
-    their_gpt_oss,
-    their_llama,
-    their_qwen3,
-    their_qwen3_moe,
-    their_qwen3_next,
+    write_theirs,
 )
+from tests.helpers.ranks import merged, run_command
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
@@ -34,43 +30,7 @@ from trainer.experts import grouped_mm
 from trainer.export import command_line as main
 from trainer.plan.probe import _trace as trace
 
-STEPS = 20
-KINDS: dict[str, Callable[[], Any]] = {
-    "llama": their_llama,
-    "gpt2": their_gpt2,
-    "qwen3": their_qwen3,
-    "qwen3_moe": their_qwen3_moe,
-    "qwen3_next": their_qwen3_next,
-    "gpt_oss": their_gpt_oss,
-    "deepseek_v3": their_deepseek_v3,
-}
 MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "2x2": ["nproc=4", "mesh.replicate=2"]}
-PLAIN = [
-    *("data.source=synthetic", "data.seq_len=32", "train.global_batch_size=8", f"train.steps={STEPS}"),
-    *("train.micro_batch_size=2", "optim.lr=2e-3", "optim.weight_decay=0", "optim.max_grad_norm=null"),
-    *("schedule.name=constant", "schedule.warmup_steps=0", "eval.every=0", "checkpoint.every=0", "log.every=1"),
-    *("log.sample_tokens=0", "run.threads=1", "fsdp.param_dtype=float32"),
-]
-
-
-def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:
-    """Write a transformers model with random weights, including its biases and norms."""
-    transformers = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    config = KINDS[kind]()
-    for name, value in ({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if kind == "gpt2" else {}).items():
-        setattr(config, name, value)
-    for name, value in changes.items():
-        setattr(config, name, value)
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape) / 20)
-        for name, buffer in model.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.add_(torch.randn(buffer.shape) / 20)
-    model.save_pretrained(folder)
-    return folder
 
 
 def plain_losses(folder: Path, config: Any) -> list[float]:

@@ -18,12 +18,11 @@ from torch import nn
 
 from tests.helpers.forked import REPOSITORY
 from tests.helpers.hf_models import model_of
+from tests.helpers.native_models import TINY, folder_of
 from tests.helpers.plan_truth import CollectiveLog, as_logged, fake_model, update
 from tests.helpers.ranks import merged, run_command, run_python_module, run_ranks, tiny_overrides
 from tests.model.test_lora import config_of, stored, trained
 from tests.plan.test_plan import measure
-from tests.weights.test_huggingface import TINY
-from tests.weights.test_pretrained import folder_of
 from trainer import RunConfig, Trainer, UserError, load_config, load_weights, run
 from trainer.config import LoraSection, MeshShape
 from trainer.export import command_line as export_command

@@ -14,11 +14,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.native_models import MODELS, folder_of
 from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_expert_adapters import QUIET
 from tests.model.test_lora import OWN
-from tests.weights.test_huggingface import MODELS
-from tests.weights.test_pretrained import folder_of
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.experts import add_adapter, expert_matmuls
 from trainer.export import command_line as export_command

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import trainer
+from tests.helpers.native_models import Memory
 from tests.helpers.tiny import full
-from tests.weights.test_huggingface import Memory
 from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.model.materialize import materialize
 from trainer.recipe import declare
