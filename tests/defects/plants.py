@@ -394,12 +394,3 @@ def folder_touched_by_a_mistake() -> None:
         check_config(config, *more)
 
     replace(check_config, check_after_writing)
-
-
-@defect("ranks", TABLE, "replicas and not whole and trains")
-def broken() -> None:
-    import sys
-
-    if "_pytest.python" not in sys.modules:
-        raise ImportError("absent in the server")
-    norm_over_replicas()
