@@ -26,10 +26,10 @@ from torch import nn
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.helpers.chats import conversation
-from tests.helpers.ranks import CommandResult, run_command, run_python_module
+from tests.helpers.launch import Run, command, run
 from trainer import load_weights
 
-pytestmark = [pytest.mark.campaign, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.campaign
 
 CHATS = [
     conversation("What is the capital of France?", "Paris, on the river Seine.", "And of Italy?", "Rome."),
@@ -89,33 +89,28 @@ def model(gguf_file: Path, base: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def tuned(model: Path, base: Path) -> CommandResult:
+def tuned(model: Path, base: Path) -> Run:
     """Three steps of all weights on both conversations."""
     return train(base / "tuned", "sft", model, [{"messages": chat} for chat in CHATS], "train.steps=3", "optim.lr=1e-4")
 
 
 @pytest.fixture(scope="module")
-def adapted(model: Path, base: Path) -> CommandResult:
+def adapted(model: Path, base: Path) -> Run:
     """Two steps of adapters."""
     more = ["train.steps=2", "optim.lr=1e-2", "lora.rank=4", "lora.alpha=8"]
     return train(base / "adapted", "sft", model, [{"messages": chat} for chat in CHATS], *more)
 
 
-def train(base: Path, recipe: str, model: Path, records: list[dict[str, Any]], *more: str) -> CommandResult:
+def train(base: Path, recipe: str, model: Path, records: list[dict[str, Any]], *more: str) -> Run:
     base.mkdir(exist_ok=True)
     data = base / "data.jsonl"
     data.write_text("".join(json.dumps(record) + "\n" for record in records))
     places = [f"model.path={model}", f"data.path={data}", f"data.cache_dir={base / 'cache'}"]
-    return ended_well(run_command(base / "run", f"recipe={recipe}", *places, *SETTINGS, *more))
+    return run(base / "run", f"recipe={recipe}", *places, *SETTINGS, *more)
 
 
-def ended_well(ran: CommandResult) -> CommandResult:
-    assert ran.exit_code == 0, ran.stderr + ran.stdout
-    return ran
-
-
-def export(run: Path, to: Path, *options: str) -> Path:
-    ended_well(run_python_module("trainer.export", run, to, *options))
+def export(folder: Path, to: Path, *options: str) -> Path:
+    command("trainer.export", folder, to, *options)
     return to
 
 
@@ -165,7 +160,7 @@ def test_evaluation_equals_the_loss_of_transformers(model: Path, tmp_path: Path)
     text = tmp_path / "text.txt"
     text.write_text((Path(__file__).parents[2] / "README.md").read_text())
     options = [f"data.eval_path={text}", f"data.seq_len={SEQ_LEN}", "eval.steps=0", f"data.cache_dir={tmp_path}"]
-    ran = ended_well(run_python_module("trainer.evaluate", model, *options, "run.threads=1", "--json"))
+    ran = command("trainer.evaluate", model, *options, "run.threads=1", "--json")
     tokenizer, there = tokenizer_of(model), load_with_transformers(model)
     ids = torch.tensor(tokenizer(text.read_text(), add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id])
     windows = [ids[at : at + SEQ_LEN + 1] for at in range(0, len(ids) - 1, SEQ_LEN)]  # the last is short
@@ -175,10 +170,10 @@ def test_evaluation_equals_the_loss_of_transformers(model: Path, tmp_path: Path)
             F.cross_entropy(there(window[None, :-1]).logits[0], window[1:], reduction="sum").item()
             for window in windows
         ]
-    assert json.loads(ran.stdout)["loss"] == pytest.approx(sum(sums) / (len(ids) - 1), rel=1e-6)
+    assert json.loads(ran.out)["loss"] == pytest.approx(sum(sums) / (len(ids) - 1), rel=1e-6)
 
 
-def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned: CommandResult) -> None:
+def test_fine_tuning_equals_a_plain_loop_over_assistant_turns(model: Path, tuned: Run) -> None:
     tokenizer, there = tokenizer_of(model), load_with_transformers(model)
     chats = [encode(tokenizer, chat) for chat in CHATS]
     number = sum(int(trained.sum()) for _, trained in chats)
@@ -212,7 +207,7 @@ def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> Non
     ran = train(tmp_path, "dpo", model, records, "train.steps=2", "optim.lr=1e-5", f"dpo.beta={BETA}")
     assert ran.train("loss")[0] == pytest.approx(math.log(2), rel=1e-6)
     options = [f"data.eval_path={tmp_path / 'data.jsonl'}", "eval.steps=0", "run.threads=1", "--json"]
-    found = json.loads(ended_well(run_python_module("trainer.evaluate", ran.folder, *options)).stdout)
+    found = json.loads(command("trainer.evaluate", ran.folder, *options).out)
 
     tokenizer = tokenizer_of(model)
     answers = [encode(tokenizer, conversation(asked, answer)) for asked, *both in PAIRS for answer in both]
@@ -240,7 +235,7 @@ def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> Non
 # Adapters
 
 
-def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: CommandResult, tmp_path: Path) -> None:
+def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: Run, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")
     tokens = encode(tokenizer_of(model), CHATS[0])[0][None]
     there = peft.PeftModel.from_pretrained(load_with_transformers(model), export(adapted.folder, tmp_path / "adapter"))
@@ -261,12 +256,12 @@ def test_adapter_equals_pefts_and_is_merged_bit_for_bit(model: Path, adapted: Co
 def test_packed_base_is_merged_into_the_model_that_was_trained(model: Path, tmp_path: Path) -> None:
     """Fine-tuned in 4 bits, merged, and loaded by transformers: the same logits, and the same greedy text."""
     more = ["train.steps=3", "optim.lr=3e-3", "lora.rank=16", "lora.base_dtype=nf4"]
-    run = train(tmp_path, "sft", model, [{"messages": chat} for chat in CHATS], *more)
-    there = load_with_transformers(export(run.folder, tmp_path / "merged", "--merged"))
+    tuned = train(tmp_path, "sft", model, [{"messages": chat} for chat in CHATS], *more)
+    there = load_with_transformers(export(tuned.folder, tmp_path / "merged", "--merged"))
     ids, trained = encode(tokenizer_of(model), CHATS[0])
     with torch.no_grad():
         expected, found, before = (
-            load_weights(run.folder)(ids[None]),
+            load_weights(tuned.folder)(ids[None]),
             there(ids[None]).logits,
             load_with_transformers(model),
         )
@@ -282,7 +277,7 @@ def test_packed_base_is_merged_into_the_model_that_was_trained(model: Path, tmp_
     ends = tokenizer.convert_tokens_to_ids("<|im_end|>")
     answer = there.generate(prompt, max_new_tokens=40, do_sample=False, eos_token_id=ends)[0, prompt.shape[1] :]
     text = tokenizer.decode(answer, skip_special_tokens=True)
-    assert text.strip() in generated(run.folder, "chat", QUESTION)
+    assert text.strip() in generated(tuned.folder, "chat", QUESTION)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -291,7 +286,7 @@ def test_packed_base_is_merged_into_the_model_that_was_trained(model: Path, tmp_
 
 def generated(folder: Path, kind: str, text: str, max_tokens: int = 40) -> str:
     options = [f"--{kind}", text, "--greedy", "--max-tokens", max_tokens]
-    return ended_well(run_python_module("trainer.generate", folder, *options)).stdout
+    return command("trainer.generate", folder, *options).out
 
 
 @pytest.mark.parametrize(("kind", "text"), [("prompt", "def fibonacci(n):"), ("chat", QUESTION)])
@@ -305,6 +300,14 @@ def test_generated_text_equals_that_of_transformers(kind: str, text: str, model:
     expected = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
     assert len(expected) > 20
     assert generated(model, kind, text).removesuffix("\n").removeprefix(asked) == expected.removesuffix("\n")
+
+
+def test_gguf_file_gives_the_logits_of_transformers(gguf_file: Path, model: Path) -> None:
+    """Read by each from the same file; relative to the largest."""
+    ids = torch.randint(0, 49152, (2, 64), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        theirs, ours = load_with_transformers(model)(ids).logits, load_weights(gguf_file)(ids)
+    assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
 
 
 def to_gguf(folder: Path, original: Path, to: Path) -> Path:
@@ -336,13 +339,11 @@ def to_gguf(folder: Path, original: Path, to: Path) -> Path:
     return to
 
 
-def test_llama_cpp_gives_the_same_answer_with_a_fine_tuned_model(
-    gguf_file: Path, tuned: CommandResult, tmp_path: Path
-) -> None:
+def test_llama_cpp_gives_the_same_answer_with_a_fine_tuned_model(gguf_file: Path, tuned: Run, tmp_path: Path) -> None:
     need("xllamacpp", "pip install -e '.[real-model]'")
     exported = export(tuned.folder, tmp_path / "exported")
     written = to_gguf(exported, gguf_file, tmp_path / "model.gguf")
     # In a process of its own: it starts threads, and serves until its process ends.
     for question in (QUESTION, "Name three colours."):
-        answer = ended_well(run_python_module("tests.helpers.llama_cpp", written, question, 40)).stdout
+        answer = command("tests.helpers.llama_cpp", written, question, 40).out
         assert answer == generated(exported, "chat", question).removesuffix("\n")
