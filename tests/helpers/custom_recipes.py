@@ -292,7 +292,8 @@ def _units(model: nn.Module) -> list[str]:
 
 register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
 for _name, _recipe in (("llama_faulty", "llama"), ("moe_faulty", "qwen3_moe")):
-    register(dataclasses.replace(find_recipe(_recipe), name=_name, trainer="tests.helpers.faults:FaultyTrainer"))
+    _faulty = {"name": _name, "trainer": "tests.helpers.faults:FaultyTrainer", "hf": None}  # folders name the originals
+    register(dataclasses.replace(find_recipe(_recipe), **_faulty))
 
 
 def attending_within_slices(config: LlamaConfig) -> nn.Module:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
@@ -15,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.launch import merged
 from tests.helpers.native_models import MODELS, folder_of
-from tests.helpers.ranks import merged
 from tests.model.test_lora import OWN, plain_loop
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import LoraSection
@@ -241,30 +239,3 @@ def test_peft_computes_the_same_and_loads_the_export(case: str, tmp_path: Path) 
 
 def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one, other)
-
-
-@pytest.mark.campaign
-def test_a_run_goes_on_and_another_starts_from_merged_experts(tmp_path: Path) -> None:
-    base = base_of(tmp_path / "base", "native qwen3_moe")
-    own = [NAMED, "schedule.name=constant"]
-    for name, overrides in (("straight", []), ("stopped", ["train.steps=3"])):
-        trainer = Trainer(config_of(base, tmp_path / name, "native qwen3_moe", *own, *overrides))
-        assert trainer.fit() == 0
-        trainer.close()
-    shutil.copytree(tmp_path / "stopped", tmp_path / "resumed")
-    trainer = Trainer(config_of(base, tmp_path / "resumed", "native qwen3_moe", *own))
-    assert trainer.fit() == 0
-    trainer.close()
-
-    def losses(name: str) -> list[float]:
-        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        return [line["loss"] for line in lines if line["kind"] == "train"]
-
-    assert losses("resumed") == losses("straight")
-    assert export_command([str(tmp_path / "straight"), str(tmp_path / "merged"), "--merged"]) == 0
-    expected = load_weights(tmp_path / "merged").state_dict()
-    trainer = Trainer(config_of(tmp_path / "straight", tmp_path / "again", "native qwen3_moe", NAMED))
-    for name, parameter in trainer.model.named_parameters():
-        if not parameter.requires_grad:
-            assert torch.equal(local(parameter), expected[name.replace(".base_layer", "")]), name
-    trainer.close()

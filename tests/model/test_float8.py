@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import run_ranks, run_tiny, tiny_overrides
-from tests.plan.test_plan import run_plan
+from tests.helpers.launch import on_ranks, run, tiny
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import check_config
 from trainer.model.float8 import apply_float8
@@ -29,12 +27,12 @@ WAYS = ["tensorwise", "rowwise"]
 BFLOAT16 = "fsdp.param_dtype=bfloat16"
 
 
-def tiny(folder: Path, *overrides: str) -> RunConfig:
-    return load_config("llama_small", tiny_overrides(BFLOAT16, "run.threads=1", *overrides, f"run.dir={folder}"))
+def float8_config(folder: Path, *overrides: str) -> RunConfig:
+    return load_config("llama_small", tiny(BFLOAT16, "run.threads=1", *overrides, f"run.dir={folder}"))
 
 
 def small_llama() -> tuple[nn.Module, list[nn.Module]]:
-    config = load_config("llama_small", tiny_overrides())
+    config = load_config("llama_small", tiny())
     with torch.device("meta"):
         model = config.recipe.build_model(config.model)
     return model, find_blocks(model, config.recipe)
@@ -48,9 +46,9 @@ def small_llama() -> tuple[nn.Module, list[nn.Module]]:
 @pytest.mark.skipif(HAS_TORCHAO, reason="torchao is installed")
 @pytest.mark.parametrize("launch", [["nproc=2"], pytest.param([], marks=pytest.mark.campaign)])
 def test_without_torchao_one_message_says_what_to_install(launch: list[str], tmp_path: Path) -> None:
-    ran = run_tiny(tmp_path / "run", "train.float8=rowwise", BFLOAT16, *launch, exit_code=2)
-    assert ran.stderr.count("pip install 'meshtrainer[float8]'") == 1
-    assert "Traceback" not in ran.stderr
+    ran = run(tmp_path / "run", "train.float8=rowwise", BFLOAT16, *launch, code=2)
+    assert ran.err.count("pip install 'meshtrainer[float8]'") == 1
+    assert "Traceback" not in ran.err
     assert not (tmp_path / "run").exists()
 
 
@@ -77,20 +75,9 @@ def test_device_without_float8_is_rejected(way: str, monkeypatch: pytest.MonkeyP
     ],
 )
 def test_layers_that_are_converted(overrides: list[str], message: str) -> None:
-    config = load_config("llama_small", tiny_overrides("train.float8=rowwise", *overrides))
+    config = load_config("llama_small", tiny("train.float8=rowwise", *overrides))
     with pytest.raises(UserError, match=message):
         check_config(config, 1, 1)
-
-
-@pytest.mark.slow
-def test_plan_needs_no_torchao_and_includes_the_savings_of_float8(capsys: pytest.CaptureFixture[str]) -> None:
-    sizes = ["model.dim=2048", "model.ffn_dim=8192", "data.seq_len=256", "train.micro_batch_size=16"]
-    arguments = ["recipe=llama_small", "ranks=1", "device=h100", BFLOAT16, "train.global_batch_size=16", *sizes]
-    step_s = {
-        way: json.loads(run_plan(capsys, "--json", *arguments, f"train.float8={way}")[0])["time"]["compute_s"]
-        for way in ("none", *WAYS)
-    }
-    assert max(step_s["tensorwise"], step_s["rowwise"]) < 0.95 * step_s["none"]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -147,7 +134,7 @@ def test_float8_run_has_the_same_initial_weights_and_names(tmp_path: Path) -> No
     runs = [[], *([f"train.float8={way}"] for way in WAYS)]
     runs += [["train.float8=tensorwise", f"train.activation_checkpoint={kind}"] for kind in ("full", "selective")]
     runs += [["train.float8=tensorwise", "train.compile=true"]]
-    plain, *others = run_ranks(2, train, tmp_path, runs)[0]
+    plain, *others = on_ranks(2, train, tmp_path, runs)[0]
     for found in others:
         assert found["stored"] == plain["stored"]
         assert all(torch.equal(found["before"][name], tensor) for name, tensor in plain["before"].items())
@@ -164,6 +151,6 @@ def test_float8_run_has_the_same_initial_weights_and_names(tmp_path: Path) -> No
 @pytest.mark.parametrize("way", WAYS)
 def test_float8_training_on_a_gpu(way: str, tmp_path: Path) -> None:
     own = ["train.steps=10", BFLOAT16]
-    plain = run_tiny(tmp_path / "plain", *own, timeout_s=300).train("loss")
-    compiled = run_tiny(tmp_path / "float8", *own, f"train.float8={way}", "train.compile=true", timeout_s=300)
+    plain = run(tmp_path / "plain", *own).train("loss")
+    compiled = run(tmp_path / "float8", *own, f"train.float8={way}", "train.compile=true")
     assert compiled.train("loss") == pytest.approx(plain, rel=0.02)

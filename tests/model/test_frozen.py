@@ -16,11 +16,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.native_models import GPT2, LLAMA, TINY, build
 from tests.helpers.tiny import fit, tiny_config
-from trainer import Recipe, RunConfig, Trainer, UserError, load_weights
+from trainer import RunConfig, Trainer, UserError, load_weights
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network, flops_per_token
-from trainer.model.parameters import local
-from trainer.optim.optimizer import training_bytes
 
 SEQ_LEN = 24
 
@@ -95,63 +93,6 @@ def test_start_block_shows_trained_parameters(tmp_path: Path, capsys: pytest.Cap
     found = re.search(r"memory\s+([\d.]+) KiB per rank for weights, gradients and optimizer", said)
     assert found, said
     assert float(found[1]) == pytest.approx((weights + 3 * 4 * trained) / 1024, abs=0.01)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [HeadAlone, pytest.param(Trainer, marks=pytest.mark.campaign)])
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["optim.name=adamw"],
-        ["optim.name=sgd"],
-        ["optim.name=sgd", "optim.momentum=0"],
-        ["optim.name=muon", 'optim.groups=[{match: "head.output*", optimizer: muon}]'],
-        ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"],
-    ],
-    ids=lambda overrides: " ".join(overrides),
-)
-def test_start_block_shows_the_memory_of_training_state(
-    overrides: list[str], kind: type[Trainer], tmp_path: Path
-) -> None:
-    trainer = kind(tiny_config(tmp_path, "train.steps=1", *overrides))
-    assert trainer.fit() == 0
-    states = [state for part in trainer.optimizer.parts for state in part.state.values()]
-    tensors = [t for state in states for t in state.values() if isinstance(t, torch.Tensor) and t.ndim]
-    weights, gradients, kept = training_bytes(trainer.model, trainer.config.optim)
-    assert kept == sum(local(tensor).nbytes for tensor in tensors)
-    assert weights == sum(local(p).nbytes for p in trainer.model.parameters())
-    assert gradients == sum(local(p).nbytes for p in trainer.model.parameters() if p.requires_grad)
-    trainer.close()
-
-
-FROZEN = Recipe(
-    "frozen-below",
-    LLAMA.config,
-    lambda config: _frozen(LLAMA.build_model(config)),
-    units=["tok_embeddings", "layers.*", "head"],
-    flops=LLAMA.flops,
-)
-
-
-def _frozen(model: nn.Module) -> nn.Module:
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name.startswith("head."))
-    return model
-
-
-def test_plan_counts_the_same_flops() -> None:
-    from trainer import load_config, register
-    from trainer.config import MeshShape
-    from trainer.plan.machine import find_machine
-    from trainer.plan.plan import make_plan
-
-    register(FROZEN)
-    config = load_config("llama_small", ["model.name=frozen-below", "model.num_layers=2", "data.seq_len=32"])
-    plan = make_plan(config, MeshShape(1, 1), find_machine("h100", None, 1))
-    with torch.device("meta"):
-        model = FROZEN.build_model(config.model)
-    assert plan.flops == flops_per_token(FROZEN, config.model, model, 32) * plan.tokens
-    assert plan.flops < 0.5 * LLAMA.flops(config.model, 32) * plan.tokens  # type: ignore[misc]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.launch import on_ranks
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer
 from trainer.model.gradients import gathered, reshard
@@ -83,8 +83,8 @@ def generate_and_train(folder: Path, overrides: list[str]) -> dict[str, Any]:
 )
 def test_gathered_model_generates_without_collectives(ranks: int, overrides: list[str], tmp_path: Path) -> None:
     """The texts of one rank, and the losses of training without generation; afterwards units reshard as before."""
-    (alone,) = run_ranks(1, generate_and_train, tmp_path / "one", [o for o in overrides if "dtype" in o])
-    found = run_ranks(ranks, generate_and_train, tmp_path / "ranks", overrides)
+    (alone,) = on_ranks(1, generate_and_train, tmp_path / "one", [o for o in overrides if "dtype" in o])
+    found = on_ranks(ranks, generate_and_train, tmp_path / "ranks", overrides)
     texts: dict[int, list[int]] = {}
     tolerance = 1e-2 if "dtype" in "".join(overrides) else 1e-5  # bfloat16 has 8 bits
     for each in found:

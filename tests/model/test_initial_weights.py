@@ -8,26 +8,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.tiny import full
 from tests.model.test_sharding import open_group
 from trainer import Trainer, UserError, load_config
 from trainer.model import materialize
-from trainer.model.materialize import skip_words
 
 ROWS, COLUMNS = 40, 60
-
-
-@pytest.mark.parametrize("before", [0, 5, 624, 1000])
-@pytest.mark.parametrize("count", [1, 623, 624, 625, 20_003, 3_000_001])
-def test_skipping_random_words_equals_drawing_them(before: int, count: int) -> None:
-    drawn, skipped = torch.Generator().manual_seed(before), torch.Generator().manual_seed(before)
-    for generator in (drawn, skipped):
-        torch.empty(before).uniform_(generator=generator)
-    torch.empty(count).uniform_(generator=drawn)
-    skip_words(skipped, count)
-    found, expected = (torch.empty(2000).normal_(generator=generator) for generator in (skipped, drawn))
-    assert torch.equal(found, expected)
 
 
 class Layer(nn.Module):
@@ -116,17 +103,6 @@ def fills_two_of_three(layer: Layer) -> None:
     nn.init.zeros_(layer.bias)
 
 
-def test_threads_draw_one_tensor_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces, so that no thread waits for a different one."""
-    generator = torch.Generator().manual_seed(3)
-    drawn = materialize.DeferredFill(torch.Tensor.normal_, (0.5, 2.0), generator.get_state())
-    expected = torch.empty(16 * 1000).normal_(0.5, 2.0, generator=generator)
-    monkeypatch.setattr(materialize, "_PIECE_ELEMENTS", 16 * 37)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(drawn.draw(0, 16_000), expected)
-    assert torch.equal(drawn.draw(777, 15_555), expected[777:15_555])
-
-
 def test_unfilled_elements_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(materialize, "MIN_ELEMENTS", 1)
     with pytest.raises(UserError, match=r"uninitialized: other:"):
@@ -138,9 +114,7 @@ def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
     open_group()
     found = []
     for materialize.MIN_ELEMENTS in least:
-        trainer = Trainer(
-            load_config("llama_small", tiny_overrides("data.source=synthetic", "train.global_batch_size=6"))
-        )
+        trainer = Trainer(load_config("llama_small", tiny("data.source=synthetic", "train.global_batch_size=6")))
         found.append([full(parameter) for parameter in trainer.model.parameters()])
         trainer.close()
     return found
@@ -148,6 +122,6 @@ def weights_drawn(least: list[int]) -> list[list[torch.Tensor]]:
 
 @pytest.mark.slow
 def test_ranks_that_draw_only_their_part_have_the_same_weights() -> None:
-    for whole, parts in run_ranks(3, weights_drawn, [2**40, 1]):
+    for whole, parts in on_ranks(3, weights_drawn, [2**40, 1]):
         for one, other in zip(whole, parts, strict=True):
             assert torch.equal(one, other)

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.launch import merged, tiny
 from tests.helpers.native_models import BESIDE, GPT2, LLAMA, SOURCE, TINY, edit, folder_of
-from tests.helpers.ranks import merged, run_ranks, tiny_overrides
 from trainer import Trainer, UserError, load_config, load_weights, run
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
 from trainer.config import LoraSection
@@ -39,7 +39,7 @@ OWN = [
 
 def overrides_of(base: Path | str | None, folder: Path, *overrides: str) -> list[str]:
     own = [f"train.init_from={base}", *OWN] if base is not None else OWN
-    shaped = tiny_overrides(*merged(own, [*overrides, f"run.dir={folder}"]))
+    shaped = tiny(*merged(own, [*overrides, f"run.dir={folder}"]))
     return [item for item in shaped if base is None or not item.startswith("model.")]
 
 
@@ -75,7 +75,7 @@ def stored(folder: Path) -> StoredWeights:
 
 
 def network(targets: str | Sequence[str] = "all-linear", **lora: Any) -> nn.Module:
-    config = load_config("llama_small", tiny_overrides())
+    config = load_config("llama_small", tiny())
     section = replace(LoraSection(rank=4, alpha=8.0, targets=targets), **lora)
     return build_network(replace(config, lora=section))
 
@@ -169,14 +169,14 @@ def test_target_without_a_layer_is_rejected() -> None:
 
 
 def test_layer_names_of_transformers_are_recognized() -> None:
-    config = load_config("llama_small", tiny_overrides())
+    config = load_config("llama_small", tiny())
     theirs = build_network(replace(config, lora=LoraSection(rank=4, targets=["q_proj", "down_proj"])))
     ours = build_network(replace(config, lora=LoraSection(rank=4, targets=["wq", "w2"])))
     assert [name for name, _ in theirs.named_parameters()] == [name for name, _ in ours.named_parameters()]
 
 
 def test_adapters_are_initialized_like_pefts() -> None:
-    model, plain = network(), build_network(load_config("llama_small", tiny_overrides()))
+    model, plain = network(), build_network(load_config("llama_small", tiny()))
     for each in (model, plain):
         materialize(each, 7, torch.device("cpu"))
     weights = dict(model.named_parameters())
@@ -450,45 +450,6 @@ def train_here(base: str, runs: list[tuple[str, list[str]]]) -> list[list[float]
         lines = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         found.append([line["loss"] for line in lines if line["kind"] == "train"])
     return found
-
-
-SETTINGS = {
-    "1": [],
-    "all": ["train.activation_checkpoint=full", "fsdp.accumulate=sharded"],
-    "selective": ["train.activation_checkpoint=selective"],
-    "budget": ["train.activation_checkpoint=budget:0.3"],
-    "offload": ["fsdp.cpu_offload=true"],
-    "size": ["fsdp.wrap=size:3000"],
-    "bfloat16": ["lora.base_dtype=bfloat16"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
-def test_same_losses_on_every_mesh_and_after_changing_it(ranks: int, base: Path, tmp_path: Path) -> None:
-    """With uneven shards (4 rows of an adapter); bit for bit on the same mesh."""
-    mesh = ["mesh.replicate=2"] if ranks == 4 else []
-    steps = ["train.steps=6", "checkpoint.every=3", "checkpoint.keep_last=0"]
-    (alone,) = train_here(str(base), [(str(tmp_path / "alone"), steps)])
-    straight = str(tmp_path / "straight")
-    runs = [(straight, [*steps, *mesh])]
-    if ranks == 2:
-        runs += [(str(tmp_path / "selective"), [*steps, *SETTINGS["selective"]])]
-    else:
-        runs += [(str(tmp_path / name), [*steps, *mesh, *own]) for name, own in SETTINGS.items() if name != "bfloat16"]
-    for losses in run_ranks(ranks, train_here, str(base), runs)[0]:
-        torch.testing.assert_close(losses, alone, rtol=1e-6, atol=0)
-    again, elsewhere = tmp_path / "again", tmp_path / "elsewhere"
-    for copy in (again, elsewhere):
-        shutil.copytree(straight, copy)
-        shutil.rmtree(copy / "checkpoints" / "step_00000006")
-    ((resumed,),) = {
-        tuple(map(tuple, found)) for found in run_ranks(ranks, train_here, str(base), [(str(again), [*steps, *mesh])])
-    }
-    whole = [json.loads(line) for line in (Path(straight) / "metrics.jsonl").read_text().splitlines()]
-    assert list(resumed) == [line["loss"] for line in whole if line["kind"] == "train"]
-    (on_one,) = train_here(str(base), [(str(elsewhere), steps)])
-    torch.testing.assert_close(on_one, alone, rtol=1e-6, atol=0)
 
 
 @pytest.mark.campaign

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.launch import on_ranks, tiny
 from trainer import load_config
 
 
@@ -33,10 +33,10 @@ def build_small(folder: Path) -> tuple[float, float]:
     from trainer import Trainer
     from trainer.model.parameters import count_parameters
 
-    Trainer(load_config("llama_small", tiny_overrides(f"run.dir={folder}"))).close()  # what the first one imports
+    Trainer(load_config("llama_small", tiny(f"run.dir={folder}"))).close()  # what the first one imports
     wide = ["model.dim=1024", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_dim=4096", "model.num_layers=4"]
     before = peak_gib()
-    trainer = Trainer(load_config("llama_small", tiny_overrides(*wide, "model.vocab_size=16384", f"run.dir={folder}")))
+    trainer = Trainer(load_config("llama_small", tiny(*wide, "model.vocab_size=16384", f"run.dir={folder}")))
     found = 1024 * (peak_gib() - before), 4 * count_parameters(trainer.model) / 2**20
     trainer.close()
     return found
@@ -44,7 +44,7 @@ def build_small(folder: Path) -> tuple[float, float]:
 
 @pytest.mark.slow
 def test_no_rank_holds_the_full_model(tmp_path: Path) -> None:
-    for grown, size in run_ranks(4, build_small, tmp_path):
+    for grown, size in on_ranks(4, build_small, tmp_path):
         assert size > 300
         print(f"grown by {grown:.0f} of {size:.0f} MiB")
         assert grown < 0.7 * size
@@ -113,45 +113,7 @@ def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(recipe: str, tm
     if recipe.endswith(".yaml"):
         (tmp_path / recipe).write_text("model: {name: hf}\n")
         recipe = str(tmp_path / recipe)
-    for grown, shards, block in run_ranks(4, load_folder, tmp_path, tmp_path, recipe):
+    for grown, shards, block in on_ranks(4, load_folder, tmp_path, tmp_path, recipe):
         assert shards > 50
         print(f"grown by {grown:.0f} MiB: {shards:.0f} of shards, {block:.0f} of a block")
         assert grown < shards + block
-
-
-@pytest.mark.slow
-def test_weights_are_packed_while_they_are_read(tmp_path: Path) -> None:
-    """The memory of a rank grows by its bytes and less than one matrix, which has 64 MiB in float32."""
-    transformers = pytest.importorskip("transformers")
-    for name, width, wider in (("small", 64, 64), ("large", 2048, 8192)):
-        sizes = {"hidden_size": width, "intermediate_size": wider, "num_hidden_layers": 2, "num_attention_heads": 4}
-        config = transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=512)
-        transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name)
-    packed = ["lora.rank=4", "lora.base_dtype=nf4", "fsdp.param_dtype=float32"]
-    for grown, shards, _ in run_ranks(2, load_folder, tmp_path, tmp_path, "llama_small", *packed):
-        print(f"grown by {grown:.0f} MiB: {shards:.0f} of shards")
-        assert grown < shards + 64
-
-
-@pytest.mark.campaign
-def test_no_rank_ever_holds_the_full_model(tmp_path: Path) -> None:
-    """The same at a realistic size, with everything included."""
-    overrides = ["data.source=synthetic", "data.seq_len=64", "train.global_batch_size=4", f"run.dir={tmp_path / 'a'}"]
-    ranks = run_ranks(4, build, overrides, 0)
-    peak, num_parameters = max(found[0] for found in ranks), ranks[0][1]
-    assert num_parameters == 1_235_814_400, "as published"
-    assert peak < 0.7 * num_parameters * 4 / 2**30, f"{peak:.2f} GiB a rank, everything included"
-
-
-@pytest.mark.campaign
-def test_it_also_trains_with_a_smaller_vocabulary(tmp_path: Path) -> None:
-    overrides = [
-        "data.source=synthetic",
-        "data.seq_len=32",
-        "model.vocab_size=16384",
-        "train.global_batch_size=4",
-        f"run.dir={tmp_path / 'b'}",
-    ]
-    for _, num_parameters, losses in run_ranks(4, build, overrides, 2):
-        assert num_parameters == 1_006_700_544
-        assert 0 < losses[1] < 12

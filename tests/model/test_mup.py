@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import CommandResult, run_command, run_python_module, run_ranks, tiny_overrides
+from tests.helpers.launch import on_ranks, start, tiny
 from tests.helpers.tiny import tiny_config
 from trainer import Recipe, RunConfig, Trainer, load_config, register
 from trainer.model.mup import find_growth, scale_initial_weights
@@ -25,7 +24,7 @@ WIDE = ["model.dim=64", "model.num_heads=8", "model.num_kv_heads=8", "model.ffn_
 
 
 def config_of(*overrides: str) -> RunConfig:
-    return load_config("llama_small", tiny_overrides(*WIDE, BASE, *overrides, "run.dir=never_written"))
+    return load_config("llama_small", tiny(*WIDE, BASE, *overrides, "run.dir=never_written"))
 
 
 def rates_of(config: RunConfig) -> dict[str, tuple[float, float]]:
@@ -138,7 +137,7 @@ def test_initial_weights_are_scaled_and_the_same_on_every_mesh(tmp_path: Path) -
         for name in plain:
             if f"{part}.weight" in name:
                 torch.testing.assert_close(scaled[name], factor * plain[name])
-    for name, weight in run_ranks(2, weights_of, tmp_path, *WIDE, BASE)[1].items():
+    for name, weight in on_ranks(2, weights_of, tmp_path, *WIDE, BASE)[1].items():
         assert torch.equal(weight, scaled[name]), name
 
 
@@ -192,43 +191,10 @@ MISTAKES = {
 @pytest.mark.parametrize("kind", list(MISTAKES))
 def test_a_base_model_that_cannot_be_meant_is_refused(kind: str, tmp_path: Path) -> None:
     given, expected = MISTAKES[kind]
-    ran = run_command(tmp_path / "run", "recipe=llama_small", *tiny_overrides(*WIDE, *given, "train.steps=1"))
-    assert ran.exit_code == 2, ran.stderr
-    assert all(text in ran.stderr for text in expected), ran.stderr
+    ran = start(tmp_path / "run", "recipe=llama_small", *tiny(*WIDE, *given, "train.steps=1")).wait()
+    assert ran.code == 2, ran.err
+    assert all(text in ran.err for text in expected), ran.err
     assert not (tmp_path / "run").exists()
-
-
-def run_wide(folder: Path, *overrides: str) -> CommandResult:
-    return run_command(folder, "recipe=llama_small", *tiny_overrides(*WIDE, "optim.lr=0.01", *overrides))
-
-
-@pytest.mark.slow
-def test_rates_are_said_kept_by_a_resume_and_do_not_depend_on_the_mesh(tmp_path: Path) -> None:
-    common = ["optim.base_model={dim: 16, num_heads: 2, num_kv_heads: 2, ffn_dim: 48}", "train.steps=8"]
-    alone = run_wide(tmp_path / "alone", *common, "checkpoint.every=4")
-    assert "adamw, decay 0.4, lr x 0.25" in alone.stdout
-    assert run_wide(tmp_path / "two", *common, "train.steps=4", "schedule.name=constant", "nproc=2").exit_code == 0
-    straight = run_wide(tmp_path / "straight", *common, "schedule.name=constant")
-    resumed = run_wide(tmp_path / "two", *common, "schedule.name=constant")
-    assert resumed.train("loss") == pytest.approx(straight.train("loss"), rel=1e-6)
-    changed = "optim.base_model={dim: 32, num_heads: 4, num_kv_heads: 4, ffn_dim: 96}"
-    refused = run_wide(tmp_path / "two", *common, changed, "train.steps=10")
-    assert refused.exit_code == 2
-    assert "optim.base_model" in refused.stderr
-    allowed = run_wide(
-        tmp_path / "two", *common, changed, "train.steps=10", "checkpoint.allow_changes=[optim.base_model]"
-    )
-    assert allowed.exit_code == 0
-    assert "adamw, decay 0.2, lr x 0.5" in allowed.stdout
-    assert allowed.train("step") == list(range(1, 11))
-
-
-@pytest.mark.slow
-def test_why_says_how_much_wider_the_model_is() -> None:
-    ran = run_python_module("trainer.run", "recipe=llama_small", "--print-config", "--why", *WIDE, BASE)
-    assert ran.exit_code == 0
-    (line,) = [line for line in ran.stdout.splitlines() if "this model has" in line]
-    assert "4 x dim, 4 x num_heads, 4 x num_kv_heads, 6 x ffn_dim" in line
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -242,37 +208,3 @@ RATES |= {
     f"muon {scale}": ["optim.name=muon", "optim.lr=0.01", f"optim.muon.scale={scale}", f"optim.muon.lr={rate}"]
     for scale, rate in (("spectral", 0.1), ("match_rms_adamw", 0.05), ("jordan", 0.1))
 }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "optimizer", ["adamw", *(pytest.param(name, marks=pytest.mark.campaign) for name in RATES if name != "adamw")]
-)
-def test_activations_do_not_grow_with_the_width(optimizer: str, tmp_path: Path) -> None:
-    factors = "--factors=1,2,4" if optimizer == "adamw" else "--factors=1,2,4,8"
-    ran = run_python_module("trainer.widths", *CHECK, *RATES[optimizer], factors, cwd=tmp_path)
-    assert ran.exit_code == 0, ran.stdout + ran.stderr
-    rows = [line.split() for line in ran.stdout.splitlines() if "width^" in line]
-    assert [row[0] for row in rows] == ["tok_embeddings", "layers.0", "layers.1", "head"]
-    powers = {row[0]: [float(text.removeprefix("width^")) for text in row[1:]] for row in rows}
-    print(powers)
-    assert max(with_base for with_base, _ in powers.values()) < 0.3
-    assert max(without for _, without in powers.values()) > 0.6
-    page = (tmp_path / "widths.html").read_text()
-    assert "data:image/png;base64," in page
-    assert "layers.1" in page
-
-
-@pytest.mark.slow
-def test_mistakes_in_the_command(tmp_path: Path) -> None:
-    cases: list[tuple[list[Any], str]] = [
-        ([*CHECK, "--factors=2"], "--factors=2: must be two or more"),
-        ([*CHECK, "--out=widths.png"], "--out=widths.png: must end in .html or .htm"),
-        ([*CHECK[1:]], "recipe: none is given"),
-        (["recipe=llama_small"], "optim.base_model=null: must give the widths"),
-    ]
-    for arguments, expected in cases:
-        ran = run_python_module("trainer.widths", *arguments, cwd=tmp_path)
-        assert ran.exit_code == 2, ran.stdout + ran.stderr
-        assert expected in ran.stderr
-    assert not list(tmp_path.iterdir())

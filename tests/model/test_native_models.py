@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from trainer.recipes._layers import Output, Rope, rotate, split_heads
 
+from tests.helpers.launch import merged, start
 from tests.helpers.native_models import (
     KINDS,
     PLAIN,
@@ -22,13 +22,11 @@ from tests.helpers.native_models import (
     load_with_transformers,
     write_theirs,
 )
-from tests.helpers.ranks import merged, run_command
 from trainer import load_config, load_weights
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
 from trainer.experts import grouped_mm
 from trainer.export import command_line as main
-from trainer.plan.probe import _trace as trace
 
 MESHES = {"1": ["nproc=1"], "2": ["nproc=2"], "2x2": ["nproc=4", "mesh.replicate=2"]}
 
@@ -95,30 +93,9 @@ def losses_of_both(
     source: Path, folder: Path, kind: str, mesh: str, *overrides: str
 ) -> tuple[list[float], list[float]]:
     own = merged(PLAIN, [f"model.name={kind}", f"train.init_from={source}", *overrides])
-    ran = run_command(folder, "recipe=llama_small", *own, *MESHES[mesh])
-    assert ran.exit_code == 0, ran.stderr
+    ran = start(folder, "recipe=llama_small", *own, *MESHES[mesh]).wait()
+    assert ran.code == 0, ran.err
     return ran.train("loss"), plain_losses(source, load_config("llama_small", own))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "mesh", "micro_batch_size"),
-    [
-        pytest.param("qwen3_moe", "1", 2, marks=pytest.mark.campaign),
-        pytest.param("qwen3_moe", "1", 8, marks=pytest.mark.campaign),
-        ("qwen3_moe", "2", 4),
-        pytest.param("qwen3_moe", "2x2", 1, marks=pytest.mark.campaign),
-        pytest.param("gpt_oss", "2", 2, marks=pytest.mark.campaign),
-    ],
-)
-def test_experts_are_balanced_over_the_global_batch(
-    kind: str, mesh: str, micro_batch_size: int, tmp_path: Path
-) -> None:
-    """As by transformers with the whole batch at once, on any mesh and with any micro-batch size."""
-    source = write_theirs(kind, tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)
-    micro_batches = f"train.micro_batch_size={micro_batch_size}"
-    losses, expected = losses_of_both(source, tmp_path / "run", kind, mesh, micro_batches)
-    assert relative(losses, expected) < 1e-5
 
 
 def test_rotary_embedding_needs_no_copy() -> None:
@@ -153,22 +130,3 @@ def test_grouped_product_equals_separate_products() -> None:
     assert torch.equal(grouped_mm(x, weight, ends), expected)
     assert torch.autograd.gradcheck(lambda x, weight: grouped_mm(x, weight, ends), (x, weight))
     torch.library.opcheck(torch.ops.meshtrainer.grouped_mm.default, (x, weight, ends))
-
-
-@pytest.mark.campaign
-def test_short_plan_of_balanced_experts_equals_the_full_one() -> None:
-    """The short plan omits the middle blocks, each of which also returns its load."""
-    exact = "model.balance_shares=exact"
-    config = load_config("qwen3_moe_small", ["model.num_layers=9", exact, "fsdp.param_dtype=bfloat16"])
-    with torch.device("meta"):
-        model = config.recipe.build_model(config.model)
-    for checkpointing in ("none", "selective", "full"):
-        short, whole = (
-            trace(copy.deepcopy(model), config, 2, checkpointing, 0.0, "cpu", shortens) for shortens in (True, False)
-        )
-        ours, theirs = (*short.events, *short.counting_pass), (*whole.events, *whole.counting_pass)
-        assert short.counting_pass
-        assert [(event.kind, event.unit) for event in ours] == [(event.kind, event.unit) for event in theirs]
-        for one, other in zip(ours, theirs, strict=True):
-            assert abs(one.segment.net - other.segment.net) <= 4096, (one.kind, one.unit)
-            assert sum(w.flops * n for w, n in one.segment.work) == sum(w.flops * n for w, n in other.segment.work)

@@ -10,16 +10,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.ranks import run_tiny
 from tests.helpers.tiny import full, tiny_config
-from tests.plan.test_plan import config_of
 from trainer import Trainer, UserError, load_config
-from trainer.config import AUTO, MeshShape, check_config
+from trainer.config import MeshShape, check_config
 from trainer.model import offload as offloading
 from trainer.model.offload import ActivationOffload, choose_offloaded_blocks
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import make_plan
-from trainer.plan.search import fastest_choice
 
 DEEP = ["model.num_layers=4", "train.steps=4", "log.every=1"]
 
@@ -173,76 +170,7 @@ def test_no_bit_changes_and_host_memory_is_as_planned(
             assert offload.peak_host_bytes == plan.memory.offloaded
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "mesh",
-    [
-        ["nproc=2"],
-        pytest.param(["nproc=4", "mesh.replicate=2"], marks=pytest.mark.campaign),
-        pytest.param(["nproc=2", "mesh.replicate=-1", "mesh.shard=1"], marks=pytest.mark.campaign),
-        pytest.param(["nproc=2", "fsdp.accumulate=sharded"], marks=pytest.mark.campaign),
-        pytest.param(["nproc=2", "mesh.context=2"], marks=pytest.mark.campaign),
-    ],
-    ids=" ".join,
-)
-@pytest.mark.parametrize("checkpointing", ["selective", pytest.param("none", marks=pytest.mark.campaign)])
-def test_no_bit_changes_on_several_ranks(mesh: list[str], checkpointing: str, tmp_path: Path) -> None:
-    given = ["model.num_layers=4", "model.dim=64", "train.steps=4", "train.global_batch_size=8", "data.seq_len=64"]
-    given += [f"train.activation_checkpoint={checkpointing}", *mesh]
-    plain = run_tiny(tmp_path / "plain", *given)
-    moved = run_tiny(tmp_path / "offloaded", *given, "train.offload_activations=1")
-    for field in ("loss", "grad_norm"):
-        assert moved.train(field) == plain.train(field)
-
-
 # -- the planner ----------------------------------------------------------------------------------------------------
-
-LONG = ["data.seq_len=16384", "model.max_seq_len=16384", "model.num_layers=12"]
-
-
-def plan_of(*overrides: str, network: str = "h100") -> Any:
-    config = config_of("llama3_1b", *LONG, *overrides, shape=MeshShape(1, 8))
-    return make_plan(config, MeshShape(1, 8), find_machine(network))
-
-
-def test_plan_moves_memory_to_the_host_and_shows_exposed_copies() -> None:
-    plain, moved, half = (plan_of(f"train.offload_activations={share}") for share in ("none", "1", "0.5"))
-    assert plain.memory.offloaded == 0
-    assert 0.4 < half.memory.offloaded / moved.memory.offloaded < 0.5  # five blocks of twelve, against eleven
-    saved = plain.memory.peak.by_kind["activations"] - moved.memory.peak.by_kind["activations"]
-    assert 0.7 * moved.memory.offloaded < saved <= moved.memory.offloaded  # a block or two are always on the device
-    assert moved.time.offload_s == pytest.approx(2 * moved.memory.offloaded / moved.machine.rates.host)
-    assert moved.time.total_s == pytest.approx(plain.time.total_s + moved.time.exposed_offload_s, rel=1e-3)
-    assert 0 < half.time.exposed_offload_s < moved.time.exposed_offload_s < moved.time.offload_s
-    inputs_alone = plan_of("train.offload_activations=1", "train.activation_checkpoint=full")
-    assert inputs_alone.time.offload_s > 0
-    assert inputs_alone.time.exposed_offload_s == 0
-
-
-@pytest.mark.parametrize("share", [pytest.param(s, marks=pytest.mark.campaign) for s in ("1", "0.25")] + ["0.5"])
-def test_short_plan_equals_the_full_one(share: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    short = plan_of(f"train.offload_activations={share}")
-    monkeypatch.setattr("trainer.plan.probe._find_runs", lambda *_: [])
-    whole = plan_of(f"train.offload_activations={share}")
-    assert short.memory.offloaded == whole.memory.offloaded
-    assert short.memory.peak == whole.memory.peak
-    assert short.time.total_s == pytest.approx(whole.time.total_s, rel=1e-3)
-
-
-@pytest.mark.campaign
-def test_auto_offloads_if_that_is_faster_than_recomputing() -> None:
-    """At 131,072 tokens, attention hides the copies, and is expensive to recompute."""
-    shape = MeshShape(1, 8)
-    sliced = ["model.num_layers=12", "data.seq_len=131072", "mesh.context=8"]
-    own = [f"train.offload_activations={AUTO}", f"train.activation_checkpoint={AUTO}"]
-    tight = find_machine("h100").with_budget(33e9)
-    both = fastest_choice(config_of("llama3_8b", *sliced, *own, shape=shape), shape, tight).plan
-    recomputed = fastest_choice(config_of("llama3_8b", *sliced, own[1], shape=shape), shape, tight).plan
-    assert both.config.train.offload_activations != "none"
-    assert both.fits
-    assert both.time.total_s < 0.95 * recomputed.time.total_s
-    on_cpu = fastest_choice(tiny_config(Path("run"), *own), MeshShape(1, 1), find_machine("cpu")).plan
-    assert on_cpu.config.train.offload_activations == "none"
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +14,11 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from tests.helpers.forked import REPOSITORY
 from tests.helpers.hf_models import model_of
+from tests.helpers.launch import start, start_command, tiny
 from tests.helpers.native_models import TINY, folder_of
-from tests.helpers.plan_truth import CollectiveLog, as_logged, fake_model, update
-from tests.helpers.ranks import merged, run_command, run_python_module, run_ranks, tiny_overrides
+from tests.helpers.plan_truth import CollectiveLog, fake_model, update
 from tests.model.test_lora import config_of, stored, trained
-from tests.plan.test_plan import measure
 from trainer import RunConfig, Trainer, UserError, load_config, load_weights, run
 from trainer.config import LoraSection, MeshShape
 from trainer.export import command_line as export_command
@@ -30,10 +26,6 @@ from trainer.model.lora import AdaptedLinear, add_adapters
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.packed import BLOCK_SIZE, PackedLinear, Packing, find_packings
 from trainer.model.parameters import count_parameters, count_trained_parameters, local
-from trainer.plan.__main__ import command_line as plan_command
-from trainer.plan.machine import find_machine
-from trainer.plan.plan import make_plan, without_data
-from trainer.plan.probe import Probe
 
 WIDE = replace(TINY, dim=64, ffn_dim=192)
 """Its rows have 64 or 192 weights.  Three ranks do not divide its 32 or 64 rows evenly."""
@@ -48,22 +40,6 @@ def base(tmp_path: Path) -> Path:
 
 # ---------------------------------------------------------------------------------------------------------------
 # Values
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_scales_and_values_equal_those_of_bitsandbytes(dtype: torch.dtype) -> None:
-    functional = pytest.importorskip("bitsandbytes.functional", reason="the library of NF4: pip install bitsandbytes")
-    weight = torch.randn(129, 512, generator=torch.Generator().manual_seed(0)).to(dtype) * 0.02
-    weight[3, 64:128] = 0
-    weight[5, :64] *= 1e-30
-    codes, state = functional.quantize_4bit(weight, blocksize=BLOCK_SIZE, quant_type="nf4")
-    packing = Packing("nf4", 512)
-    packed = packing.pack(weight)
-    assert torch.equal(packed[:, :256].flatten(), codes.flatten())
-    assert torch.equal(packing.scales(packed).flatten(), state.absmax)
-    for computed in (torch.float32, torch.bfloat16):
-        state.dtype = computed
-        assert torch.equal(packing.unpack(packed, computed), functional.dequantize_4bit(codes, state))
 
 
 @pytest.mark.parametrize(("packing", "bits", "most"), [("nf4", 4.5, 0.16), ("fp8", 8.5, 1 / 16)])
@@ -120,7 +96,7 @@ def test_gradients_follow_the_formula_and_only_bytes_are_saved(packing: str, kin
 
 def test_linear_layers_of_the_blocks_are_packed_whether_adapted_or_not() -> None:
     def network(*overrides: str) -> tuple[RunConfig, nn.Module]:
-        config = load_config("llama_small", tiny_overrides("model.dim=64", "model.ffn_dim=192", *overrides))
+        config = load_config("llama_small", tiny("model.dim=64", "model.ffn_dim=192", *overrides))
         lora = replace(config.lora, rank=4, targets=["wq"], base_dtype="nf4")
         return replace(config, lora=lora), build_network(replace(config, lora=lora))
 
@@ -152,7 +128,7 @@ def test_linear_layers_of_the_blocks_are_packed_whether_adapted_or_not() -> None
     ],
 )
 def test_mistakes(overrides: list[str], says: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    own = [*tiny_overrides(f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", *overrides)]
+    own = [*tiny(f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", *overrides)]
     given = {item.partition("=")[0]: item for item in own if "null" not in item and not item.startswith("model.ffn")}
     if any("null" in item for item in overrides):
         del given["train.init_from"]
@@ -209,56 +185,6 @@ def train_here(base: str, runs: list[tuple[str, list[str]]]) -> list[tuple[list[
     return found
 
 
-MESHES: list[tuple[int, list[str]]] = [
-    (1, ["train.activation_checkpoint=full", "train.micro_batch_size=1"]),
-    (2, []),
-    (3, []),  # 22, 22 and 20 of 64 rows
-    (4, []),
-    (4, ["mesh.replicate=2"]),
-    (4, ["mesh.context=2", "train.activation_checkpoint=full", "train.micro_batch_size=1"]),
-]
-ELSEWHERE = {
-    "selective": ["train.activation_checkpoint=selective"],
-    "budget": ["train.activation_checkpoint=budget:0.3"],
-    "never": ["fsdp.reshard_after_forward=never", "fsdp.accumulate=sharded"],
-    "offload": ["fsdp.cpu_offload=true"],
-    "one micro-batch": ["train.micro_batch_size=1"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "own", "packing"),
-    [
-        pytest.param(*mesh, packing, marks=() if (packing, mesh) == ("nf4", (3, [])) else pytest.mark.campaign)
-        for packing, meshes in (("nf4", [*MESHES, *((2, own) for own in ELSEWHERE.values())]), ("fp8", MESHES))
-        for mesh in meshes
-    ],
-)
-def test_same_losses_on_every_mesh_and_after_changing_it(
-    ranks: int, own: list[str], packing: str, base: Path, tmp_path: Path
-) -> None:
-    """And a rank holds its share of the bytes: 4.5 bits a weight for NF4."""
-    steps = [f"lora.base_dtype={packing}", "train.steps=6", "checkpoint.every=3", "checkpoint.keep_last=0"]
-    steps += ["train.global_batch_size=12" if ranks == 3 else "train.global_batch_size=8", "data.seq_len=16"]
-    ((alone, all_bytes, num_weights),) = train_here(str(base), [(str(tmp_path / "alone"), steps)])
-    bits = {"nf4": 4.5, "fp8": 8.5}[packing]
-    assert all_bytes == num_weights * bits / 8
-    straight = tmp_path / "straight"
-    reports = run_ranks(ranks, train_here, str(base), [(str(straight), [*steps, *own])])
-    num_shards = 2 if "mesh.replicate=2" in own else ranks
-    for ((losses, num_bytes, _),) in reports:
-        apart = max(abs(loss / expected - 1) for loss, expected in zip(losses, alone, strict=True))
-        print(f"{packing} on {ranks} ranks {own}: {apart:.1e} apart, {num_bytes} of {all_bytes} bytes")
-        torch.testing.assert_close(losses, alone, rtol=1e-6, atol=0)
-        assert num_bytes <= all_bytes / num_shards * (1.05 if ranks == 3 else 1)
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(straight, elsewhere)
-    shutil.rmtree(elsewhere / "checkpoints" / "step_00000006")
-    ((on_one, _, _),) = train_here(str(base), [(str(elsewhere), steps)])
-    torch.testing.assert_close(on_one, alone, rtol=1e-6, atol=0)
-
-
 @pytest.mark.campaign
 def test_packed_layers_compile_in_one_graph(base: Path, tmp_path: Path) -> None:
     plain, compiled = (["lora.base_dtype=nf4", f"train.compile={word}", "train.steps=2"] for word in ("false", "true"))
@@ -275,7 +201,7 @@ def test_gathers_bring_the_bytes_of_packed_weights(packing: str, most: float) ->
     def gathered(base_dtype: str) -> tuple[int, int]:
         own = ["model.dim=256", "model.ffn_dim=512", "fsdp.param_dtype=bfloat16", f"lora.base_dtype={base_dtype}"]
         own += ["lora.rank=4", "fsdp.reshard_after_forward=always"]
-        config = load_config("llama_small", tiny_overrides(*own), needs_weights=False)
+        config = load_config("llama_small", tiny(*own), needs_weights=False)
         with fake_model(config, MeshShape(1, 2)) as (model, _), CollectiveLog() as log:
             update(model, config, 1)
             packed = find_packings(model).items()
@@ -343,18 +269,18 @@ def test_what_else_a_run_does_with_its_model(base: Path, tmp_path: Path) -> None
     given = [f"train.init_from={base}", "lora.rank=4", "lora.base_dtype=nf4", f"data.path={tmp_path / 'text.txt'}"]
     given += [f"data.eval_path={tmp_path / 'text.txt'}", "data.tokenizer=bytes", f"data.cache_dir={tmp_path / 'cache'}"]
     given += ["eval.every=2", "eval.steps=1", "log.norms_every=2", "train.ema=0.5", "log.sample_tokens=4"]
-    shaped = [item for item in tiny_overrides(*given, "train.steps=4") if not item.startswith("model.")]
-    ran = run_command(tmp_path / "run", "recipe=llama_small", *shaped, "nproc=2")
-    assert ran.exit_code == 0, ran.stderr + ran.stdout
+    shaped = [item for item in tiny(*given, "train.steps=4") if not item.startswith("model.")]
+    ran = start(tmp_path / "run", "recipe=llama_small", *shaped, "nproc=2").wait()
+    assert ran.code == 0, ran.err + ran.out
     assert {"eval", "norms", "train", "end"} <= {line["kind"] for line in ran.metrics}
-    assert "frozen, packed as nf4; adapters of rank 4" in ran.stdout
+    assert "frozen, packed as nf4; adapters of rank 4" in ran.out
     for command in (
         ["trainer.evaluate", tmp_path / "run"],
         ["trainer.generate", tmp_path / "run", "--prompt", "so many", "--greedy", "--max-tokens", 3],
         ["trainer.export", tmp_path / "run", tmp_path / "merged", "--merged", "--ema"],
     ):
-        done = run_python_module(*command)
-        assert done.exit_code == 0, done.stderr + done.stdout
+        done = start_command(*command).wait()
+        assert done.code == 0, done.err + done.out
 
 
 @pytest.mark.slow
@@ -431,96 +357,3 @@ def test_models_of_transformers_are_packed(kind: str, tmp_path: Path) -> None:
         expected = load_weights(tmp_path / "run")(tokens)
         found = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()(tokens).logits
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The plan
-
-CONTEXT = ["mesh.context=2", "mesh.context_method=gather"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "own", "packing"),
-    [
-        (2, ["fsdp.param_dtype=bfloat16"], "nf4"),
-        *(
-            pytest.param(*case, packing, marks=pytest.mark.campaign)
-            for packing in PACKINGS
-            for case in (
-                (1, []),
-                (2, ["train.activation_checkpoint=full"]),
-                (2, CONTEXT),
-                (4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=16"]),
-            )
-        ),
-    ],
-)
-def test_memory_and_collectives_of_a_real_run_are_as_planned(
-    ranks: int, own: list[str], packing: str, tmp_path: Path
-) -> None:
-    """The peak of the storages of rank 0, in the third step of a real run."""
-    base = folder_of(tmp_path / "base", config=replace(WIDE, dim=256, num_layers=4, ffn_dim=768, vocab_size=1024))
-    given = [f"train.init_from={base}", "data.source=synthetic", "run.threads=1", "train.micro_batch_size=2"]
-    given += ["train.global_batch_size=8", "data.seq_len=64", "lora.rank=8", f"lora.base_dtype={packing}"]
-    arguments = merged([*given, f"run.dir={tmp_path / 'run'}"], own)
-    config = without_data(load_config("llama_small", arguments))
-    shape = MeshShape(max(1, config.mesh.replicate), ranks // max(1, config.mesh.replicate))
-    plan = make_plan(config, shape, find_machine("cpu"))
-    peak, collectives = run_ranks(ranks, measure, arguments)[0]
-    print(f"{packing} on {ranks} ranks {own}: planned {plan.memory.peak.total}, measured {peak}")
-    assert plan.memory.peak.total == pytest.approx(peak, rel=0.05)
-    assert collectives == as_logged(plan.collectives)
-
-
-PUBLISHED = {
-    "Llama 3 8B": ["llama3_8b"],
-    "Qwen3 32B": [
-        *("qwen3_8b", "model.dim=5120", "model.num_layers=64", "model.num_heads=64", "model.ffn_dim=25600"),
-    ],
-    "Llama 3 70B": ["llama3_70b"],
-    "gpt-oss 20B": ["gpt_oss_20b"],
-    "Qwen3 30B-A3B": ["qwen3_30b_a3b"],
-    "gpt-oss 120B": ["gpt_oss_120b", "mesh.expert=1"],
-}
-CARDS = {"rtx4090": "24 GB", "l40s": "48 GB", "h100": "80 GB"}
-
-
-@pytest.mark.slow
-def test_packing_is_proposed_where_a_plan_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
-    own = ["recipe=llama3_8b", "model.num_layers=6", "lora.rank=16", "data.seq_len=2048", "train.micro_batch_size=1"]
-    own += ["train.global_batch_size=1", "train.activation_checkpoint=full", "train.compile=false", "ranks=1"]
-    assert plan_command([*own, "lora.base_dtype=bfloat16", "device=h100", "memory_gib=7.5"]) == 3
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("would fit: ")]
-    assert any("lora.base_dtype=" in line for line in lines), lines
-
-
-@pytest.mark.campaign
-def test_table_of_models_is_the_planners() -> None:
-    text = (REPOSITORY / "docs" / "four_bits.md").read_text()
-    rows = [[cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if "B | " in line]
-    rows = [row for row in rows if row[0] in PUBLISHED]
-    found = []
-    for row in planned_rows():
-        print("|", " | ".join(row), "|", flush=True)
-        found.append(row)
-    assert found == rows
-
-
-def planned_rows() -> Iterator[list[str]]:
-    """Yield the rows of the table: model, GPUs, GiB needed in nf4, fp8 and bfloat16, and the smallest card for nf4."""
-    own = ["lora.rank=16", "data.seq_len=2048", "train.micro_batch_size=1", "train.activation_checkpoint=full"]
-    for model, (recipe, *shape) in PUBLISHED.items():
-        probes: dict[str, Probe] = {}
-        for num_ranks in (1, 2, 4, 8):
-            needed, smallest = [], "-"
-            for base_dtype in ("nf4", "fp8", "bfloat16"):
-                more = [f"lora.base_dtype={base_dtype}", f"train.global_batch_size={num_ranks}", "train.compile=false"]
-                config = without_data(load_config(recipe, [*shape, *own, *more], needs_weights=False))
-                probe = probes.setdefault(base_dtype, Probe(config, "cuda"))
-                plans = [make_plan(config, MeshShape(1, num_ranks), find_machine(card), probe) for card in CARDS]
-                needed.append(f"{plans[-1].needed_gib:.1f}")
-                if base_dtype == "nf4":
-                    fitting = (size for plan, size in zip(plans, CARDS.values(), strict=True) if plan.fits)
-                    smallest = next(fitting, "-")
-            yield [model, str(num_ranks), *needed, smallest]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,16 +13,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from tests.helpers.launch import merged
 from tests.helpers.native_models import MODELS, folder_of
-from tests.helpers.ranks import merged, run_ranks
 from tests.model.test_expert_adapters import QUIET
 from tests.model.test_lora import OWN
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.experts import add_adapter, expert_matmuls
 from trainer.export import command_line as export_command
-from trainer.model.packed import BLOCK_SIZE, Packing, find_packings, pack_experts
+from trainer.model.packed import Packing, find_packings, pack_experts
 from trainer.model.parameters import local, local_box
-from trainer.weights.adapters import BaseWeights
 
 SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16},
@@ -51,17 +49,6 @@ def config_of(base: Path | str, folder: Path | str, kind: str, *overrides: str) 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Values and products
-
-
-def test_values_are_those_of_bitsandbytes_of_each_expert() -> None:
-    functional = pytest.importorskip("bitsandbytes.functional", reason="the library of NF4: pip install bitsandbytes")
-    weight = torch.randn(3, 40, 192, generator=torch.Generator().manual_seed(0)) * 0.02
-    packing = Packing("nf4", 192)
-    packed = packing.pack(weight)
-    for expert in range(3):
-        codes, state = functional.quantize_4bit(weight[expert], blocksize=BLOCK_SIZE, quant_type="nf4")
-        assert torch.equal(packed[expert, :, : packing.code_bytes].flatten(), codes.flatten())
-        assert torch.equal(packing.unpack(packed, torch.float32)[expert], functional.dequantize_4bit(codes, state))
 
 
 class Stack(nn.Module):
@@ -130,30 +117,6 @@ def test_experts_are_packed_whether_adapted_or_not(tmp_path: Path) -> None:
         trainer.close()
 
 
-def test_a_run_from_before_experts_were_packed_says_so_when_resumed(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    base = wide_folder(tmp_path / "base", "qwen3_moe")
-    own = ["checkpoint.every=1", "train.steps={}", "lora.targets=[o_proj]"]
-
-    def said(num_steps: int) -> str:
-        capsys.readouterr()
-        settings = [item.format(num_steps) for item in own]
-        trainer = Trainer(config_of(base, tmp_path / "run", "qwen3_moe", *settings))
-        assert trainer.fit() == 0
-        trainer.close()
-        shown = capsys.readouterr()
-        return " ".join((shown.out + shown.err).split())
-
-    with monkeypatch.context() as patched:
-        state_dict = BaseWeights.state_dict
-        patched.setattr(BaseWeights, "state_dict", lambda self: {**state_dict(self), "packed_experts": 0})
-        said(1)
-    message = "lora.base_dtype packs stacked experts, which the version that began this run did not"
-    assert said(2).count(message) == 1
-    assert message not in said(3)
-
-
 def test_experts_whose_rows_blocks_do_not_divide_are_refused(tmp_path: Path) -> None:
     base = wide_folder(tmp_path / "base", "qwen3_moe", expert_dim=96)
     with pytest.raises(UserError, match=r"lora.base_dtype=nf4: packs .* blocks of 64 .* length 96 of .*experts.w2"):
@@ -184,54 +147,6 @@ def train_here(base: str, folder: str, kind: str, overrides: list[str]) -> tuple
 
 EXPERTS = "lora.targets=[o_proj,experts]"
 ATTENTION = "lora.targets=[o_proj]"
-EXCHANGE = ["mesh.expert=2", "mesh.expert_method=exchange"]
-GATHER = ["mesh.expert=2", "mesh.expert_method=gather"]
-FEW = {"two": 2, "three": 3}
-CASES: dict[str, tuple[str, int, list[str], list[str]]] = {
-    "expert axis": ("gpt_oss", 2, [EXPERTS], EXCHANGE),
-    "two ranks": ("qwen3_moe", 2, [ATTENTION], []),
-    "two ranks, fp8": ("qwen3_moe", 2, [EXPERTS, "lora.base_dtype=fp8"], []),
-    "four ranks": ("qwen3_moe", 4, [EXPERTS], []),
-    "replicas": ("qwen3_moe", 4, [EXPERTS], ["mesh.replicate=2"]),
-    "replicas and experts": ("qwen3_moe", 4, [ATTENTION], ["mesh.replicate=2", *GATHER]),
-    "experts and shards": ("gpt_oss", 4, [EXPERTS], GATHER),
-    "fewer experts than ranks": ("gpt_oss", 4, [EXPERTS, "three"], []),
-    "ranks that share experts": ("gpt_oss", 4, [EXPERTS, "two"], []),
-    "recomputed": ("gpt_oss", 2, [EXPERTS], [*EXCHANGE, "train.activation_checkpoint=full"]),
-    "recomputed in part": ("gpt_oss", 2, [EXPERTS], ["train.activation_checkpoint=selective"]),
-    "sharded gradients": ("qwen3_moe", 2, [EXPERTS], ["fsdp.accumulate=sharded", "train.micro_batch_size=1"]),
-    "context": ("qwen3_moe", 2, [EXPERTS], ["mesh.context=2"]),
-    "offload": ("qwen3_moe", 2, [EXPERTS], ["fsdp.cpu_offload=true"]),
-    "deepseek_v3": ("deepseek_v3", 2, [EXPERTS], EXCHANGE),
-    "qwen3_next": ("qwen3_next", 2, [EXPERTS], EXCHANGE),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["expert axis", *(pytest.param(name, marks=pytest.mark.campaign) for name in list(CASES)[1:])]
-)
-def test_same_losses_on_every_mesh_and_after_changing_it(case: str, tmp_path: Path) -> None:
-    """And a rank holds its share of the bytes of the experts."""
-    kind, num_ranks, of_run, of_mesh = CASES[case]
-    few = next((number for word, number in FEW.items() if word in of_run), 0)
-    base = str(wide_folder(tmp_path / "base", kind, **({"num_experts": few} if few else {})))
-    steps = ["train.steps=4", "checkpoint.every=2", "checkpoint.keep_last=0", "optim.lr=1e-2"]
-    steps += ["train.global_batch_size=8", *(item for item in of_run if item not in FEW)]
-    alone, held, total, _ = train_here(base, str(tmp_path / "alone"), kind, steps)
-    assert held == total
-    straight = tmp_path / "straight"
-    reports = run_ranks(num_ranks, train_here, base, str(straight), kind, [*steps, *of_mesh])
-    num_shards = num_ranks // (2 if "mesh.replicate=2" in of_mesh else 1)
-    for losses, held, _, is_inner in reports:
-        torch.testing.assert_close(losses, alone, rtol=1e-6, atol=0)
-        assert held == total / num_shards
-        assert is_inner == bool(few)
-    elsewhere = tmp_path / "elsewhere"
-    shutil.copytree(straight, elsewhere)
-    shutil.rmtree(elsewhere / "checkpoints" / "step_00000004")
-    on_one, *_ = train_here(base, str(elsewhere), kind, steps)
-    torch.testing.assert_close(on_one, alone, rtol=1e-6, atol=0)
 
 
 @pytest.mark.campaign

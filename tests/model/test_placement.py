@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.ranks import run_ranks
+from tests.helpers.launch import on_ranks
 from trainer import Trainer, load_config
 from trainer.distributed.world import split_last_axis
 from trainer.model.parameters import division_of, local, local_box, mesh_of, record_split_mesh
@@ -127,7 +127,7 @@ def parts_held(folder: Path, expert_dim: int) -> list[str]:
     ],
 )
 def test_ranks_hold_what_is_planned(tmp_path: Path, expert_dim: int, expected: str) -> None:
-    assert run_ranks(4, parts_held, tmp_path, expert_dim) == [[expected]] * 4
+    assert on_ranks(4, parts_held, tmp_path, expert_dim) == [[expected]] * 4
 
 
 def test_division_of_a_whole_tensor_is_one_part() -> None:
@@ -158,4 +158,4 @@ def of_tensor_parallelism(folder: Path) -> list[object]:
 
 @pytest.mark.slow
 def test_divisions_of_two_axes_are_told_apart(tmp_path: Path) -> None:
-    assert run_ranks(4, of_tensor_parallelism, tmp_path) == [[None, Division(0, 4, ranks_per_matrix=2), True]] * 4
+    assert on_ranks(4, of_tensor_parallelism, tmp_path) == [[None, Division(0, 4, ranks_per_matrix=2), True]] * 4

@@ -19,29 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import trainer.model.gradients as module
-from tests.helpers.ranks import TINY, run_command, run_ranks
+from tests.helpers.launch import TINY, on_ranks, start
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer
 from trainer.errors import TrainingFailed
 from trainer.model.gradients import (
-    BUCKET_BYTES,
-    FIRST_BUCKET_BYTES,
-    bucket_gradients,
-    bucket_numel,
     gradient_sync,
     replicate,
 )
 
 REPLICATED = ("mesh.shard=1", "mesh.replicate=-1")
-
-
-def test_buckets_are_full_in_one_dtype_and_in_order() -> None:
-    mib = 2**20 // 4
-    assert (4 * mib, 100 * mib) == (FIRST_BUCKET_BYTES, BUCKET_BYTES)
-    sizes = [(mib // 2, 4), (mib // 2, 4), (1, 4), (30 * mib, 4), (mib, 4), (1, 2), (1, 2)]
-    assert bucket_gradients(sizes) == [[0, 1], [2, 3], [4], [5, 6]]
-    assert bucket_gradients([]) == []
-    assert bucket_numel([1, 16, 17], 4) == 16 + 16 + 32 + 3
 
 
 class Branches(nn.Module):
@@ -95,7 +82,7 @@ def average_of_branches(cases: list[list[list[int]]], first_bucket: int) -> list
 def test_gradients_are_means_also_if_a_rank_has_none(first_bucket: int) -> None:
     """A parameter has a gradient if any rank has one, and no gradient if none has."""
     cases = [[[0, 1, 2], [0, 1, 2]], [[1], [2]], [[2], [2]], [[0], [1, 2]]]
-    for found in run_ranks(2, average_of_branches, cases, first_bucket):
+    for found in on_ranks(2, average_of_branches, cases, first_bucket):
         for taken, (ours, plain) in zip(cases, found, strict=True):
             used = {0, *taken[0], *taken[1]}
             assert [g is not None for g in ours] == [number in used for number in range(3) for _ in range(2)]
@@ -131,7 +118,7 @@ def through_twice() -> tuple[list[torch.Tensor | None], list[torch.Tensor | None
 
 @pytest.mark.slow
 def test_nested_backward_pass_averages_gradients() -> None:
-    for ours, expected in run_ranks(2, through_twice):
+    for ours, expected in on_ranks(2, through_twice):
         for own, other in zip(ours, expected, strict=True):
             torch.testing.assert_close(own, other, rtol=1e-6, atol=1e-7)
 
@@ -163,7 +150,7 @@ def after_an_error() -> tuple[str, bool]:
 
 @pytest.mark.slow
 def test_failed_pass_leaves_no_gradient_unaveraged() -> None:
-    for message, is_fine in run_ranks(2, after_an_error):
+    for message, is_fine in on_ranks(2, after_an_error):
         assert "the previous backward pass did not finish" in message
         assert is_fine
 
@@ -195,7 +182,7 @@ def own_step(folder: Path) -> Any:
 
 @pytest.mark.slow
 def test_custom_step_gets_averaged_gradients_and_the_model_is_freed(tmp_path: Path) -> None:
-    (losses, one, is_freed), (_, other, _) = run_ranks(2, own_step, tmp_path / "run")
+    (losses, one, is_freed), (_, other, _) = on_ranks(2, own_step, tmp_path / "run")
     assert len(losses) == 2
     assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True)), "the ranks read different batches"
     assert is_freed
@@ -219,7 +206,7 @@ def start_unfrozen(folder: Path) -> str:
 
 @pytest.mark.slow
 def test_gradients_that_are_not_averaged_are_detected_at_the_start(tmp_path: Path) -> None:
-    (message, _) = run_ranks(2, start_unfrozen, tmp_path / "run")
+    (message, _) = on_ranks(2, start_unfrozen, tmp_path / "run")
     assert "tok_embeddings.weight is not sharded, so its gradient is not reduced" in message
 
 
@@ -237,32 +224,9 @@ MESHES = {
 def trained(folder: Path, mesh: str, *overrides: str) -> list[float]:
     own = [*TINY, "data.source=synthetic", "train.ema=0.9", "checkpoint.every=2", "train.steps=6"]
     own += ["schedule.name=constant", *overrides]
-    ran = run_command(folder, "recipe=llama_small", *own, *MESHES[mesh])
-    assert ran.exit_code == 0, ran.stderr
+    ran = start(folder, "recipe=llama_small", *own, *MESHES[mesh]).wait()
+    assert ran.code == 0, ran.err
     return [float(loss) for loss in ran.train("loss")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "then", "tolerance"),
-    [
-        ("replicas", "replicas", 0.0),
-        # a run of before, in which these were FSDP's
-        pytest.param("replicas-fsdp", "replicas", 1e-5, marks=pytest.mark.campaign),
-        pytest.param("replicas", "shards", 1e-5, marks=pytest.mark.campaign),
-        pytest.param("shards", "replicas", 1e-5, marks=pytest.mark.campaign),
-        pytest.param("one-fsdp", "one", 0.0, marks=pytest.mark.campaign),
-        pytest.param("one", "one-fsdp", 0.0, marks=pytest.mark.campaign),
-        pytest.param("replicas", "one", 1e-5, marks=pytest.mark.campaign),
-        pytest.param("one", "replicas", 1e-5, marks=pytest.mark.campaign),
-    ],
-)
-def test_checkpoints_move_between_replicas_and_shards(first: str, then: str, tolerance: float, tmp_path: Path) -> None:
-    trained(tmp_path / "run", first, "train.steps=4")
-    resumed, straight = trained(tmp_path / "run", then), trained(tmp_path / "straight", then)
-    assert len(resumed) == len(straight) == 6
-    for found, expected in zip(resumed, straight, strict=True):
-        assert abs(found - expected) <= tolerance * expected
 
 
 @pytest.mark.slow
@@ -273,29 +237,3 @@ def test_replicas_share_the_writing_of_a_checkpoint(tmp_path: Path) -> None:
     sizes = [file.stat().st_size for file in files]
     assert len(sizes) == 2
     assert max(sizes) < 2 * min(sizes)
-
-
-BFLOAT16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
-WAYS = {
-    "adapters": ["lora.rank=4"],
-    "sgd": ["optim.name=sgd", "optim.lr=0.1"],
-    "tied, recomputed": ["model.tie_embeddings=true", "train.activation_checkpoint=full"],
-    "frozen, norms": ["train.freeze=[layers.0]", "log.norms_every=2"],
-    "accumulated in shards": ["fsdp.accumulate=sharded", "train.micro_batch_size=1"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("way", ["adapters", *(pytest.param(way, marks=pytest.mark.campaign) for way in [*WAYS][1:])])
-def test_replicas_train_like_one_rank(way: str, tmp_path: Path) -> None:
-    one, replicas = (trained(tmp_path / mesh, mesh, *WAYS[way]) for mesh in ("one", "replicas"))
-    for found, expected in zip(replicas, one, strict=True):
-        assert abs(found - expected) <= 1e-5 * expected
-
-
-@pytest.mark.slow
-@pytest.mark.campaign
-@pytest.mark.parametrize("own", [[*BFLOAT16, "optim.state_dtype=bfloat16"], ["optim.name=muon"]])
-def test_replicas_train_like_fsdps_replicas(own: list[str], tmp_path: Path) -> None:
-    """Bit for bit. One rank is no reference here: rounding to bfloat16 amplifies a different order of summation."""
-    assert trained(tmp_path / "replicas", "replicas", *own) == trained(tmp_path / "fsdp", "replicas-fsdp", *own)

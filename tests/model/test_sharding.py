@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-import shutil
 import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.ranks import run_ranks, tiny_overrides
+from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.tiny import full
 from trainer import Recipe, RunConfig, Trainer, UserError, load_config, register
 from trainer.data.loader import TrainLoader
@@ -35,8 +34,8 @@ from trainer.model.shard import is_unsharded
 from trainer.model.units import ShardUnit, find_units, is_embedding_unit
 from trainer.optim.optimizer import Schedule, build_optimizer
 
-LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=264", "train.steps=10")
-ODD_LLAMA = tiny_overrides("data.source=synthetic", "model.vocab_size=263", "train.steps=10")
+LLAMA = tiny("data.source=synthetic", "model.vocab_size=264", "train.steps=10")
+ODD_LLAMA = tiny("data.source=synthetic", "model.vocab_size=263", "train.steps=10")
 GPT2 = [
     "data.source=synthetic",
     "data.seq_len=32",
@@ -240,7 +239,7 @@ class Case:
     @property
     def overrides(self) -> list[str]:
         replicate, shard = self.mesh
-        return tiny_overrides(
+        return tiny(
             "data.source=synthetic",
             "model.vocab_size=264",
             f"mesh.replicate={replicate}",
@@ -277,7 +276,7 @@ ON_FOUR = [
     ("num_ranks", "cases"), [(2, ON_TWO), pytest.param(4, ON_FOUR, marks=pytest.mark.campaign)], ids=["2", "4"]
 )
 def test_collectives_of_a_step(num_ranks: int, cases: list[Case]) -> None:
-    for every_case in run_ranks(num_ranks, collectives_of_each, [case.overrides for case in cases]):
+    for every_case in on_ranks(num_ranks, collectives_of_each, [case.overrides for case in cases]):
         for case, found in zip(cases, every_case, strict=True):
             units, root = RESHARD[case.reshard]
             if case.mesh[1] == 2:  # to 2 ranks is to all
@@ -306,11 +305,11 @@ def groups_made_by_each(runs: list[list[str]]) -> list[int]:
 @pytest.mark.slow
 def test_units_that_reshard_to_a_number_of_ranks_share_its_process_groups() -> None:
     def run(num_layers: int, *more: str) -> list[str]:
-        return [*tiny_overrides("data.source=synthetic", f"model.num_layers={num_layers}", *more)]
+        return [*tiny("data.source=synthetic", f"model.num_layers={num_layers}", *more)]
 
     number = "fsdp.reshard_after_forward=2"
     mixed = "fsdp.reshard_after_forward=[2,2,2,always,never,2,2,2]"
-    plain, two, six, six_mixed = run_ranks(
+    plain, two, six, six_mixed = on_ranks(
         4, groups_made_by_each, [run(6), run(2, number), run(6, number), run(6, mixed)]
     )[0]
     assert plain < two == six == six_mixed
@@ -536,7 +535,7 @@ def sharded_parameters(overrides: list[str]) -> tuple[dict[str, list[str]], list
 @pytest.mark.slow
 def test_nested_units_exclude_parameters_of_inner_units(tmp_path: Path) -> None:
     overrides = [*LLAMA, f"fsdp.wrap={HERE}nested", f"run.dir={tmp_path / 'nested'}"]
-    gathered, losses = run_ranks(2, sharded_parameters, overrides)[1]
+    gathered, losses = on_ranks(2, sharded_parameters, overrides)[1]
     for layer in ("layers.0", "layers.1"):
         assert sorted(gathered[layer]) == sorted(
             f"{layer}.{name}.weight"
@@ -628,7 +627,7 @@ def test_tied_table_is_one_parameter(tmp_path: Path) -> None:
     both_uses = model.wte.weight.grad + model.head.output.weight.grad
     assert min(model.wte.weight.grad.norm(), model.head.output.weight.grad.norm()) > 0.01
 
-    found = run_ranks(2, train_tied, tmp_path)[1]
+    found = on_ranks(2, train_tied, tmp_path)[1]
     assert torch.allclose(found["grad"], both_uses, rtol=1e-4, atol=1e-7)
     assert relative(found["losses"], plain_losses(config)) < 1e-5
     assert found["tied"] == [True, True]
@@ -637,29 +636,6 @@ def test_tied_table_is_one_parameter(tmp_path: Path) -> None:
     tables = [name for name in found["stored"] if name.endswith(("wte.weight", "head.output.weight"))]
     assert [name for name in tables if "optim" not in name] == ["model.wte.weight"], tables
     assert not [name for name in tables if "head.output" in name], tables
-
-
-def train_each_way(folder: Path) -> list[list[tuple[float, float]]]:
-    """Return losses and norms of steps in which a table is gathered forward alone; backward too; and all reductions
-    have a communicator of their own."""
-    open_group()
-    found = []
-    for number, own in enumerate([[], [], ["fsdp.separate_reduce=true"]]):
-        config = load_config("llama_small", [*LLAMA, "train.steps=5", *own, f"run.dir={folder / str(number)}"])
-        with mock.patch("trainer.model.shard.is_embedding_unit", return_value=False) if number == 1 else nullcontext():
-            trainer = Trainer(config)
-        with closing(trainer.steps()) as steps:
-            found.append([(record.loss, record.grad_norm) for record in steps])
-        trainer.close()
-    return found
-
-
-@pytest.mark.campaign
-@pytest.mark.skipif(not hasattr(FSDPModule, "set_separate_reduce_scatter_group"), reason="needs torch 2.13")
-def test_fewer_gathers_and_a_second_communicator_change_no_bit(tmp_path: Path) -> None:
-    plain, gathered_back, separate = run_ranks(2, train_each_way, tmp_path)[0]
-    assert len(plain) == 5
-    assert plain == gathered_back == separate
 
 
 def test_units_that_the_backward_pass_does_not_read() -> None:
@@ -713,7 +689,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
 def test_clipping_equals_torchs_on_full_gradients() -> None:
     """A vocabulary of 263 makes shards of 66, 66, 66 and 65 rows."""
     norms = []
-    for every_mesh in run_ranks(4, clip_on_each, [[], ["mesh.replicate=2"], ["mesh.shard=1", "mesh.replicate=4"]]):
+    for every_mesh in on_ranks(4, clip_on_each, [[], ["mesh.replicate=2"], ["mesh.shard=1", "mesh.replicate=4"]]):
         for cases in every_mesh:
             for norm, bound, clipped, whole in cases:
                 plain = [nn.Parameter(torch.empty_like(grad)) for grad in whole]
@@ -761,7 +737,7 @@ def train_in_bf16(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_mixed_precision(tmp_path: Path) -> None:
-    found = run_ranks(2, train_in_bf16, tmp_path)[0]
+    found = on_ranks(2, train_in_bf16, tmp_path)[0]
     assert found["output"] == {"null": torch.bfloat16, "float32": torch.float32, "bfloat16": torch.bfloat16}
     assert found["compute"] == {torch.bfloat16}
     assert found["kept"] == {torch.float32}
@@ -796,7 +772,7 @@ def dtypes_of_reductions(folder: Path) -> list[set[torch.dtype]]:
 
 @pytest.mark.slow
 def test_gradients_are_reduced_in_the_requested_dtype(tmp_path: Path) -> None:
-    assert run_ranks(2, dtypes_of_reductions, tmp_path) == [[{torch.float32}, {torch.bfloat16}]] * 2
+    assert on_ranks(2, dtypes_of_reductions, tmp_path) == [[{torch.float32}, {torch.bfloat16}]] * 2
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -935,33 +911,6 @@ def test_weights_do_not_depend_on_the_device() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Compilation
-
-
-def train_compiled(runs: list[list[str]]) -> list[tuple[list[float], int]]:
-    """Return the losses of each run, and how many graphs were compiled for it."""
-    from torch._dynamo.utils import counters
-
-    open_group()
-    found = []
-    for overrides in runs:
-        counters.clear()
-        found.append((losses_of("llama_small", overrides, 5), counters["stats"]["unique_graphs"]))
-    return found
-
-
-@pytest.mark.campaign
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="torch.compile needs a C++ compiler")
-@pytest.mark.parametrize("more", [[], ["train.activation_checkpoint=selective"]])
-def test_compiled_blocks_give_the_same_losses(more: list[str], tmp_path: Path) -> None:
-    compiled = [*LLAMA, "train.compile=true", *more, f"run.dir={tmp_path}"]
-    expected = plain_losses(load_config("llama_small", LLAMA), 5)
-    for losses, num_graphs in run_ranks(2, train_compiled, [compiled])[0]:
-        assert num_graphs > 0
-        assert relative(losses, expected) < 1e-5
-
-
-# ---------------------------------------------------------------------------------------------------------------
 # Parameters without gradients
 
 
@@ -1029,6 +978,6 @@ def test_partly_frozen_model_trains(tmp_path: Path) -> None:
     recipes = [tmp_path / "partly_frozen.yaml", tmp_path / "partly_frozen_in_root.yaml"]
     for path in recipes:
         path.write_text(f"model:\n  name: tests.model.test_sharding:{path.stem}\n")
-    for recipe, found in zip(recipes, run_ranks(2, train_partly, recipes)[1], strict=True):
+    for recipe, found in zip(recipes, on_ranks(2, train_partly, recipes)[1], strict=True):
         assert sorted(found["still"]) == sorted(STILL), recipe
         assert relative(found["losses"], plain_losses(load_config(str(recipe), PARTLY))) < 1e-5, recipe
