@@ -36,7 +36,7 @@ class UnreliableHandler(SimpleHTTPRequestHandler):
 
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        self.asked[name] += 1
+        self.asked[name] += "Range" not in self.headers  # a part of a file is a look at it, not a download
         left = self.trouble.get(name, [])
         how = left.pop(0) if left else "whole"
         if how == "503":
@@ -97,8 +97,7 @@ def server(folder: Path) -> Iterator[Server]:
 
 
 def opened(cache: Path, path: object, **more: Any) -> Source:
-    data = tokens_section("", seq_len=16, cache_dir=str(cache), **{"path": path, **more})
-    return open_source(data, 257, "train")
+    return open_source(tokens_section(path, seq_len=16, cache_dir=str(cache), **more), 257, "train")
 
 
 def same(one: Source, other: Source) -> bool:
@@ -135,9 +134,8 @@ def test_shards_at_a_url_are_those_of_the_folder(
 def test_a_lost_connection_and_wrong_bytes_change_nothing(tmp_path: Path, folder: Path, server: Server) -> None:
     """What was received is compared with its checksum, and fetched again."""
     names = [f"text-{number:05d}.bin" for number in range(3)]
-    server.trouble.update({names[0]: ["drops"], names[1]: ["other bytes"], names[2]: ["503"]})
+    server.trouble.update({names[0]: ["drops"] * 2, names[1]: ["other bytes"] * 2, names[2]: ["503"] * 2})
     assert same(opened(tmp_path / "cache", f"{server.url}/"), opened(tmp_path / "cache", folder))
-    assert [server.asked[name] >= 2 for name in names] == [True] * 3
     assert not any(server.trouble.values())
 
 
@@ -166,7 +164,7 @@ def test_a_shard_is_downloaded_once_for_all_processes_of_a_machine(
 def test_a_killed_download_is_not_taken_for_a_file(tmp_path: Path, folder: Path, server: Server) -> None:
     server.trouble["text-00001.bin"] = ["stalls"]
     killed = fork(read, [f"{server.url}/", tmp_path / "cache"], tmp_path)
-    wait_until(server.stalled.is_set, "the middle of a download")
+    wait_until(lambda: server.stalled.is_set() or not killed.is_running, "the middle of a download")
     killed.kill()
     server.gate.set()
     assert same(opened(tmp_path / "cache", f"{server.url}/"), opened(tmp_path / "cache", folder))
@@ -178,13 +176,11 @@ def test_a_killed_download_is_not_taken_for_a_file(tmp_path: Path, folder: Path,
 def test_shards_on_a_full_disk_are_one_message(tmp_path: Path, folder: Path, server: Server) -> None:
     write_shards(folder, ["a long document " * 4000])
     with small_disk(tmp_path / "disk", "64k") as disk:
-        source = None
-        with pytest.raises(Exception, match="data.cache_dir") as caught:
-            source = opened(disk, f"{server.url}/")
-            read_all(source)
-        assert str(disk) in str(caught.value)
-        assert max(path.stat().st_size for path in disk.rglob("*") if path.is_file()) < 64_000
-    assert not isinstance(caught.value, OSError)
+        reader = fork(read, [f"{server.url}/", disk], tmp_path).wait()
+        assert reader.code == 1
+        assert "set data.cache_dir to another disk" in reader.err or f"data.cache_dir={disk}: " in reader.err
+        assert str(disk) in reader.err
+        assert not [path for path in disk.rglob("*.bin*") if path.stat().st_size > 10_000]
 
 
 @pytest.mark.slow
@@ -223,12 +219,11 @@ def test_text_at_a_url_gives_the_same_shards_as_local_files(tmp_path: Path, fold
         return [content for name, content in sorted(content_of(cache).items()) if name.endswith((".bin", ".idx"))]
 
     here = opened(tmp_path / "here", inside)
-    assert same(opened(tmp_path / "there", f"{server.url}/text/"), here)
-    assert shards(tmp_path / "there") == shards(tmp_path / "here")
-    assert not any(b"another document" in content for content in content_of(tmp_path / "there").values())
+    assert same(opened(tmp_path / "fetched", f"{server.url}/text/"), here)
+    assert shards(tmp_path / "fetched") == shards(tmp_path / "here")
+    assert not any(b"another document" in content for content in content_of(tmp_path / "fetched").values())
     server.close()
-    assert same(opened(tmp_path / "there", f"{server.url}/text/"), here)
-    assert refusal_of(tmp_path, f"{server.url}/text/")
+    assert same(opened(tmp_path / "fetched", f"{server.url}/text/"), here)
 
 
 def test_prepare_treats_text_at_a_url_like_local_files(tmp_path: Path, server: Server, folder: Path) -> None:
@@ -291,7 +286,7 @@ def test_a_start_that_waits_for_a_server_can_be_stopped(tmp_path: Path, folder: 
     server.trouble["a.jsonl"] = ["stalls"] * 9
     own = ["model.vocab_size=257", f"data.path={server.url}/a.jsonl", f"data.cache_dir={tmp_path / 'cache'}"]
     waiting = start(tmp_path / "run", *own, "train.steps=2")
-    wait_until(server.stalled.is_set, "the middle of a download")
+    wait_until(lambda: server.stalled.is_set() or not waiting.is_running, "the middle of a download")
     waiting.signal(signal.SIGTERM)
     assert waiting.wait().code == 75
     server.trouble.clear()

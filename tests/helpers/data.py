@@ -96,8 +96,10 @@ def flip_bit(path: Path, bit: int | None = None) -> None:
 
 
 def tokens_section(path: object, **more: Any) -> DataSection:
-    """Return the data settings for shards or text at a path."""
-    return DataSection(**{"source": "tokens", "path": str(path), "seq_len": 4, **more})
+    """Return the data settings for shards or text at a path, or at several by name."""
+    return DataSection(
+        **{"source": "tokens", "path": path if isinstance(path, dict) else str(path), "seq_len": 4, **more}
+    )
 
 
 def read_all(source: Source) -> dict[str, NDArray[Any]]:
