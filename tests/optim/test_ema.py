@@ -36,7 +36,6 @@ def averages_in(folder: Path) -> dict[str, torch.Tensor]:
     return {name: stored.read(name) for name in stored.shapes}
 
 
-@pytest.mark.slow
 def test_average_equals_a_plain_loops_and_is_evaluated(tmp_path: Path) -> None:
     run = tmp_path / "run"
     trainer = SkipsThirdStep(tiny_config(run, *OWN, "train.steps=6", "eval.every=6", "train.max_skipped_updates=2"))
@@ -64,7 +63,6 @@ def test_average_equals_a_plain_loops_and_is_evaluated(tmp_path: Path) -> None:
         assert (abs(loss / found.loss - 1) < 1e-5) is is_it
 
 
-@pytest.mark.slow
 def test_average_resumes_bit_for_bit_and_is_exported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder, ends in ((whole, [5]), (parts, [3, 5])):

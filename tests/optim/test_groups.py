@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,82 +14,81 @@ from torch import nn
 from tests.helpers.launch import run
 from tests.helpers.plain_model import plain_model
 from trainer import UserError, load_config
-from trainer.config import OptimSection
-from trainer.config.rules import check_config
-from trainer.config.schema import MuonSection
-from trainer.model.mup import find_growth
-from trainer.model.network import build_network
-from trainer.optim.groups import assign, block_rows, matrices_for_muon
+from trainer.config import OptimSection, check_config
+from trainer.optim.muon import Muon
 from trainer.optim.optimizer import build_optimizer
 
 LLAMA = ["model.num_kv_heads=2", "model.num_layers=3"]
-EXPERTS = ["model.num_kv_heads=2"]
 
 
-def assigned(*groups: Mapping[str, Any], name: Any = "adamw", **more: Any) -> dict[str, Any]:
-    """Return the assignments of a small llama by parameter name."""
+@dataclass(frozen=True)
+class Assigned:
+    """What an optimizer does with one parameter."""
+
+    optimizer: str
+    lr_scale: float
+    weight_decay: float
+
+
+def assigned_of(model: nn.Module, config: OptimSection, **more: Any) -> dict[str, Assigned]:
+    """Return by name what each parameter gets."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    found = {}
+    for part in build_optimizer(model, config, **more).parts:
+        kind = "muon" if isinstance(part, Muon) else "sgd" if isinstance(part, torch.optim.SGD) else "adamw"
+        for group in part.param_groups:
+            for parameter in group["params"]:
+                own = Assigned(kind, group.get("lr_scale", 1.0), group["weight_decay"])
+                found[names[id(parameter)]] = own
+    return found
+
+
+def assigned(*groups: Mapping[str, Any], name: Any = "adamw", **more: Any) -> dict[str, Assigned]:
+    """The same for a small llama with these groups."""
     config = OptimSection(name, weight_decay=0.1, groups=tuple(dict(group) for group in groups), **more)
-    return {each.name: each for each in assign(plain_model("llama_small", *LLAMA), config)}
+    return assigned_of(plain_model("llama_small", *LLAMA), config)
 
 
-def names_with(found: dict[str, Any], optimizer: str) -> set[str]:
-    return {name.rpartition(".")[0].rpartition(".")[2] for name, each in found.items() if each.optimizer == optimizer}
+def names_with(found: Mapping[str, Assigned], optimizer: str) -> set[str]:
+    return {name for name, each in found.items() if each.optimizer == optimizer}
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Muon's share
 
 
-def test_the_output_projection_embeddings_and_norms_stay_with_adamw() -> None:
-    found = assigned(name="muon")
-    assert names_with(found, "muon") == {"wq", "wk", "wv", "wo", "w1", "w2", "w3"}
-    assert found["head.output.weight"].optimizer == found["tok_embeddings.weight"].optimizer == "adamw"
-
-
 def test_stacked_experts_use_muon_and_routers_do_not() -> None:
-    model = plain_model("qwen3_moe_small", *EXPERTS)
-    inside = matrices_for_muon(model)
-    muon = {name for name, parameter in model.named_parameters() if id(parameter) in inside}
-    assert {name.rpartition(".")[2] for name in muon if ".experts." in name} == {"w1", "w2", "w3"}
-    assert not [name for name in muon if "router" in name]
+    found = names_with(
+        assigned_of(plain_model("qwen3_moe_small", "model.num_kv_heads=2"), OptimSection("muon")), "muon"
+    )
+    assert {name.rpartition(".")[2] for name in found if ".experts." in name} == {"w1", "w2", "w3"}
+    assert not [name for name in found if "router" in name]
 
 
 def test_stacked_biases_of_experts_are_vectors() -> None:
-    """They have two dimensions, but neither decay nor Muon is for them; nor do they grow like matrices."""
+    """They have two dimensions, but neither decay nor Muon is for them."""
     model = plain_model("gpt_oss_small", "model.num_layers=1")
-    found = {each.name: each for each in assign(model, OptimSection("muon", weight_decay=0.1))}
+    found = assigned_of(model, OptimSection("muon", weight_decay=0.1))
     experts = {name.rpartition(".")[2]: each for name, each in found.items() if ".experts." in name}
     assert {name: (each.optimizer, each.weight_decay) for name, each in experts.items()} == {
         **dict.fromkeys(("gate_up", "down"), ("muon", 0.1)),
         **dict.fromkeys(("gate_up_bias", "down_bias"), ("adamw", 0.0)),
     }
-    base = "optim.base_model={dim: 32, expert_dim: 16, head_dim: 32}"
-    config = load_config("gpt_oss_small", ["model.num_layers=1", "model.dim=96", "model.expert_dim=64", base])
-    growth = find_growth(config, build_network(config))
-    of_bias = growth["layers.0.moe.experts.gate_up_bias"]
-    assert (of_bias.outputs, of_bias.inputs, of_bias.base_outputs, of_bias.base_inputs) == (128, 1, 32, 1)
 
 
 def test_convolutions_and_single_rows_do_not_use_muon() -> None:
     model = nn.ModuleDict({"conv": nn.Conv1d(8, 8, 4), "gate": nn.Linear(8, 1), "inner": nn.Linear(8, 8)})
-    assert matrices_for_muon(model) == {id(model["inner"].weight)}
+    assert names_with(assigned_of(model, OptimSection("muon")), "muon") == {"inner.weight"}
 
 
-def test_blocks_of_a_fused_weight() -> None:
-    model = nn.ModuleDict({"qkv": nn.Linear(8, 24)})
-    assert block_rows(model, {"qkv.weight": 3}) == {id(model["qkv"].weight): (8, 8, 8)}
-    assert block_rows(model, {"*.weight": (16, 4, 4)}) == {id(model["qkv"].weight): (16, 4, 4)}
+def test_blocks_of_a_fused_weight_do_not_fit() -> None:
     with pytest.raises(UserError, match=r"qkv\.weight"):
-        block_rows(model, {"qkv.weight": 5})
+        assigned_of(nn.ModuleDict({"qkv": nn.Linear(8, 24)}), OptimSection("muon"), blocks={"qkv.weight": 5})
 
 
 def test_muon_has_a_separate_rate() -> None:
-    found = assigned(name="muon", lr=0.001, muon=MuonSection(lr=0.02))
-    assert found["layers.0.attention.wq.weight"].lr_scale == pytest.approx(20)
-    assert found["head.output.weight"].lr_scale == 1
-    optimizer = build_optimizer(
-        plain_model("llama_small", *LLAMA), OptimSection("muon", 0.001, muon=MuonSection(lr=0.02))
-    )
+    settings = replace(OptimSection("muon").muon, lr=0.02)
+    optimizer = build_optimizer(plain_model("llama_small", *LLAMA), OptimSection("muon", 0.001, muon=settings))
     optimizer.set_lr(0.0005)
     muon, adamw = optimizer.parts
     assert [group["lr"] for group in muon.param_groups] == [pytest.approx(0.01)]
@@ -108,7 +108,8 @@ def test_each_setting_reaches_the_parameters_that_match_and_no_others() -> None:
     for name, each in found.items():
         assert each.lr_scale == (0.3 if "embed" in name else 1.0), name
         assert each.optimizer == ("muon" if "feed_forward" in name else "adamw"), name
-        expected = 0.02 if ".attention." in name else 0.1 if each.parameter.ndim == 2 and "embed" not in name else 0.0
+        is_matrix = "feed_forward" in name or name == "head.output.weight"
+        expected = 0.02 if ".attention." in name else 0.1 if is_matrix else 0.0
         assert each.weight_decay == expected, name
 
 
@@ -123,10 +124,7 @@ def test_rates_decay_by_layer() -> None:
 def test_last_of_several_matching_groups_is_used_and_reported() -> None:
     groups = ({"match": "layers.*", "lr": 0.5, "weight_decay": 0.3}, {"match": "*.wq.weight", "lr": 2.0})
     found = assigned(*groups)
-    assert (found["layers.0.attention.wq.weight"].lr_scale, found["layers.0.attention.wq.weight"].weight_decay) == (
-        2.0,
-        0.3,
-    )
+    assert found["layers.0.attention.wq.weight"] == Assigned("adamw", lr_scale=2.0, weight_decay=0.3)
     assert found["layers.0.attention.wk.weight"].lr_scale == 0.5
     model = plain_model("llama_small", *LLAMA)
     optimizer = build_optimizer(model, OptimSection(groups=groups))
@@ -156,7 +154,7 @@ def test_pattern_of_a_tied_weight_names_the_one_that_it_is_tied_to() -> None:
     model = plain_model("llama_small", *LLAMA, "model.tie_embeddings=true")
     groups = ({"match": "head.output.*", "lr": 2.0},)
     with pytest.raises(UserError, match=r"tok_embeddings\.weight"):
-        assign(model, OptimSection(groups=groups))
+        build_optimizer(model, OptimSection(groups=groups))
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "sgd"])
@@ -217,7 +215,7 @@ CANNOT_BE_MEANT = {
 def test_a_command_with_such_a_group_ends_with_2_and_leaves_nothing(kind: str, tmp_path: Path) -> None:
     groups, setting = CANNOT_BE_MEANT[kind]
     frozen = ["train.freeze=[tok_embeddings]"] if "frozen" in kind else []
-    given = [f"optim.groups={groups}", "train.steps=1", "nproc=2", *frozen]
+    given = [f"optim.groups={groups}", "train.steps=1", *frozen]
     ran = run(tmp_path / "run", *given, code=2)
     assert ran.err.startswith(f"error: {setting}")
     assert ran.err.count("error:") == 1

@@ -134,9 +134,7 @@ def test_cautious_decay_shrinks_only_what_the_update_shrinks() -> None:
 
 
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
-@pytest.mark.parametrize("device", ["cpu", "meta-like"])
-def test_non_finite_step_changes_nothing(variant: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the host does not read the flag; this test takes the same path by not reading it."""
+def test_non_finite_step_changes_nothing(variant: str) -> None:
     weights = parameters()
     optimizer = Muon(weights, lr=0.02, variant=variant)
     take_steps([optimizer], [weights])
@@ -145,29 +143,10 @@ def test_non_finite_step_changes_nothing(variant: str, device: str, monkeypatch:
     for weight in weights:
         weight.grad = torch.full_like(weight, math.nan)
     optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
-    if device != "cpu":
-        optimizer.found_inf = NeverLookedAt(torch.ones(()))  # type: ignore[attr-defined]
     optimizer.step()
     for weight, old, values in zip(weights, before, state, strict=True):
         assert torch.equal(weight, old)
         assert all(torch.equal(optimizer.state[weight][name], value) for name, value in values.items())
-
-
-class NeverLookedAt(torch.Tensor):
-    """A scalar on the CPU that says that it is on a GPU, and whose value the host must not read."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl
-
-    @staticmethod
-    def __new__(cls, value: torch.Tensor) -> NeverLookedAt:
-        return torch.Tensor._make_subclass(cls, value)
-
-    @property
-    def device(self) -> torch.device:  # type: ignore[override]
-        return torch.device("cuda")
-
-    def __bool__(self) -> bool:
-        raise AssertionError("a host sync")
 
 
 def test_gradients_are_divided_by_their_scale() -> None:
@@ -225,7 +204,6 @@ def settings_of(folder: Path, variant: str) -> list[str]:
     return tiny(*own, f"run.dir={folder}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", [("muon", "normuon"), ("normuon", "muon")], ids="to".join)
 def test_momentum_stays_if_the_variant_may_change(way: tuple[str, str], tmp_path: Path) -> None:
     before = Trainer(load_config("llama_small", settings_of(tmp_path, way[0])))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -63,20 +62,6 @@ def test_decay_to_zero_still_trains_in_the_last_step(name: str, warmup: int, ste
             assert lr(steps + 1) == 0
             assert rates[-1] < 0.95 * PEAK
     assert schedule("linear", 0, 1, floor=0.0)(1) == PEAK / 2
-
-
-def test_run_started_with_a_final_rate_of_zero_keeps_its_rates(tmp_path: Path) -> None:
-    """Its checkpoints do not record where the decay ends."""
-    settings = ["train.steps=6", "schedule.min_lr_ratio=0", "schedule.warmup_steps=0", "checkpoint.every=3"]
-    trainer = Trainer(tiny_config(tmp_path, *settings))
-    counters = trainer.state.parts["counters"]
-    counters.load_state_dict({"tokens": 0})  # as of a checkpoint from before
-    assert trainer.fit() == 0
-    trainer.close()
-    again = Trainer(tiny_config(tmp_path, *settings, "train.steps=9"))
-    assert again.load_checkpoint() == 6
-    assert [again.schedule.lr(step) for step in (1, 9)] == [again.schedule.peak * 0.5 * (1 + math.cos(math.pi / 9)), 0]
-    again.close()
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -182,19 +167,6 @@ def test_step_scales_gradients(kind: Any) -> None:
     assert torch.equal(*results)
 
 
-def test_update_takes_shards_without_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With autograd, the shard of each gradient would be an autograd function's result."""
-    modes = []
-    monkeypatch.setattr(
-        "trainer.optim.optimizer.local", lambda tensor: (modes.append(torch.is_grad_enabled()), tensor)[1]
-    )
-    model = nn.Linear(4, 4)
-    model(torch.ones(4)).sum().backward()
-    build_optimizer(model, OptimSection()).step(torch.tensor(True), torch.tensor(0.5))
-    assert modes
-    assert not any(modes)
-
-
 @pytest.mark.parametrize("kind", ["float32", "bfloat16"])
 def test_kernel_scales_gradients(kind: Any) -> None:
     """As AdamW does on a GPU, where clipping needs no separate pass; the kernel divides by the inverse."""
@@ -240,7 +212,7 @@ def test_frozen_parameters_are_not_optimized() -> None:
     (part,) = build_optimizer(model, OptimSection()).parts
     assert [p is model.weight for group in part.param_groups for p in group["params"]] == [True]
     model.weight.requires_grad_(False)
-    with pytest.raises(UserError, match="no trainable parameter"):
+    with pytest.raises(UserError, match=r"^model\.name=Linear"):
         build_optimizer(model, OptimSection())
 
 
@@ -293,7 +265,6 @@ def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int
     return {"losses": losses, "weights": torch.cat(weights)}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["muon", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("adamw", "sgd"))]
 )
@@ -340,7 +311,6 @@ class TwoPartTrainer(OneBatchTrainer):
         return Optimizer(torch.optim.AdamW(rest), slow)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", [TwoPartTrainer, pytest.param(AdamTrainer, marks=pytest.mark.campaign)])
 def test_custom_optimizer_trains_and_resumes(kind: type[Trainer], tmp_path: Path) -> None:
     own = ["optim.lr=0.02", f"train.steps={STEPS}"]
@@ -352,7 +322,6 @@ def test_custom_optimizer_trains_and_resumes(kind: type[Trainer], tmp_path: Path
     assert torch.equal(second["weights"], straight["weights"])
 
 
-@pytest.mark.slow
 def test_parts_step_together_at_their_own_rates(tmp_path: Path) -> None:
     config = tiny_config(tmp_path)
     trainer = TwoPartTrainer(config)

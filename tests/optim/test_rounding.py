@@ -1,4 +1,4 @@
-"""Weights and moments in bfloat16 or one byte: means are preserved, on every mesh alike, and checkpoints keep dtypes."""
+"""Weights and moments in bfloat16 or one byte: their means are preserved, and a mesh changes no bit."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def moved(device: str, seed: int = 0, **own: Any) -> torch.Tensor:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", LOW)
 def test_rounding_of_moments_is_exact_on_average(dtype: str, device: str) -> None:
-    """Over 32 seeds the weights move as with torch's own AdamW in float32; an error of one seed is six times as large.
+    """Over 16 seeds the weights move as with torch's own AdamW in float32; one seed's error is four times as large.
 
-    Measured, of the whole movement: 0.0005 in bfloat16 and 0.0026 in int8.
+    Measured, of the whole movement: 0.0007 in bfloat16 and 0.0037 in int8.
     """
     torch.manual_seed(0)
     model = nn.Linear(64, 64, bias=False)
@@ -64,10 +64,10 @@ def test_rounding_of_moments_is_exact_on_average(dtype: str, device: str) -> Non
         model.weight.grad = slope + 0.5 * torch.randn(64, 64, generator=generator)
         optimizer.step()
     expected = model.weight.detach() - before
-    found = torch.stack([moved(device, seed, state_dtype=dtype) for seed in range(32)])
+    found = torch.stack([moved(device, seed, state_dtype=dtype) for seed in range(16)])
     one, mean = ((each - expected).norm() / expected.norm() for each in (found[0], found.mean(0)))
     assert mean < {"bfloat16": 0.001, "int8": 0.005}[dtype]
-    assert mean < one / 4, "what is left is noise, without a bias"
+    assert mean < one / 3, "what is left is noise, without a bias"
     assert not torch.equal(found[0], found[1]), "the seed counts"
 
 
@@ -225,11 +225,10 @@ def test_initial_weights_are_rounded_float32_weights(tmp_path: Path) -> None:
 @pytest.mark.parametrize("way", [("float32", "int8"), ("int8", "bfloat16"), ("bfloat16", "float32")], ids="to".join)
 def test_checkpoint_moves_between_dtypes_of_moments_if_allowed(way: tuple[str, str], tmp_path: Path) -> None:
     """The model has the width of a block, so that its matrices have one byte for each moment."""
-    wide = ["model.dim=64", "optim.lr=0.01"]
-    straight = fit(
-        tmp_path / "straight", *wide, f"optim.state_dtype={way[0]}", "schedule.name=constant", "train.steps=6"
-    )
-    fit(tmp_path / "run", *wide, f"optim.state_dtype={way[0]}", "schedule.name=constant", "train.steps=3")
+    wide = ["model.dim=64", "optim.lr=0.01", "schedule.name=constant"]
+    before = f"optim.state_dtype={way[0]}"
+    straight = fit(tmp_path / "straight", *wide, before, "train.steps=6")
+    fit(tmp_path / "run", *wide, before, "train.steps=3")
     changed = [*wide, f"optim.state_dtype={way[1]}", "train.steps=6"]
     refused = Trainer(config_of(tmp_path / "run", *changed))
     with pytest.raises(UserError, match=r"optim\.state_dtype"):

@@ -54,7 +54,7 @@ def test_example_of_the_docs_trains(hinge: Path) -> None:
     unseen = [{"prompt": "Hi there", "chosen": "Yes", "rejected": "No"}]
     held_out = write_records(hinge / "held.jsonl", unseen)
     own = [HINGE, "objective.beta=0.5", "eval.every=4", "eval.metric=accuracy", f"data.eval_path={held_out}"]
-    ran = run(hinge / "run", *settings, *quick, *own, variables={"PYTHONPATH": str(hinge)}, fresh=True)
+    ran = run(hinge / "run", *settings, *quick, *own, cwd=hinge)
     assert ran.train("loss")[0] == pytest.approx(1.0), "the margin is zero at first"
     assert ran.train("loss")[-1] < 0.5
     assert 0 <= ran.of_kind("eval")[-1]["accuracy"] <= 1
