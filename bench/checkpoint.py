@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from bench.results import emit, show
-from tests.helpers.ranks import run_ranks
+from tests.helpers.launch import on_ranks
 from trainer import Trainer, load_config
 from trainer.model.parameters import local
 
@@ -186,9 +186,9 @@ MEASUREMENTS = {
 def compare(options: dict[str, Any]) -> None:
     """Run all measurements; print a JSON line per pair and a summary line, then the table."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
-        ranks = run_ranks(options["ranks"], measure, options, folder)
+        ranks = on_ranks(options["ranks"], measure, options, folder)
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as folder:
-        (steps,) = run_ranks(1, measure_steps, options, folder)
+        (steps,) = on_ranks(1, measure_steps, options, folder)
     num_bytes = ranks[0]["bytes"][0]
     summary: dict[str, Any] = {"bytes": num_bytes, "first_pause_s": max(r["first"][0] for r in ranks)}
     summary["grown_gib"] = max(r["grown_gib"][0] for r in ranks)

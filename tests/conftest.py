@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import tests.defects  # noqa: F401 - plants the defect that the environment names, before anything is imported
-from tests.helpers import forked, launch
+from tests.helpers import launch
 from tests.helpers.runs import chat, four, one, two
 from trainer import errors, stopping
 from trainer.data.chat.limits import try_in_child
@@ -88,7 +88,6 @@ def end_leftovers() -> Iterator[None]:
     """
     yield
     launch.kill_leftovers()
-    forked.kill_leftover_processes()
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
@@ -113,7 +112,7 @@ def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "os.fork" and sys._getframe(1).f_code is try_in_child.__code__:
         return  # a chat template is tried out in a child process that lives for milliseconds
     if event == "tests.fork":
-        _started["ranks"] += arguments[0] if isinstance(arguments[0], int) else 1
+        _started["ranks"] += arguments[0]
     elif event == "subprocess.Popen" and arguments[1] and str(arguments[1][0]) == sys.executable:
         _started["interpreters"] += 1
     if _forbids_starts:

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
 
 from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, conversation, write_tokenizer
-from tests.helpers.ranks import merged
+from tests.helpers.launch import merged
 from trainer import UserError, load_config, prepare, run
 from trainer.config import DataSection, check_config
 from trainer.config.changes import compare_configs

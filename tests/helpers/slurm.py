@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.helpers.forked import REPOSITORY
+from tests.helpers.launch import REPOSITORY
 
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian puts daemons
 FINAL_STATES = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY")

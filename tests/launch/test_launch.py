@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.helpers.forked import REPOSITORY
+from tests.helpers.launch import REPOSITORY
 from trainer.errors import UserError
 from trainer.slurm import Job, count_idle, make_job, make_parser
 
@@ -141,7 +141,7 @@ def test_one_node_with_and_without_gpus(gpus: int | None, expected: int, stubs: 
     elif Path("/usr/bin/nvidia-smi").exists() or Path("/bin/nvidia-smi").exists():
         pytest.skip("this machine has a GPU")
     ran = stubs.run("local.sh", "recipe=llama3_8b", "data.path=shards/*.bin")
-    assert ran.returncode == 7, ran.stderr
+    assert ran.returncode == 7, ran.err
     (call,) = stubs.called("torchrun")
     assert call.startswith(f"--standalone --nproc-per-node {expected} ")
     assert call.endswith(" -m trainer.run recipe=llama3_8b data.path=shards/*.bin")
@@ -168,9 +168,9 @@ def test_one_step_per_attempt_is_no_progress(updates: int, attempts: int | None,
     for number in range(attempts or 5):
         ran = batch(stubs, tmp_path / "run", f"said stopped {(number + 1) * updates}; exit 75", number)
         is_last = number + 1 == attempts
-        assert ran.returncode == is_last, ran.stderr + ran.stdout
+        assert ran.returncode == is_last, ran.err + ran.out
         assert len(stubs.called("scontrol")) == number + 1 - is_last
-    assert ("fewer than 3 steps in each of 3 attempts in a row" in ran.stdout) == (attempts is not None)
+    assert ("fewer than 3 steps in each of 3 attempts in a row" in ran.out) == (attempts is not None)
     if attempts:
         again = batch(stubs, tmp_path / "run", "exit 0", attempts)
         assert (again.returncode, len(stubs.called("srun"))) == (1, attempts), "nor does it begin if Slurm requeues it"
@@ -200,7 +200,7 @@ def test_no_notice_is_lost(stubs: Stubs, tmp_path: Path) -> None:
     """A run that is just starting takes a notice for that of an earlier attempt, so it is repeated."""
     finds_one = 'kill -USR1 $BATCH; until [ -e "$RUN_DIR/notice" ]; do sleep 0.1; done'
     ran = batch(stubs, tmp_path / "run", f"{finds_one}\n{WAITS}")
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert ran.returncode == 0, ran.err + ran.out
     assert stubs.called("scontrol") == ["requeue 7"]
 
 
@@ -209,14 +209,14 @@ def test_notice_before_python_handles_signals_is_not_lost(stubs: Stubs, tmp_path
     """The signal stays blocked until the supervisor has installed its handlers."""
     stubs.add("python", f'kill -USR1 $$; exec {sys.executable} "$@"')
     ran = batch(stubs, tmp_path / "run", WAITS, PYTHON=str(stubs.folder / "python"))
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert ran.returncode == 0, ran.err + ran.out
     assert stubs.called("scontrol") == ["requeue 7"]
 
 
 @pytest.mark.slow
 def test_cancelled_job_is_not_requeued(stubs: Stubs, tmp_path: Path) -> None:
     ran = batch(stubs, tmp_path / "run", f"kill -TERM $BATCH\n{WAITS}")
-    assert ran.returncode == 75, ran.stderr + ran.stdout
+    assert ran.returncode == 75, ran.err + ran.out
     assert stubs.called("scontrol") == []
 
 
@@ -224,7 +224,7 @@ def test_cancelled_job_is_not_requeued(stubs: Stubs, tmp_path: Path) -> None:
 def test_a_notice_that_cannot_be_written_does_not_end_the_job(stubs: Stubs, tmp_path: Path) -> None:
     """As on a full disk, or if the folder was removed: the run continues and ends normally."""
     ran = batch(stubs, tmp_path / "run", "kill -USR1 $BATCH; rm -r $RUN_DIR; sleep 3; mkdir $RUN_DIR; said finished 9")
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert ran.returncode == 0, ran.err + ran.out
 
 
 @pytest.mark.slow
@@ -238,8 +238,8 @@ def test_a_notice_that_cannot_be_written_does_not_end_the_job(stubs: Stubs, tmp_
 def test_user_error_is_one_message(env: dict[str, str], message: str, stubs: Stubs, tmp_path: Path) -> None:
     ran = batch(stubs, tmp_path / "run", "exit 0", **env)
     assert (ran.returncode, stubs.called("srun")) == (2, [])
-    assert message in ran.stderr
-    assert "Traceback" not in ran.stderr
+    assert message in ran.err
+    assert "Traceback" not in ran.err
     assert not (tmp_path / "run").exists()
 
 
@@ -306,7 +306,7 @@ def test_a_step_that_outlives_its_ranks_is_ended(helps: bool, stubs: Stubs, tmp_
         with suppress(OSError, ValueError):
             os.kill(int(pid.read_text()), 9)
     assert stubs.called("scancel") == ["7.1"]
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert ran.returncode == 0, ran.err + ran.out
     assert stubs.called("scontrol") == ["requeue 7"]
     assert json.loads((tmp_path / "run" / "status.json").read_text())["step"] == 9
 
@@ -318,6 +318,6 @@ def test_container_mounts_the_run_folder(stubs: Stubs, tmp_path: Path) -> None:
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NAME": "mine", "IMAGE": "mine.sif"}
     env["PYTHON"] = sys.executable
     ran = stubs.run("container.sbatch", "run.dir=../else where", **env)
-    assert "MASTER_ADDR=10.0.0.1" in ran.stdout, ran.stderr
+    assert "MASTER_ADDR=10.0.0.1" in ran.out, ran.err
     (call,) = stubs.called("srun")
     assert f" --bind {stubs.folder},{tmp_path}/else where --pwd {stubs.folder} mine.sif python -m" in call

@@ -6,17 +6,15 @@ import importlib.util
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
+from tests.helpers.gate import wait_until
+from tests.helpers.launch import Run, launch, run, tiny
 
 pytestmark = [
     pytest.mark.campaign,
@@ -39,25 +37,20 @@ def ray_env() -> Iterator[dict[str, str]]:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def start(folder: Path, env: dict[str, str], *options: str, steps: int = STEPS) -> subprocess.Popen[str]:
-    overrides = tiny_overrides(*OVERRIDES, f"train.steps={steps}", f"run.dir={folder / 'run'}")
+def start(folder: Path, env: dict[str, str], *options: str, steps: int = STEPS) -> Run:
+    overrides = tiny(*OVERRIDES, f"train.steps={steps}", f"run.dir={folder / 'run'}")
     command = [sys.executable, "launch/ray_train.py", *options, f"--storage={folder / 'ray'}", "recipe=llama_small"]
-    output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([*command, *overrides], cwd=REPOSITORY, env=env, **output)  # type: ignore[call-overload]
+    return launch([*command, *overrides], folder / "run", env)
 
 
-def end(process: subprocess.Popen[str], folder: Path, exit_code: int = 0) -> CommandResult:
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == exit_code, output
-    return CommandResult(process.returncode, output, "", folder / "run")
+def end(started: Run, folder: Path, code: int = 0) -> Run:
+    assert started.wait().code == code, started.out + started.err
+    return started
 
 
-def wait_for_step(process: subprocess.Popen[str], folder: Path, step: int) -> None:
-    metrics, deadline = folder / "run" / "metrics.jsonl", time.monotonic() + 300
-    while not metrics.exists() or f'"step": {step},' not in metrics.read_text():
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, f"no step {step} in time"
-        time.sleep(0.1)
+def wait_for_step(started: Run, folder: Path, step: int) -> None:
+    wait_until(lambda: step in started.train("step") or not started.is_running, f"step {step}")
+    assert started.is_running, started.err
 
 
 def workers(env: dict[str, str]) -> list[int]:
@@ -76,7 +69,7 @@ def workers(env: dict[str, str]) -> list[int]:
 
 
 def test_killed_worker_and_resume_with_a_different_number(ray_env: dict[str, str], tmp_path: Path) -> None:
-    alone = run_tiny(tmp_path / "alone", *OVERRIDES, f"train.steps={STEPS}", "nproc=2")
+    alone = run(tmp_path / "alone", *OVERRIDES, f"train.steps={STEPS}", "nproc=2")
     process = start(tmp_path, ray_env, "--workers=2", "--max-failures=2")
     wait_for_step(process, tmp_path, 12)
     first = workers(ray_env)
@@ -100,7 +93,7 @@ def test_notice_file_stops_the_run(ray_env: dict[str, str], tmp_path: Path) -> N
     process = start(tmp_path, ray_env, "--workers=2")
     wait_for_step(process, tmp_path, 3)
     (tmp_path / "run" / "notice").touch()
-    ran = end(process, tmp_path, exit_code=75)
+    ran = end(process, tmp_path, code=75)
     assert (ran.status["state"], ran.status["reason"]) == ("stopped", "notice")
     assert 3 <= ran.status["step"] < STEPS
     assert (tmp_path / "run" / "checkpoints" / f"step_{ran.status['step']:08d}").is_dir()

@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.forked import REPOSITORY
-from tests.helpers.ranks import CommandResult, run_tiny, tiny_overrides
+from tests.helpers.launch import REPOSITORY, Run, run, tiny
 from tests.helpers.slurm import Cluster, missing_programs, slurm_cluster, wait_until
 
 MISSING = missing_programs()
@@ -45,10 +44,10 @@ def cluster() -> Iterator[Cluster]:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> CommandResult:
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """One node with four ranks, on the mesh that two nodes with two ranks each make."""
     folder = tmp_path_factory.mktemp("undisturbed") / "run"
-    return run_tiny(folder, *OVERRIDES, "mesh.replicate=2", "mesh.shard=2", "nproc=4")
+    return run(folder, *OVERRIDES, "mesh.replicate=2", "mesh.shard=2", "nproc=4")
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +73,12 @@ def submit(
         "OMP_NUM_THREADS": "1",
         "MESHTRAINER_TEST_REST_S": str(rest_s),
     }
-    overrides = tiny_overrides(*OVERRIDES, "mesh.replicate=-1", "mesh.shard=node")
+    overrides = tiny(*OVERRIDES, "mesh.replicate=-1", "mesh.shard=node")
     return cluster.submit(*size, *options, str(REPOSITORY / "launch" / script), *overrides, **(variables | env))
 
 
-def ran(folder: Path) -> CommandResult:
-    return CommandResult(0, "", "", folder)
+def ran(folder: Path) -> Run:
+    return Run(folder, [], folder)
 
 
 def wait_for_step(cluster: Cluster, job: str, folder: Path, step: int) -> None:
@@ -87,7 +86,7 @@ def wait_for_step(cluster: Cluster, job: str, folder: Path, step: int) -> None:
         return (folder / "metrics.jsonl").exists() and f'"step": {step},' in (folder / "metrics.jsonl").read_text()
 
     try:
-        wait_until(is_there, f"step {step} of job {job}", 180)
+        wait_until(is_there, f"step {step} of job {job}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{cluster.job(job)}\n{cluster.log(job)}") from error
 
@@ -97,7 +96,7 @@ def ends_and_starts(folder: Path) -> list[dict[str, Any]]:
 
 
 def assert_finished(
-    cluster: Cluster, job: str, folder: Path, undisturbed: CommandResult, restarts: int = 0, world_size: int = 4
+    cluster: Cluster, job: str, folder: Path, undisturbed: Run, restarts: int = 0, world_size: int = 4
 ) -> None:
     ended = cluster.wait_for_end(job, restarts)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), cluster.log(job)
@@ -109,17 +108,15 @@ def assert_finished(
     assert ran(folder).train("loss") == undisturbed.train("loss")
 
 
-def test_notice_and_requeue(
-    limited: tuple[str, Path], cluster: Cluster, undisturbed: CommandResult, tmp_path: Path
-) -> None:
+def test_notice_and_requeue(limited: tuple[str, Path], cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     job = notice_and_requeue("slurm.sbatch", cluster, undisturbed, tmp_path / "run")
     assert re.search(rf"job {job} restart 0 step \d+ requeued, exit code 75\n", attempts(tmp_path / "run"))
 
 
-def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster, undisturbed: CommandResult) -> None:
+def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster, undisturbed: Run) -> None:
     """After a cancellation the ranks also save and exit with 75, but the job is not requeued."""
     job, folder = limited
-    wait_until(lambda: cluster.job(job)["Restarts"] != "0", "the requeue", 180)
+    wait_until(lambda: cluster.job(job)["Restarts"] != "0", "the requeue")
     cluster.call("scontrol", "update", f"jobid={job}", "timelimit=30")
     first, stopped = ends_and_starts(folder)[:2]
     assert (first["resumed_step"], stopped["reason"]) == (None, "stopped")
@@ -127,18 +124,18 @@ def test_time_limit_and_cancellation(limited: tuple[str, Path], cluster: Cluster
     cluster.call("scancel", job)
     ended = cluster.wait_for_end(job)
     assert ended["JobState"] == "CANCELLED", cluster.log(job)
-    wait_until(lambda: ran(folder).status["state"] == "stopped", "the save", 60)
+    wait_until(lambda: ran(folder).status["state"] == "stopped", "the save")
     losses = ran(folder).train("loss")
     assert len(losses) > stopped["step"]
     assert losses == undisturbed.train("loss")[: len(losses)]
 
 
-def test_notice_and_requeue_under_torchrun(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
+def test_notice_and_requeue_under_torchrun(cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     job = notice_and_requeue("slurm_torchrun.sbatch", cluster, undisturbed, tmp_path / "run")
     assert re.search(rf"job {job} restart 0 step \d+ requeued, exit code 1\n", attempts(tmp_path / "run"))
 
 
-def notice_and_requeue(script: str, cluster: Cluster, undisturbed: CommandResult, folder: Path) -> str:
+def notice_and_requeue(script: str, cluster: Cluster, undisturbed: Run, folder: Path) -> str:
     """Only the batch script gets the notice. A notice that already exists has no effect."""
     folder.mkdir()
     (folder / "notice").touch()
@@ -156,56 +153,16 @@ def attempts(folder: Path) -> str:
     return (folder / "attempts.log").read_text()
 
 
-def test_a_submitted_run_trains_is_preempted_and_ends(
-    cluster: Cluster, undisturbed: CommandResult, tmp_path: Path
-) -> None:
-    """By `meshtrainer submit`, from the recipe alone; then the same command has nothing left to do."""
-    folder = tmp_path / "run"
-    size = [
-        "--nodes=2",
-        "--gpus=0",
-        "--ranks=2",
-        "--cpus=1",
-        "--time=00:30:00",
-        f"--option=--output={cluster.folder}/%j.out",
-    ]
-    settings = tiny_overrides(*OVERRIDES, "mesh.replicate=2", "mesh.shard=2", f"run.dir={folder}", "run.name=submitted")
-    command = [sys.executable, "-m", "trainer.submit", "slurm", *size, "recipe=llama_small", *settings]
-    env = {"OMP_NUM_THREADS": "1", "MESHTRAINER_TEST_REST_S": "0.1"}
-    (job,) = re.findall(r"^Submitted batch job (\d+)$", cluster.call(*command, env=env))
-    wait_for_step(cluster, job, folder, 10)
-    assert cluster.job(job)["JobName"] == "submitted"
-    cluster.call("scancel", "--signal=USR1", "--batch", job)
-    assert_finished(cluster, job, folder, undisturbed, restarts=1)
-    (again,) = re.findall(r"^Submitted batch job (\d+)$", cluster.call(*command, env=env))
-    assert cluster.wait_for_end(again)["JobState"] == "COMPLETED", cluster.log(again)
-    assert len(ends_and_starts(folder)) == 4, "two attempts, and no more"
-
-
-def test_a_submitted_sweep(cluster: Cluster, tmp_path: Path) -> None:
-    """A job array, and afterwards one report with the best run named."""
-    folder = tmp_path / "sweep"
-    size = ["--gpus=0", "--ranks=1", "--cpus=1", "--time=00:30:00", f"--option=--output={cluster.folder}/%A_%a.out"]
-    overrides = tiny_overrides(*MODEL, "train.steps=10", "optim.lr=1e-4,1e-2")
-    command = [sys.executable, "-m", "trainer.sweep", f"--dir={folder}", "recipe=llama_small", *overrides]
-    (array,) = re.findall(r"^Submitted batch job (\d+)$", cluster.call(*command, "--slurm", "--nodes=1", *size))
-    for number in (0, 1):
-        assert cluster.wait_for_end(f"{array}_{number}")["JobState"] == "COMPLETED", cluster.log(f"{array}_{number}")
-    output = cluster.call(*command, "--report")
-    assert output.splitlines()[-1].startswith("best: lr=1e-2, loss ")
-    assert (folder / "report.html").is_file()
-
-
-def test_notice_during_the_start(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
+def test_notice_during_the_start(cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)
-    wait_until((folder / "attempts.log").exists, "the batch script", 60)
+    wait_until((folder / "attempts.log").exists, "the batch script")
     cluster.call("scancel", "--signal=USR1", "--batch", job)
     assert_finished(cluster, job, folder, undisturbed, restarts=1)
     assert ends_and_starts(folder)[1]["step"] <= 1, "the notice came before the first step"
 
 
-def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
+def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder)
     wait_for_step(cluster, job, folder, 10)
@@ -214,13 +171,13 @@ def test_requeue_by_hand_and_by_a_node_failure(cluster: Cluster, undisturbed: Co
     node = cluster.call("scontrol", "show", "hostnames", cluster.job(job)["NodeList"]).split()[-1]
     cluster.call("scontrol", "update", f"nodename={node}", "state=down", "reason=test")
     try:
-        wait_until(lambda: cluster.job(job)["Restarts"] == "2", "the second restart", 120)
+        wait_until(lambda: cluster.job(job)["Restarts"] == "2", "the second restart")
     finally:
         cluster.call("scontrol", "update", f"nodename={node}", "state=resume", check=False)  # unless it has come back
     assert_finished(cluster, job, folder, undisturbed, restarts=2)
 
 
-def test_a_rank_is_killed(cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
+def test_a_rank_is_killed(cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     job = submit(cluster, folder, REQUEUE_FAILED="1")
     wait_for_step(cluster, job, folder, 10)
@@ -245,7 +202,7 @@ def ranks_of(cluster: Cluster, job: str, step: str = "0", **variables: str) -> l
 
 
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: CommandResult, tmp_path: Path) -> None:
+def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Run, tmp_path: Path) -> None:
     """No process starts or ends the ranks of that node any more: they end by themselves, and the job continues.
 
     On a single node srun would wait for it forever; the step is found by its name, not as the first of the job.
@@ -253,7 +210,7 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Com
     folder, world_size = tmp_path / "run", 2 * num_nodes
     expected, script, step = undisturbed, REPOSITORY / "launch/slurm.sbatch", "0"
     if num_nodes == 1:
-        expected = run_tiny(tmp_path / "alone", *OVERRIDES, "nproc=2")
+        expected = run(tmp_path / "alone", *OVERRIDES, "nproc=2")
         text, script, step = script.read_text(), tmp_path / "slurm.sbatch", "1"
         assert text.count("\nexec env ") == 1
         script.write_text(text.replace("\nexec env ", "\nsrun true\nexec env "))
@@ -267,8 +224,8 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Com
     slurmstepd = int(Path(f"/proc/{last}/stat").read_text().rpartition(")")[2].split()[1])
     assert Path(f"/proc/{slurmstepd}/cmdline").read_text().startswith("slurmstepd")
     os.kill(slurmstepd, signal.SIGKILL)
-    wait_until(lambda: not set(first) & set(ranks_of(cluster, job, step)), "the end of all ranks", 60)
-    wait_until(lambda: cluster.job(job)["Restarts"] == "1", "the requeue", 120)  # srun itself waits for 17 more
+    wait_until(lambda: not set(first) & set(ranks_of(cluster, job, step)), "the end of all ranks")
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", "the requeue")  # srun itself waits for 17 more
     assert_finished(cluster, job, folder, expected, restarts=1, world_size=world_size)
     assert ends_and_starts(folder)[-2]["resumed_step"] >= 5
 
@@ -290,7 +247,7 @@ def test_failures_are_requeued_on_request_but_not_forever(cluster: Cluster, tmp_
 def test_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
     """Each job of an array has its own folder and setting, and is requeued alone."""
     size = ["--array=0-1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30"]
-    overrides = tiny_overrides(*MODEL, "train.steps=40")
+    overrides = tiny(*MODEL, "train.steps=40")
     env = {"SWEEP": str(tmp_path), "RECIPE": "llama_small", "PYTHON": sys.executable, "MESHTRAINER_TEST_REST_S": "0.2"}
     array = cluster.submit(*size, str(REPOSITORY / "launch/slurm_array.sbatch"), *overrides, **env)
     last = f"{array}_1"  # whose own id is the array's
