@@ -129,7 +129,7 @@ class Run:
 
     @property
     def code(self) -> int:
-        """The exit code, as a launcher combines those of its ranks: 2 or 75 if any rank has it, else 1 for a failure."""
+        """The exit code, as a launcher combines those of its ranks: 2 or 75 if one of them has it, else 1."""
         codes = set(self.codes)
         if len(codes) == 1:
             return self.codes[0]
