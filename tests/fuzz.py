@@ -3,7 +3,7 @@
     python -m tests.fuzz                    # one random seed, which is printed and can be repeated with --seeds
     python -m tests.fuzz --seeds 0-99       # these seeds, one line each
     python -m tests.fuzz --seeds 7 --keep   # keep the seed's folder
-    DEFECT=resumed-one-late python -m tests.fuzz --seeds 0-23    # with a planted defect, which they should find
+    DEFECT=resumed-one-late DEFECT_MARKS=/tmp python -m tests.fuzz    # with a planted defect, which seeds should find
 
 A seed draws a model, data, an optimizer, memory and checkpoint settings, a mesh, and up to three disturbances: one rank
 killed, all ranks killed, or a stop request, each after a drawn step. After each disturbance the run is restarted, on
