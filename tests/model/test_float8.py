@@ -113,18 +113,18 @@ def train(folder: Path, runs: list[list[str]]) -> list[dict[str, Any]]:
     """Train with emulated products; return initial weights, losses and the content of a checkpoint."""
     import torch.distributed as dist
 
-    from tests.trainer.test_exactness import flat, load_tensors
+    from tests.helpers.comparing import load_tensors
 
     dist.init_process_group("gloo")
     found = []
     with mock.patch("trainer.model.shard.apply_float8", functools.partial(apply_float8, emulate=True)):
         for number, own in enumerate(runs):
-            trainer = Trainer(tiny(folder / str(number), "train.steps=10", *own))
+            trainer = Trainer(float8_config(folder / str(number), "train.steps=10", *own))
             before = {name: local(p).detach().clone() for name, p in trainer.model.named_parameters()}
             losses = [record.loss for record in trainer.steps()]
             path = trainer.save_checkpoint(wait=True)
             trainer.close()
-            found.append({"before": before, "losses": losses, "stored": sorted(flat(load_tensors(Path(path))))})
+            found.append({"before": before, "losses": losses, "stored": sorted(load_tensors(Path(path)))})
     return found
 
 
