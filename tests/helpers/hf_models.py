@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+
+from tests.helpers.launch import merged
 
 TINY = {
     "vocab_size": 257,
@@ -145,6 +149,25 @@ def folder_of(path: Path, kind: str, **changes: Any) -> Path:
     return path
 
 
+SETTINGS = [
+    *("data.source=synthetic", "data.seq_len=32", "train.global_batch_size=8", "train.micro_batch_size=2"),
+    *("optim.lr=1e-3", "optim.weight_decay=0", "optim.max_grad_norm=null", "schedule.name=constant"),
+    *("schedule.warmup_steps=0", "eval.every=0", "checkpoint.every=0", "log.every=1", "log.sample_tokens=0"),
+    *("run.threads=1", "run.device=cpu", "fsdp.param_dtype=float32", "train.compile=false", "train.steps=3"),
+]
+"""A run that a plain loop can follow."""
+
+
+def overrides(folder: Path, *more: str, name: str = "hf") -> list[str]:
+    """Return the overrides of such a run on the model of a folder; `name` is the recipe."""
+    return [f"model.name={name}", f"model.path={folder}", *merged(SETTINGS, more)]
+
+
+def kinds(names: Iterable[str], everyday: Collection[str]) -> list[Any]:
+    """Return a parameter for each kind; those that are not for every day are left to the campaign."""
+    return [pytest.param(kind, marks=[] if kind in everyday else pytest.mark.campaign) for kind in names]
+
+
 def load_with_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:
     """Return the model that transformers loads from a folder, and its loading report."""
     import transformers
@@ -163,8 +186,10 @@ def plain_losses(folder: Path, batches: list[dict[str, torch.Tensor]], lr: float
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
     losses = []
     for batch in batches:
-        logits = model(input_ids=batch["tokens"], use_cache=False).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["targets"].flatten())
+        found = model(input_ids=batch["tokens"], use_cache=False)
+        loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1).float(), batch["targets"].flatten())
+        if getattr(found, "aux_loss", None) is not None:  # of experts that are to be used alike
+            loss = loss + model.config.router_aux_loss_coef * found.aux_loss
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -3,86 +3,62 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the library `tokenizers`")
 
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from tests.helpers.hf_models import folder_of
-from tests.helpers.native_models import Memory
-from trainer import UserError, load_config
-from trainer.config.location import locate
-from trainer.model.network import build_network
-from trainer.weights.exporting import ModelFiles, export, read_model_files
-from trainer.weights.loading import load_unsharded, open_weights
-from trainer.weights.sources import fill
+from tests.helpers.chats import CHATML, write_tokenizer
+from tests.helpers.hf_models import folder_of, kinds
+from tests.helpers.objectives import write_records
+from trainer import load_config, load_weights, run
+from trainer.export import export_checkpoint
 
-CLASSIFIER = ["model.name=hf", "data.path=x.jsonl", "objective.num_labels=3", "train.micro_batch_size=1"]
+OTHERS = ("llama", "qwen3", "gpt2", "qwen3_moe", "gemma3", "mistral", "phi3", "gpt_oss", "deepseek_v3")
 
 
-def classifier_of(folder: Path, name: str = "hf") -> tuple[Any, Any]:
-    """Return the configuration and the model of a folder's weights with a head for three classes."""
-    config = load_config("classify", [f"model.path={folder}", *CLASSIFIER, f"model.name={name}"])
-    model = build_network(config)
-    source = open_weights(locate(str(folder)), config.recipe, config.model, "path")
-    load_unsharded(model, config.recipe, source, torch.device("cpu"))
-    head = next(p for name, p in model.named_parameters() if name.endswith(".score"))
-    head.data.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
-    fill(model, source)  # does not need the head, which `source` lacks
-    return config, model
+def settings_of(folder: Path, kind: str, name: str) -> list[str]:
+    """Return the settings of a classifier of three classes that starts from a model of `kind`."""
+    model = write_tokenizer(folder_of(folder / "base", kind), CHATML, eos_token="<|im_end|>")
+    records = [{"text": text, "label": label} for label, text in enumerate(["Hi there", "Bye", "Hello so"])]
+    own = [f"model.name={name}", f"model.path={model}", f"data.path={write_records(folder / 'x.jsonl', records)}"]
+    own += ["objective.num_labels=3", "data.seq_len=16", "train.epochs=null", "train.steps=2", "optim.lr=1e-2"]
+    own += ["train.global_batch_size=2", "train.micro_batch_size=2", "schedule.warmup_steps=0", "run.threads=1"]
+    return [*own, f"data.cache_dir={folder / 'cache'}", f"run.dir={folder / 'run'}", "data.holdout=0", "run.device=cpu"]
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "gemma2",
-        *(
-            pytest.param(kind, marks=pytest.mark.campaign)
-            for kind in ("llama", "qwen3", "gpt2", "qwen3_moe", "gemma3", "mistral", "phi3", "gpt_oss", "deepseek_v3")
-        ),
-    ],
+    ("kind", "name"),
+    [("gemma2", "hf"), ("deepseek_v3", "auto"), *(pytest.param(k, "hf", marks=pytest.mark.campaign) for k in OTHERS)],
 )
-def test_scores_are_those_of_the_export(kind: str, tmp_path: Path) -> None:
-    """Includes models whose classifier omits what follows the output projection, such as Gemma's cap on logits."""
-    check_export(kind, "hf", tmp_path)
-
-
-def test_scores_of_a_native_model_whose_values_are_narrower_than_its_keys(tmp_path: Path) -> None:
-    assert check_export("deepseek_v3", "auto", tmp_path) == "deepseek_v3"
-
-
-def check_export(kind: str, name: str, tmp_path: Path) -> str:
-    """Compare our scores with those of transformers' classifier on the export; return the name of the recipe."""
-    config, model = classifier_of(folder_of(tmp_path / "base", kind), name)
+def test_scores_are_those_of_the_export(kind: str, name: str, tmp_path: Path) -> None:
+    """Includes models whose classifier omits what follows the output projection, such as Gemma's cap on logits, and a
+    native one whose values are narrower than its keys.
+    """
+    settings = settings_of(tmp_path, kind, name)
+    assert load_config("classify", settings).model.name == ("hf" if name == "hf" else kind)
+    assert run.main(["recipe=classify", *settings]) == 0
+    export_checkpoint(tmp_path / "run", tmp_path / "out")
     tokens = torch.arange(2, 26).view(2, 12)
-    with torch.no_grad():
-        ours = model(tokens)
-    assert ours.shape == (2, 12, 3)
-    model_files = ModelFiles()
-    model_files.files = read_model_files(tmp_path / "base")
-    export(Memory(model.state_dict()), config.recipe, config.model, tmp_path / "out", model_files=model_files)
     theirs, report = AutoModelForSequenceClassification.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     with torch.no_grad():
+        ours = load_weights(tmp_path / "run")(tokens)
+        assert ours.shape == (2, 12, 3)
         for last in (3, 12):
             found = torch.cat([theirs.eval()(tokens[row : row + 1, :last]).logits for row in range(2)])
             torch.testing.assert_close(found, ours[:, last - 1], rtol=1e-5, atol=1e-5 * float(ours.abs().max()))
-    return str(config.recipe.name)
 
 
-@pytest.mark.parametrize(
-    ("kind", "reason"),
-    [
-        ("granite", "there is none"),
-        ("mamba", "there is none"),
-    ],
-)
-def test_models_without_such_a_classifier_are_refused(kind: str, reason: str, tmp_path: Path) -> None:
-    config = load_config("classify", [f"model.path={folder_of(tmp_path / 'base', kind)}", *CLASSIFIER])
-    with pytest.raises(UserError, match=f"a new head needs a sequence classifier .* for model_type={kind}; {reason}"):
-        build_network(config)
+@pytest.mark.parametrize("kind", kinds(["granite", "mamba"], ["granite"]))
+def test_models_without_such_a_classifier_are_refused(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run.main(["recipe=classify", *settings_of(tmp_path, kind, "hf")]) == 2
+    assert f"model_type={kind}" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
