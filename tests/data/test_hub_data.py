@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.data.test_data import read_all
+from tests.helpers.data import text_of
 from tests.helpers.fake_hub import FakeHub
+from trainer import UserError
 from trainer.config import RunConfig, load_config
 from trainer.data.chat.formats import find_files, read_records
 from trainer.data.opening import open_source
-from trainer.data.remote.datasets import find_data
-from trainer.errors import UserError
 
 pytest.importorskip("huggingface_hub")
 
@@ -28,9 +27,9 @@ def lines(*texts: str, column: str = "text") -> bytes:
 
 FILES = {
     "README.md": b"# Texts\n",
-    "data/train-00000-of-00002.jsonl": lines(*["first part " * 30] * 5),
-    "data/train-00001-of-00002.jsonl": lines(*["second part " * 30] * 5),
-    "data/test.jsonl": lines("held out " * 50),
+    "data/train-00000-of-00002.jsonl": lines("first part " * 9),
+    "data/train-00001-of-00002.jsonl": lines("second part " * 9),
+    "data/test.jsonl": lines("held out " * 9),
     "dataset_infos.json": b"{}",
 }
 CONFIGS = b"""---
@@ -50,9 +49,9 @@ configs:
 """
 LANGUAGES = {
     "README.md": CONFIGS,
-    "en/a.csv": b"text\n" + b"one two three four five six seven\n" * 30,
-    "en/extra/deep/b.jsonl": lines("extra"),
-    "de/all.json": json.dumps([{"inhalt": "eins zwei drei vier"}] * 40).encode(),
+    "en/a.csv": b"text\n" + b"one two three four five six seven\n" * 3,
+    "en/extra/deep/b.jsonl": lines("extra and more than one sample"),
+    "de/all.json": json.dumps([{"inhalt": "eins zwei drei vier"}] * 4).encode(),
 }
 
 
@@ -73,86 +72,76 @@ def config_of(path: str, *more: str) -> RunConfig:
     return load_config("llama_small", own)
 
 
-def text_of(config: RunConfig) -> str:
-    source = open_source(config.data, None, "train")
-    tokens = read_all(source)[0].ravel().tolist()
-    return bytes(token for token in tokens if token < 256).decode()
+def read(config: RunConfig) -> str:
+    return text_of(open_source(config.data, None, "train"))
+
+
+FIRST, SECOND, HELD_OUT = "first part " * 9, "second part " * 9, "held out " * 9
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"),
+    ("setting", "text"),
     [
-        (BASE, ["data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
-        (f"{BASE}?split=test", ["data/test.jsonl"]),
-        (f"{BASE}/data", ["data/test.jsonl", "data/train-00000-of-00002.jsonl", "data/train-00001-of-00002.jsonl"]),
-        (f"{BASE}@main/data/train-00001*", ["data/train-00001-of-00002.jsonl"]),
-        ("hf://datasets/tiny/languages", ["en/a.csv"]),
-        ("hf://datasets/tiny/languages?split=dev", ["en/extra/deep/b.jsonl"]),
-        ("hf://datasets/tiny/languages?config=de&column=inhalt", ["de/all.json"]),
+        (BASE, FIRST + SECOND),
+        (f"{BASE}?split=test", HELD_OUT),
+        (f"{BASE}/data", HELD_OUT + FIRST + SECOND),
+        (f"{BASE}@main/data/train-00001*", SECOND),
+        ("hf://datasets/tiny/languages", "one two three four five six seven" * 3),
+        ("hf://datasets/tiny/languages?split=dev", "extra and more than one sample"),
+        ("hf://datasets/tiny/languages?config=de&column=inhalt", "eins zwei drei vier" * 4),
     ],
 )
-def test_the_files_that_a_name_means(fake: FakeHub, setting: str, names: list[str]) -> None:
-    assert [each.path for each in find_data(setting, "data.path").files] == names
-    assert not any(name != "README.md" for name in fake.sent), "the list alone says which files there are"
+def test_the_text_that_a_name_means(fake: FakeHub, setting: str, text: str) -> None:
+    """Of its split, configuration, folder, revision and column; no other file is fetched."""
+    assert read(config_of(setting)) == text
+    fetched = sum(size for name, size in fake.sent.items() if name != "README.md")
+    assert fetched <= len(text) + 400, "braces, quotes and keys"
 
 
 @pytest.mark.parametrize(
-    ("setting", "message"),
+    ("setting", "named"),
     [
-        (
-            "hf://datasets/tiny/text",
-            r"data\.path=hf://datasets/tiny/text: \S+ has no dataset tiny/text, or you have no access to it",
-        ),
-        (f"{BASE}?split=dev", r"has the splits train, test, not dev\n  for example: \S*split=train"),
-        (f"{BASE}?config=en", r"has no configuration en; its folders are data"),
-        (
-            "hf://datasets/tiny/languages?config=fr",
-            r"has the configurations en, de, not fr\n  for example: ",
-        ),
-        (f"{BASE}?splits=dev", r"has no option splits; the options are config, split, column"),
-        (f"{BASE}/nothing", r"names no file that ends in \.txt"),
-        (f"{BASE}/data?split=test", r"names files by their path, so it cannot also name a split"),
-        (f"{BASE}@v9", r"dataset tiny/texts has no revision v9"),
-        ("hf://tiny/texts", r"is not a dataset on the Hugging Face Hub\n  for example: data\.path=hf://datasets/"),
+        ("hf://datasets/tiny/text", ["tiny/text"]),
+        (f"{BASE}?split=dev", ["train, test", "dev"]),
+        (f"{BASE}?config=en", ["en", "data"]),
+        ("hf://datasets/tiny/languages?config=fr", ["en, de", "fr"]),
+        (f"{BASE}?splits=dev", ["splits", "config, split, column"]),
+        (f"{BASE}/nothing", []),
+        (f"{BASE}/data?split=test", []),
+        (f"{BASE}@v9", ["tiny/texts", "v9"]),
+        ("hf://tiny/texts", ["hf://datasets/"]),
     ],
 )
-def test_what_is_not_there_is_one_message(fake: FakeHub, setting: str, message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        find_data(config_of(setting).data.path, "data.path")  # type: ignore[arg-type]
+def test_what_is_not_there_is_one_message(fake: FakeHub, setting: str, named: list[str]) -> None:
+    with pytest.raises(UserError) as caught:
+        read(config_of(setting))
+    assert str(caught.value).startswith("data.path=hf://")
+    assert all(words in str(caught.value) for words in named)
 
 
 def test_pinned_fetched_once_and_found_offline(fake: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     commit = fake.repositories["dataset", "tiny/texts"].refs["main"]
     config = config_of(BASE)
-    assert config.data.path == f"hf://datasets/tiny/texts@{commit}"
-    text = text_of(config)
-    assert "first part" in text
-    assert "second part" in text
-    assert "held out" not in text
+    assert config.data.path == f"{BASE}@{commit}"
+    assert read(config) == FIRST + SECOND
     train = {name: content for name, content in FILES.items() if "train" in name}
     assert {name: fake.sent[name] for name in train} == {name: len(content) for name, content in train.items()}
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     asked = len(fake.requests)
-    assert text_of(config_of(BASE)) == text
-    for path in (tmp_path / "home").rglob("*.jsonl"):
-        path.unlink()
-    assert text_of(config_of(BASE)) == text, "the tokens are in the cache, and the files are not needed"
+    assert read(config_of(BASE)) == FIRST + SECOND
     assert len(fake.requests) == asked
 
 
-def test_a_run_stays_with_its_commit(fake: FakeHub, tmp_path: Path) -> None:
-    first = config_of(BASE)
-    run = tmp_path / first.run.dir
+def as_a_run(config: RunConfig, folder: Path) -> None:
+    """Leave a run that has saved with this configuration."""
+    run = folder / config.run.dir
     (run / "checkpoints" / "step_00000001").mkdir(parents=True)
-    (run / "config.yaml").write_text(first.to_yaml())
+    (run / "config.yaml").write_text(config.to_yaml())
     (run / "status.json").write_text("{}")
-    moved = fake.add("tiny/texts", {**FILES, "data/train-00000-of-00002.jsonl": lines("other")}, "dataset")
-    assert config_of(BASE).data.path == first.data.path
-    assert config_of(BASE, "run.name=other").data.path == f"hf://datasets/tiny/texts@{moved}"
 
 
-def test_each_revision_stays_with_its_own_commit(fake: FakeHub, tmp_path: Path) -> None:
-    """Also if a source is added, or all of them move."""
+def test_a_run_stays_with_its_commits(fake: FakeHub, tmp_path: Path) -> None:
+    """Each revision with its own, also if a source is added; another run takes the newest."""
     repository = fake.repositories["dataset", "tiny/texts"]
     commits = {"main": repository.refs["main"]}
     for revision in ("v2", "v3"):
@@ -161,27 +150,25 @@ def test_each_revision_stays_with_its_own_commit(fake: FakeHub, tmp_path: Path) 
     first = config_of(f"{{{two}}}", f"data.eval_path={{b: {BASE}@v2?split=test}}")
     expected = {name: f"{BASE}@{commits[revision]}" for name, revision in (("a", "main"), ("b", "v2"))}
     assert first.data.path == expected
-    run = tmp_path / first.run.dir
-    (run / "checkpoints" / "step_00000001").mkdir(parents=True)
-    (run / "config.yaml").write_text(first.to_yaml())
-    (run / "status.json").write_text("{}")
-    for revision in ("main", "v2"):
-        repository.commit({**FILES, "data/test.jsonl": lines(f"moved {revision}" * 50)}, revision)
+    as_a_run(first, tmp_path)
+    moved = {
+        revision: repository.commit({**FILES, "data/test.jsonl": lines(f"moved {revision}" * 50)}, revision)
+        for revision in ("main", "v2")
+    }
     again = config_of(f"{{{two}, c: {BASE}@v3, d: {BASE}@v2/data/test.jsonl}}", f"data.eval_path={BASE}@v2?split=test")
     added = {"c": f"{BASE}@{commits['v3']}", "d": f"{BASE}@{commits['v2']}/data/test.jsonl"}
     assert again.data.path == expected | added
     assert again.data.eval_path == f"{BASE}@{commits['v2']}?split=test"
+    assert config_of(BASE, "run.name=other").data.path == f"{BASE}@{moved['main']}"
 
 
-def test_mixtures_columns_and_chats(fake: FakeHub) -> None:
+def test_mixtures_and_chats_by_name(fake: FakeHub) -> None:
     config = config_of(f"{{a: {BASE}, b: hf://datasets/tiny/languages?config=de&column=inhalt}}")
-    assert isinstance(config.data.path, dict)
-    assert all("@" in path for path in config.data.path.values())
-    assert {
-        name: "eins zwei" in text_of(dataclasses.replace(config, data=dataclasses.replace(config.data, path=path)))
-        for name, path in config.data.path.items()
-    } == {"a": False, "b": True}
-    assert open_source(config.data, None, "train") is not None
+    source: Any = open_source(config.data, None, "train")
+    assert {name: text_of(own) for name, own in source.sources.items()} == {
+        "a": FIRST + SECOND,
+        "b": "eins zwei drei vier" * 4,
+    }
     chats = json.dumps([{"instruction": "Hi", "output": "Yes"}] * 4).encode()
     fake.add("tiny/chats", {"train.json": chats}, "dataset")
     (file,) = find_files("data.path", "hf://datasets/tiny/chats")
