@@ -1,136 +1,101 @@
-"""Chats: the loss mask of every token, rejected conversations, file formats, packing, and a run on a chat file."""
+"""Chats: the loss mask of every token, refused conversations, formats of files, packing, and what is said of them."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
-
 from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, Family, conversation, write_tokenizer
-from tests.helpers.launch import merged
-from trainer import UserError, load_config, prepare, run
+from tests.helpers.commands import meshtrainer
+from tests.helpers.data import read_all, write_records
+from trainer import UserError, load_config
 from trainer.config import DataSection, check_config
-from trainer.config.changes import compare_configs
-from trainer.data.chat.formats import BadChat, Completion, Conversation
-from trainer.data.chat.masking import ChatTokenizer, Encoder
-from trainer.data.chat.source import ChatSource
-from trainer.data.chat.template import find_template
 from trainer.data.opening import open_source
 from trainer.data.packing import best_fit
-from trainer.data.source import IGNORE, Source, as_mapping
+from trainer.data.source import IGNORE, Source
+
+tokenizers = pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
+
+Marked = list[tuple[str, bool]]
+"""The text of each token, and whether it is trained on."""
 
 
-def encoder_of(folder: Path, family: Family) -> Encoder:
-    write_tokenizer(folder, family.template, **family.config)
-    return Encoder(ChatTokenizer(str(folder)), find_template("model", str(folder)), family.train_on)
+def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
+    """Return the data settings for a file of chats."""
+    path = write_records(folder / "chats.jsonl", records)
+    defaults = {"path": str(path), "cache_dir": str(folder / "cache"), "seq_len": 64}
+    if "tokenizer" not in settings:
+        settings["tokenizer"] = str(write_tokenizer(folder / "model", CHATML))
+    return DataSection(source="chat", **{**defaults, **settings})
 
 
-def marked(encoder: Encoder, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> list[tuple[str, bool]]:
-    encoded = encoder.encode(Conversation(messages, tools or ()))
-    texts = [encoder.tokenizer.token_text(number) for number in encoded.ids.tolist()]
-    return list(zip(texts, encoded.loss_mask.tolist(), strict=True))
+def texts_of(data: DataSection) -> Any:
+    """Return a function that gives the text of a token, by the library `tokenizers`."""
+    return tokenizers.Tokenizer.from_file(f"{data.tokenizer}/tokenizer.json").id_to_token
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+def without_end(tokens: Marked) -> Marked:
+    """Return tokens without those at the end that are not trained on: a sample need not hold them."""
+    last = max((place for place, (_, is_trained) in enumerate(tokens) if is_trained), default=-1)
+    return tokens[: last + 1]
+
+
+def marked(folder: Path, family: Family, messages: Any = None, tools: Any = None, **settings: Any) -> Marked:
+    """Return the tokens of a conversation up to the last that is trained on, as a run has them."""
+    model = write_tokenizer(folder / "model", family.template, **family.config)
+    record = {"messages": messages or family.messages, **({"tools": tools} if tools else {})}
+    own = {"train_on": family.train_on, "seq_len": 256, "documents": "apart", **settings}
+    data = data_of(folder, [record], tokenizer=str(model), **own)
+    batch = read_all(open_source(data, None, "train"))
+    (tokens,), (targets,), text = batch["tokens"], batch["targets"], texts_of(data)
+    count = int(np.flatnonzero(targets != IGNORE)[-1]) + 1
+    is_trained = [False, *(targets[:count] != IGNORE).tolist()]
+    kept = targets[: count - 1] != IGNORE
+    assert np.array_equal(targets[: count - 1][kept], tokens[1:count][kept]), "a target is the next token"
+    ids = [*tokens[:count].tolist(), int(targets[count - 1])]
+    return list(zip(map(text, ids), is_trained, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Which tokens are trained on
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_loss_mask_equals_the_one_written_by_hand(family: str, tmp_path: Path) -> None:
     case = FAMILIES[family]
-    assert marked(encoder_of(tmp_path, case), case.messages, case.tools) == case.truth
+    assert marked(tmp_path, case, tools=case.tools) == without_end(case.truth)
 
 
 def test_templates_are_rendered_as_transformers_renders_them(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     for name, case in FAMILIES.items():
-        encoder = encoder_of(tmp_path / name, case)
-        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / name)
+        found = marked(tmp_path / name, case, tools=case.tools) if (tmp_path / name).mkdir() is None else []
+        theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / name / "model")
         ids = theirs.apply_chat_template(case.messages, tools=case.tools or None, return_dict=False)
-        assert encoder.encode(Conversation(case.messages, case.tools)).ids.tolist() == ids, name
-
-
-def test_a_token_that_the_file_lists_under_two_ids_has_the_one_it_is_encoded_as(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "model", CHATML)
-    expected = ChatTokenizer(str(folder)).added_tokens
-    path = folder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["added_tokens"] += [{**token, "id": token["id"] + 100} for token in content["added_tokens"]]
-    path.write_text(json.dumps(content))
-    tokenizer = ChatTokenizer(str(folder))
-    assert tokenizer.added_tokens == expected
-    assert all(tokenizer.encode(text)[0].tolist() == [token_id] for text, token_id in expected.items())
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Rejected conversations
-
-
-def refused(folder: Path, template: str, messages: list[dict[str, Any]], **settings: Any) -> BadChat:
-    with pytest.raises(BadChat) as caught:
-        marked(encoder_of(folder, Family(template, [], "", **settings)), messages)
-    return caught.value
-
-
-def test_template_that_changes_earlier_turns_is_rejected(tmp_path: Path) -> None:
-    error = refused(tmp_path, QWEN3, conversation("Hi", "Yes", "Bye", "No"))
-    assert "messages[1]" in str(error)
-    assert (error.key, error.legal) == ("data.train_on", "last")
-
-
-def test_template_that_omits_a_turn_is_rejected(tmp_path: Path) -> None:
-    silent = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
-    assert "messages[0].role='system'" in str(refused(tmp_path, silent, conversation("Hi", "Yes", system="Be brief")))
-    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
-    assert "messages[1].tool_calls" in str(refused(tmp_path, CHATML, [*conversation("Hi"), call]))
-
-
-def test_turn_without_an_end_marker_is_rejected(tmp_path: Path) -> None:
-    """Also a turn that ends with white space only, which an answer may contain: generation would never stop."""
-    for end in ("", "\n", "\n\n", " ", "\t"):
-        endless = f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}"
-        for chat in (conversation("Hi", "Yes"), conversation("Hi", "Yes", "Bye", "No")):
-            assert "does not end this turn with a token" in str(refused(tmp_path, endless, chat)), repr(end)
-
-
-def test_answer_that_resembles_an_end_of_turn(tmp_path: Path) -> None:
-    """`>` is also the last character of `<|im_end|>`."""
-    for template in (CHATML, FAMILIES["llama3"].template):
-        family = Family(template, [], "")
-        tokens = marked(encoder_of(tmp_path, family), conversation("Hi", ">", "Bye", "|>"))
-        end = "<|im_end|>" if template == CHATML else "<|eot_id|>"
-        assert [text for text, is_trained in tokens if is_trained] == [">", end, "|", ">", end]
-
-
-def test_error_raised_by_a_template_is_shown(tmp_path: Path) -> None:
-    gemma = FAMILIES["gemma"].template
-    assert "System role not supported" in str(refused(tmp_path, gemma, conversation("Hi", "Yes", system="Be brief")))
-
-
-def test_a_template_runs_in_a_sandbox(tmp_path: Path) -> None:
-    escape = "{{ messages.__class__.__mro__[1].__subclasses__() }}"
-    assert "unsafe" in str(refused(tmp_path, escape, conversation("Hi", "Yes")))
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Targets
+        text = tokenizers.Tokenizer.from_file(str(tmp_path / name / "model" / "tokenizer.json")).id_to_token
+        assert [token for token, _ in found] == [text(number) for number in ids][: len(found)], name
 
 
 def test_roles_that_are_trained_on(tmp_path: Path) -> None:
     chatml = FAMILIES["chatml"]
-    for train_on, trained in {"last": 4, "completion": 4, "assistant": 8, "all": len(chatml.truth)}.items():
-        encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
-        assert sum(is_trained for _, is_trained in marked(encoder, chatml.messages)) == trained
+
+    def trained(messages: Any, train_on: str) -> int:
+        return sum(is_trained for _, is_trained in marked(tmp_path, chatml, messages, train_on=train_on))
+
+    # Of "all" the first token has no prediction.
+    for train_on, count in {"last": 4, "completion": 4, "assistant": 8, "all": len(chatml.truth) - 1}.items():
+        assert trained(chatml.messages, train_on) == count
     light = [{**message, "weight": 0} if message["content"] == "Bye now" else message for message in chatml.messages]
-    for train_on, trained in {"last": 0, "completion": 0, "assistant": 4, "all": len(chatml.truth) - 4}.items():
-        encoder = encoder_of(tmp_path, dataclasses.replace(chatml, train_on=train_on))
-        assert sum(is_trained for _, is_trained in marked(encoder, light)) == trained
+    for train_on, count in {"assistant": 4, "all": len(chatml.truth) - 1 - 4}.items():
+        assert trained(light, train_on) == count
     quiet = [{**message, "weight": 0} if message["role"] == "user" else message for message in chatml.messages]
-    ignored = ["".join(text for text, is_trained in marked(encoder, quiet) if not is_trained)]
-    assert ignored == ["<|im_start|>user\nHi<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"]
+    ignored = ["".join(text for text, is_trained in marked(tmp_path, chatml, quiet, train_on="all") if not is_trained)]
+    assert ignored == ["<|im_start|><|im_start|>user\nHi<|im_end|>\n<|im_start|>user\nBye<|im_end|>\n"]
 
 
 def test_end_of_turn_outside_generation_tags_is_a_target(tmp_path: Path) -> None:
@@ -138,231 +103,257 @@ def test_end_of_turn_outside_generation_tags_is_a_target(tmp_path: Path) -> None
         "{% endgeneration %}", "{% endgeneration %}{{ '<|im_end|>\n' }}"
     )
     case = FAMILIES["generation"]
-    assert marked(encoder_of(tmp_path, dataclasses.replace(case, template=outside)), case.messages) == case.truth
+    assert marked(tmp_path, dataclasses.replace(case, template=outside)) == without_end(case.truth)
 
 
 def test_special_tokens_spelled_in_a_message_are_text(tmp_path: Path) -> None:
     """A special token spelled in a message does not end the turn, and the text around it is trained on unchanged."""
-    tokens = marked(encoder_of(tmp_path, FAMILIES["chatml"]), conversation("Hi<|im_end|>", "Yes<|im_end|>No"))
-    texts = [text for text, _ in tokens]
-    assert texts.count("<|im_end|>") == 2
-    trained = [text for text, is_trained in tokens if is_trained]
-    assert trained == ["Yes", *"<|", "im_end", *"|>", "No", "<|im_end|>"]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Files
-
-
-ANSWERED = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes"}]
-TOO_LONG = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes " * 40}]
-
-# The third line of a file, further settings, and text that the error message must contain.
-BAD = {
-    "not JSON": ("{", [], ["data.path=", "chats.jsonl:3: is not JSON"]),
-    "no object": ("[]", [], ["data.path=", "chats.jsonl:3: must be a JSON object, not a list"]),
-    "another format": ({"text": "Hi"}, [], ["data.columns=", "chats.jsonl:3: has no key 'messages'; its keys: text"]),
-    "no list": ({"messages": "Hi"}, [], ["data.path=", "chats.jsonl:3: messages must be a list of messages, not text"]),
-    "no message": ({"messages": []}, [], ["data.path=", "chats.jsonl:3: messages=[] has no messages"]),
-    "no role": ({"messages": [{"content": "Hi"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'role'"]),
-    "unknown role": (
-        {"messages": [*ANSWERED, {"role": "bot", "content": "Hi"}]},
-        [],
-        ["data.path=", "chats.jsonl:3: messages[2].role='bot'; nearest: assistant"],
-    ),
-    "null": ({"messages": None}, [], ["data.path=", "chats.jsonl:3: 'messages' is null", "remove the record"]),
-    "too deep": (f'{{"messages": {"[" * 200_000}{"]" * 200_000}}}', [], ["data.path=", "chats.jsonl:3: is not JSON"]),
-    "deeper than a template reads": (
-        f'{{"messages": [{{"role": "user", "content": "Hi", "name": {"[" * 700}{"]" * 700}}}]}}',
-        [],
-        ["data.path=", "chats.jsonl:3: is nested too deeply"],
-    ),
-    "no content": ({"messages": [{"role": "user"}]}, [], ["data.path=", "chats.jsonl:3: messages[0] has no 'content'"]),
-    "empty content": (
-        {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},
-        [],
-        ["data.path=", "chats.jsonl:3: messages[1].content=' ' is empty"],
-    ),
-    "content that is no text": (
-        {"messages": [{"role": "user", "content": 5}]},
-        [],
-        ["data.path=", "chats.jsonl:3: messages[0].content must be text, not a number"],
-    ),
-    "an image": (
-        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-        [],
-        ["data.path=", "chats.jsonl:3: messages[0].content[0].type='image': only text"],
-    ),
-    "tools without support": (
-        {"messages": ANSWERED, "tools": [{"name": "weather"}]},
-        [],
-        ["data.chat_template=model: chats.jsonl:3: has tools, which the chat template does not support"],
-    ),
-    "calls without support": (
-        {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {"name": "weather"}}]}]},
-        [],
-        ["data.chat_template=model: chats.jsonl:3: messages[1].tool_calls"],
-    ),
-    "reasoning without a place": (
-        {"messages": [*ANSWERED[:1], {**ANSWERED[1], "reasoning_content": "hm"}]},
-        [],
-        ["data.chat_template=model: chats.jsonl:3: messages[1].reasoning_content: the chat template does not support"],
-    ),
-    "a system prompt beside the messages": (
-        {"messages": ANSWERED, "system": "You are a pirate."},
-        [],
-        ["data.path=", "chats.jsonl:3: has the key 'system' next to 'messages'", "the first message"],
-    ),
-    "two formats in one file": (
-        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
-        [],
-        [
-            "data.path=",
-            "chats.jsonl:3: has no key 'messages'",
-            "the format sharegpt, while the first record has the format messages",
-            "make each format a source of a mixture",
-        ],
-    ),
-    "a call of nothing": (
-        {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
-        [],
-        ["data.path=", "chats.jsonl:3: messages[1].tool_calls[0] does not name a function"],
-    ),
-    "weight": (
-        {"messages": [*ANSWERED[:1], {**ANSWERED[1], "weight": 2}]},
-        [],
-        ["data.path=", "chats.jsonl:3: messages[1].weight=2 must be 0 or 1"],
-    ),
-    "nothing to train on": (
-        {"messages": ANSWERED[:1]},
-        [],
-        ["data.path=", "25.0% of 4 conversations have no targets, more than 1%: chats.jsonl:3"],
-    ),
-    "too long": (
-        {"messages": TOO_LONG},
-        ["data.too_long=error"],
-        ["data.seq_len=32: chats.jsonl:3: has 91 tokens, but a sequence fits only 33", "data.seq_len=90"],
-    ),
-}
-
-
-def write_lines(path: Path, records: list[Any]) -> Path:
-    path.write_text("".join(f"{record if isinstance(record, str) else json.dumps(record)}\n" for record in records))
-    return path
-
-
-@pytest.fixture(autouse=True)
-def _nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make every run that is not rejected fail at once."""
-    monkeypatch.setattr(run, "run_trainer", lambda *given: pytest.fail("nothing was wrong"))
-
-
-def chat_settings(folder: Path, *settings: str) -> list[str]:
-    return [
-        "recipe=llama_small",
-        "model.vocab_size=512",
-        "data.source=chat",
-        "data.seq_len=32",
-        f"data.cache_dir={folder / 'cache'}",
-        f"run.dir={folder / 'run'}",
-        *settings,
+    tokens = marked(tmp_path, FAMILIES["chatml"], conversation("Hi<|im_end|>", "Yes<|im_end|>No"))
+    assert [text for text, _ in tokens].count("<|im_end|>") == 2
+    assert [text for text, is_trained in tokens if is_trained] == [
+        *("Yes", *"<|", "im_end", *"|>", "No", "<|im_end|>"),
     ]
 
 
-@pytest.mark.parametrize("kind", list(BAD))
-def test_bad_chat_is_rejected_with_its_line_and_setting(
-    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    record, settings, expected = BAD[kind]
-    good = {"messages": ANSWERED}
-    path = write_lines(tmp_path / "chats.jsonl", [good, good, record, good])
+def test_answer_that_resembles_an_end_of_turn(tmp_path: Path) -> None:
+    """`>` is also the last character of `<|im_end|>`."""
+    for template, end in ((CHATML, "<|im_end|>"), (FAMILIES["llama3"].template, "<|eot_id|>")):
+        tokens = marked(tmp_path, Family(template, [], ""), conversation("Hi", ">", "Bye", "|>"))
+        assert [text for text, is_trained in tokens if is_trained] == [">", end, "|", ">", end]
+
+
+def test_a_token_that_the_file_lists_under_two_ids(tmp_path: Path) -> None:
+    """It has the id as which it is encoded."""
     folder = write_tokenizer(tmp_path / "model", CHATML)
-    assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}", *settings)) == 2
-    stdout, stderr = capsys.readouterr()
-    assert (stdout, stderr.count("error:")) == ("", 1)
-    assert all(text in stderr for text in expected), stderr
-    assert not (tmp_path / "run").exists()
-    assert not list((tmp_path / "cache").glob("*chat*")), "nothing is left behind"
+    data = data_of(tmp_path, [{"messages": conversation("Hi", "Yes")}], tokenizer=str(folder))
+    before = read_all(open_source(data, None, "train"))["targets"]
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["added_tokens"] += [{**token, "id": token["id"] + 100} for token in content["added_tokens"]]
+    path.write_text(json.dumps(content))
+    assert np.array_equal(read_all(open_source(data, None, "train"))["targets"], before)
 
 
-MISTAKES = {
-    "no file": (["data.path=/nowhere/chats.jsonl"], ["data.path=/nowhere/chats.jsonl", "no such file"]),
-    "no path": ([], ["data.path=null", "chats.jsonl"]),
-    "no template": (["data.path={chats}", "data.tokenizer={bare}"], ["data.chat_template=model", ".jinja"]),
-    "template that is not there": (["data.path={chats}", "data.chat_template=a.jinja"], ["data.chat_template=a.jinja"]),
-    "template that is none": (["data.path={chats}", "data.chat_template={broken}"], ["data.chat_template=", "line 1"]),
-    "tokenizer of no model": (["data.path={chats}", "data.tokenizer=model"], ["data.tokenizer=model", "model.path"]),
-    "columns without spaces": (
-        ["data.path={chats}", "data.columns={prompt:question, completion:answer}"],
-        ["data.columns=", "did you mean 'data.columns={prompt: question, completion: answer}'?"],
+# ---------------------------------------------------------------------------------------------------------------
+# Conversations and files that are refused
+
+ANSWERED = conversation("Hi", "Yes")
+TOO_LONG = conversation("Hi", "Yes " * 40)
+CALL_ONLY = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather", "arguments": {}}}]}
+SILENT = CHATML.replace("for m in messages", "for m in messages if m.role != 'system'")
+
+TEMPLATES: dict[str, tuple[str, list[Any], list[str]]] = {
+    "it changes earlier turns": (QWEN3, conversation("Hi", "Yes", "Bye", "No"), ["messages[1]", "data.train_on=last"]),
+    "it omits a turn": (SILENT, conversation("Hi", "Yes", system="Be brief"), ["messages[0].role='system'"]),
+    "it omits calls": (CHATML, [*conversation("Hi"), CALL_ONLY], ["messages[1].tool_calls"]),
+    "it refuses": (
+        FAMILIES["gemma"].template,
+        conversation("Hi", "Yes", system="Be brief"),
+        ["System role not supported"],
     ),
-    "columns that are a name": (
-        ["data.path={chats}", "data.columns=question"],
-        ["for example: 'data.columns={messages: dialog}'"],
-    ),
-    "keys of no format": (
-        ["data.path={asked}"],
-        ["data.format=auto", "its keys: question, answer", "data.columns='{prompt: question, completion: answer}'"],
-    ),
-    "columns of too few keys": (["data.path={asked}", "data.columns={prompt: question}"], ["data.columns=", "formats"]),
-    "unknown column": (["data.path={chats}", "data.columns={message: a}"], ["data.columns=", "messages"]),
-    "key without chats": (["data.source=stdlib", "data.train_on=last"], ["data.train_on=last", "data.source=chat"]),
-    "steps and epochs": (["data.path={chats}", "train.steps=2", "train.epochs=1"], ["train.epochs=1", "train.steps=2"]),
-    "everything held out": (
-        ["data.path={chats}", "data.holdout=0.999"],
-        ["data.holdout=0.999: leaves no conversations to train on"],
-    ),
-    "vocabulary too small": (["data.path={chats}", "model.vocab_size=40"], ["model.vocab_size=40", "=1"]),
+    **{
+        f"a turn ends in {end!r}": (
+            f"{{% for m in messages %}}{{{{ m.role + ' ' + m.content + {end!r} }}}}{{% endfor %}}",
+            conversation("Hi", "Yes", "Bye", "No"),
+            [],
+        )
+        for end in ("", "\n", " ")
+    },
 }
+"""A template, a conversation that it cannot be used for, and what the message names.
+
+A turn that ends in white space has no end: the model would never stop."""
 
 
-@pytest.mark.parametrize("mistake", list(MISTAKES))
-def test_wrong_settings_for_chats(mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = {
-        "chats": write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}]),
-        "asked": write_lines(tmp_path / "asked.jsonl", [{"question": "Hi", "answer": "Yes"}]),
-        "bare": write_tokenizer(tmp_path / "bare", None),
-        "broken": write_lines(tmp_path / "broken.jinja", ["{% for %}"]),
-    }
-    settings, expected = MISTAKES[mistake]
-    for name, place in places.items():
-        settings = [setting.replace(f"{{{name}}}", str(place)) for setting in settings]
-    folder = write_tokenizer(tmp_path / "model", CHATML)
-    assert run.main(merged(chat_settings(tmp_path, f"data.tokenizer={folder}"), settings)) == 2
-    stderr = capsys.readouterr().err
-    assert stderr.count("error:") == 1
-    assert all(text in stderr for text in expected), stderr
+@pytest.mark.parametrize("kind", TEMPLATES)
+def test_template_that_does_not_fit_is_refused(kind: str, tmp_path: Path) -> None:
+    template, messages, named = TEMPLATES[kind]
+    with pytest.raises(UserError) as caught:
+        marked(tmp_path, Family(template, messages, ""))
+    assert all(words in str(caught.value) for words in [*named, "chats.jsonl:1"])
 
 
-def test_pairs_are_rejected_without_a_preference_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_lines(tmp_path / "pairs.jsonl", [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}])
-    folder = write_tokenizer(tmp_path / "model", CHATML)
-    assert run.main(chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")) == 2
-    assert "data.format=preference: rejected responses would be trained on" in capsys.readouterr().err
+BAD: dict[str, tuple[Any, str, list[str]]] = {
+    "not JSON": ("{", "data.path=", []),
+    "no object": ("[]", "data.path=", []),
+    "too deep": (f'{{"messages": {"[" * 200_000}{"]" * 200_000}}}', "data.path=", []),
+    "deeper than a template reads": (
+        f'{{"messages": [{{"role": "user", "content": "Hi", "name": {"[" * 700}{"]" * 700}}}]}}',
+        "data.path=",
+        [],
+    ),
+    "another format": ({"text": "Hi"}, "data.columns=", ["messages", "text"]),
+    "two formats in one file": (
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]},
+        "data.path=",
+        ["messages", "sharegpt"],
+    ),
+    "null": ({"messages": None}, "data.path=", ["messages"]),
+    "no list": ({"messages": "Hi"}, "data.path=", ["messages"]),
+    "no message": ({"messages": []}, "data.path=", ["messages=[]"]),
+    "no role": ({"messages": [{"content": "Hi"}]}, "data.path=", ["messages[0]", "role"]),
+    "unknown role": (
+        {"messages": [*ANSWERED, {"role": "bot", "content": "Hi"}]},
+        "data.path=",
+        ["messages[2].role='bot'", "assistant"],
+    ),
+    "no content": ({"messages": [{"role": "user"}]}, "data.path=", ["messages[0]", "content"]),
+    "empty content": (
+        {"messages": [*ANSWERED[:1], {"role": "assistant", "content": " "}]},
+        "data.path=",
+        ["messages[1].content=' '"],
+    ),
+    "content that is no text": ({"messages": [{"role": "user", "content": 5}]}, "data.path=", ["messages[0].content"]),
+    "an image": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "data.path=",
+        ["messages[0].content[0].type='image'"],
+    ),
+    "tools without support": (
+        {"messages": ANSWERED, "tools": [{"name": "weather"}]},
+        "data.chat_template=model: ",
+        ["tools"],
+    ),
+    "reasoning without a place": (
+        {"messages": [*ANSWERED[:1], {**ANSWERED[1], "reasoning_content": "hm"}]},
+        "data.chat_template=model: ",
+        ["messages[1].reasoning_content"],
+    ),
+    "a system prompt beside the messages": ({"messages": ANSWERED, "system": "Be brief"}, "data.path=", ["system"]),
+    "a call of nothing": (
+        {"messages": [*ANSWERED[:1], {"role": "assistant", "tool_calls": [{"function": {}}]}]},
+        "data.path=",
+        ["messages[1].tool_calls[0]"],
+    ),
+    "weight": ({"messages": [*ANSWERED[:1], {**ANSWERED[1], "weight": 2}]}, "data.path=", ["messages[1].weight=2"]),
+    "nothing to train on": ({"messages": ANSWERED[:1]}, "data.path=", ["25.0% of 4"]),
+    "too long": ({"messages": TOO_LONG}, "data.seq_len=32: ", ["91", "data.seq_len=90"]),
+}
+"""The third line of a file, how the message begins, and what it names beside the line."""
 
 
-def data_of(folder: Path, records: list[Any], **settings: Any) -> DataSection:
-    path = write_lines(folder / "chats.jsonl", records)
-    defaults = {"tokenizer": str(write_tokenizer(folder / "model", CHATML)), "cache_dir": str(folder / "cache")}
-    return DataSection(source="chat", seq_len=64, **{"path": str(path), **defaults, **settings})
+@pytest.mark.parametrize("kind", BAD)
+def test_bad_chat_is_refused_with_its_line_and_setting(kind: str, tmp_path: Path) -> None:
+    record, beginning, named = BAD[kind]
+    good = {"messages": ANSWERED}
+    data = data_of(tmp_path, [good, good, record, good], seq_len=32, too_long="error")
+    with pytest.raises(UserError) as caught:
+        open_source(data, None, "train")
+    message = str(caught.value)
+    assert message.startswith(beginning)
+    assert all(words in message for words in [*named, "chats.jsonl:3"]), message
+    assert not list((tmp_path / "cache").rglob("*.bin")), "nothing is left behind"
+
+
+PAIRS: dict[str, dict[str, Any]] = {
+    "chosen": {"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"},
+    "chosen must": {"prompt": "Hi", "chosen": 5, "rejected": "No"},
+    "chosen begins": {"prompt": "Hi", "chosen": conversation("Bye", "No"), "rejected": "No"},
+    "rejected": {"chosen": conversation("Hi", "Yes"), "rejected": conversation("Bye", "No")},
+    "history": {"instruction": "Hi", "output": "Yes", "history": 5},
+}
+"""Records with something wrong in the key with which their names begin."""
+
+
+@pytest.mark.parametrize("kind", PAIRS)
+def test_bad_record_of_another_format_is_refused_with_its_line(kind: str, tmp_path: Path) -> None:
+    good = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
+    if kind == "history":
+        good = {"instruction": "Hi", "output": "Yes"}
+    with pytest.raises(UserError) as caught:
+        open_source(data_of(tmp_path, [good, PAIRS[kind]]), None, "train")
+    assert str(caught.value).startswith("data.path=")
+    assert "chats.jsonl:2" in str(caught.value)
+    assert kind.partition(" ")[0] in str(caught.value)
+
+
+def test_bad_text_in_parquet_is_refused_with_its_row(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    texts = pyarrow.array([b"Hi", b"Bye", b"\xff"]).view(pyarrow.string())
+    table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(["Yes", "No", "now"])})
+    parquet.write_table(table, tmp_path / "chats.parquet")
+    with pytest.raises(UserError) as caught:
+        open_source(data_of(tmp_path, [], path=str(tmp_path / "chats.parquet")), None, "train")
+    assert "chats.parquet:3" in str(caught.value)
+
+
+def asked(folder: Path) -> str:
+    return str(write_records(folder / "asked.jsonl", [{"question": "Hi", "answer": "Yes"}]))
+
+
+MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "no file": ({"path": "/nowhere/chats.jsonl"}, "data.path=/nowhere/chats.jsonl: ", ""),
+    "no template": ({"tokenizer": "{bare}"}, "data.chat_template=model: ", "data.chat_template=chatml"),
+    "keys of no format": ({"path": "{asked}"}, "data.format=auto: ", "data.columns='{prompt: question, completion: "),
+    "columns of too few keys": ({"path": "{asked}", "columns": {"prompt": "question"}}, "data.columns=", ""),
+    "unknown column": ({"columns": {"message": "a"}}, "data.columns=", "messages"),
+    "everything held out": ({"holdout": 0.999}, "data.holdout=0.999: ", ""),
+}
+"""Settings, how the message begins, and what it advises."""
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_wrong_settings_for_chats(mistake: str, tmp_path: Path) -> None:
+    settings, beginning, advice = MISTAKES[mistake]
+    places = {"{asked}": asked(tmp_path), "{bare}": str(write_tokenizer(tmp_path / "bare", None))}
+    own = {key: places.get(value, value) if isinstance(value, str) else value for key, value in settings.items()}
+    with pytest.raises(UserError) as caught:
+        open_source(data_of(tmp_path, [{"messages": ANSWERED}], **own), None, "train")
+    assert str(caught.value).startswith(beginning)
+    assert advice in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "beginning", "proposal"),
+    [
+        (["data.source=chat"], "data.path=null: ", None),
+        (["data.source=chat", "data.path=x.jsonl", "data.tokenizer=model"], "data.tokenizer=model: ", None),
+        (
+            ["data.source=chat", "data.path=x.jsonl", "data.columns={prompt:question, completion:answer}"],
+            "data.columns=",
+            "data.columns={prompt: question, completion: answer}",
+        ),
+        (["data.source=chat", "data.path=x.jsonl", "data.columns=question"], "data.columns=", None),
+        (["data.source=stdlib", "data.train_on=last"], "data.train_on=last: ", None),
+        (["data.source=chat", "data.path=x.jsonl", "train.steps=2", "train.epochs=1"], "train.epochs=1: ", None),
+    ],
+)
+def test_settings_that_no_file_could_make_right(settings: list[str], beginning: str, proposal: str | None) -> None:
+    with pytest.raises(UserError) as caught:
+        check_config(load_config("llama_small", settings), 1, 1)
+    assert str(caught.value).startswith(beginning)
+    assert proposal is None or caught.value.proposal == proposal
+
+
+def test_a_vocabulary_that_is_too_small(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [{"messages": ANSWERED}])
+    size = tokenizers.Tokenizer.from_file(f"{data.tokenizer}/tokenizer.json").get_vocab_size()
+    with pytest.raises(UserError) as caught:
+        open_source(data, size - 1, "train")
+    assert str(caught.value).startswith(f"model.vocab_size={size - 1}: ")
+    assert f"model.vocab_size={size}" in str(caught.value)
+    assert len(open_source(data, size, "train")) == 1
+
+
+def test_pairs_are_refused_without_a_preference_loss(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [{"prompt": "Hi", "chosen": "Yes", "rejected": "No"}] * 9)
+    own = ["data.source=chat", f"data.path={data.path}", f"data.tokenizer={data.tokenizer}", "model.vocab_size=512"]
+    more = [f"data.cache_dir={data.cache_dir}", f"run.dir={tmp_path / 'run'}", "data.seq_len=32"]
+    ended = meshtrainer("run", "recipe=llama_small", *own, *more)
+    assert (ended.code, ended.out) == (2, "")
+    assert "data.format=preference: " in ended.err
+    assert not (tmp_path / "run").exists()
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Formats
 
 
 def trained_texts(source: Source, data: DataSection) -> list[str]:
-    """Return the decoded targets of each sample."""
-    tokenizer = ChatTokenizer(data.tokenizer)
-    targets = as_mapping(source.batch(np.arange(len(source))))["targets"]
-    return ["".join(map(tokenizer.token_text, row[row != IGNORE].tolist())) for row in targets]
-
-
-def test_sources_of_a_mixture_may_have_different_formats(tmp_path: Path) -> None:
-    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
-    messages = write_lines(tmp_path / "messages.jsonl", [{"messages": conversation("Hi", "Yes")}] * 40)
-    sharegpt = write_lines(tmp_path / "sharegpt.jsonl", [{"conversations": turns}] * 40)
-    data = data_of(tmp_path, [], path={"a": str(messages), "b": str(sharegpt)})
-    mixture = open_source(data, None, "train")
-    first, second = (trained_texts(source, data) for source in mixture.sources.values())  # type: ignore[attr-defined]
-    assert first == second
-    assert first[0].startswith("Yes<|im_end|>")
+    """Return the decoded targets of each row."""
+    text = texts_of(data)
+    return ["".join(map(text, row[row != IGNORE].tolist())) for row in read_all(source)["targets"]]
 
 
 CALL = {"from": "function_call", "value": '{"name": "weather", "arguments": {}}'}
@@ -404,171 +395,136 @@ FORMATS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", list(FORMATS))
+@pytest.mark.parametrize("kind", FORMATS)
 def test_formats(kind: str, tmp_path: Path) -> None:
     record, expected = FORMATS[kind]
     data = data_of(tmp_path, [record])
     source = open_source(data, None, "train")
     assert trained_texts(source, data) == expected
-    first = as_mapping(source.batch(np.arange(1)))["tokens"][0].tolist()
-    said_first = "".join(map(ChatTokenizer(data.tokenizer).token_text, first)).partition("<|im_start|>assistant")[0]
+    first = read_all(source)["tokens"][0].tolist()
+    said_first = "".join(map(texts_of(data), first)).partition("<|im_start|>assistant")[0]
     assert said_first.count("Hi") <= 1, "nothing is said twice"
-    again = open_source(dataclasses.replace(data, tokenizer=data.tokenizer), None, "train")
-    assert again.fingerprint == source.fingerprint, "from the cache"
+    assert open_source(data, None, "train").fingerprint == source.fingerprint, "from the cache"
 
 
-@pytest.mark.parametrize(
-    ("record", "says"),
-    [
-        ({"prompt": "Hi", "chosen": "Yes", "rejected": "Yes"}, "chosen and rejected are identical"),
-        ({"prompt": "Hi", "chosen": 5, "rejected": "No"}, "chosen must be text or a list of messages, not a number"),
-        (
-            {"prompt": "Hi", "chosen": conversation("Bye", "No"), "rejected": "No"},
-            "chosen begins with a user message, but does not",
-        ),
-        (
-            {"chosen": conversation("Hi", "Yes"), "rejected": conversation("Bye", "No")},
-            "chosen and rejected must have the same",
-        ),
-    ],
-)
-def test_invalid_pairs(record: dict[str, Any], says: str, tmp_path: Path) -> None:
-    good = {"prompt": "Hi", "chosen": "Yes", "rejected": "No"}
-    with pytest.raises(UserError, match=f"^data\\.path=.*chats.jsonl:2: {says}"):
-        open_source(data_of(tmp_path, [good, record]), None, "train")
+def test_sources_of_a_mixture_may_have_different_formats(tmp_path: Path) -> None:
+    turns = [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yes"}]
+    messages = write_records(tmp_path / "messages.jsonl", [{"messages": conversation("Hi", "Yes")}] * 40)
+    sharegpt = write_records(tmp_path / "sharegpt.jsonl", [{"conversations": turns}] * 40)
+    data = data_of(tmp_path, [], path={"a": str(messages), "b": str(sharegpt)})
+    mixture: Any = open_source(data, None, "train")
+    first, second = (trained_texts(source, data) for source in mixture.sources.values())
+    assert first == second
+    assert first[0].startswith("Yes<|im_end|>")
 
 
-def test_history_that_is_not_a_list_is_rejected(tmp_path: Path) -> None:
-    record = {"instruction": "Hi", "output": "Yes", "history": 5}
-    with pytest.raises(UserError, match=r"chats.jsonl:1: history must be a list of .*, not a number"):
-        open_source(data_of(tmp_path, [record]), None, "train")
-
-
-def test_invalid_text_in_parquet_is_rejected_with_its_row(tmp_path: Path) -> None:
-    pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    texts = pyarrow.array([b"Hi", b"Bye", b"\xff"]).view(pyarrow.string())
-    table = pyarrow.table({"prompt": texts, "completion": pyarrow.array(["Yes", "No", "now"])})
-    parquet.write_table(table, tmp_path / "chats.parquet")
-    data = dataclasses.replace(data_of(tmp_path, []), path=str(tmp_path / "chats.parquet"))
-    with pytest.raises(UserError, match=r"^data\.path=.*: chats\.parquet:3: is not UTF-8"):
-        open_source(data, None, "train")
-
-
-def test_custom_columns_and_parquet(tmp_path: Path) -> None:
+def test_columns_of_ones_own_and_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow", reason="parquet is read with the library `pyarrow`")
     parquet = pytest.importorskip("pyarrow.parquet")
     chats = [{"dialog": conversation("Hi", "Yes")}, {"dialog": conversation("Bye", "No", system="Be brief")}]
-    data = data_of(tmp_path, chats, columns={"messages": "dialog"}, pack=False)
+    data = data_of(tmp_path, chats, columns={"messages": "dialog"}, documents="apart")
     parquet.write_table(pyarrow.Table.from_pylist(chats), tmp_path / "chats.parquet")
-    from_parquet = dataclasses.replace(data, path=str(tmp_path / "chats.parquet"))
-    for each in (data, from_parquet):
+    for each in (data, dataclasses.replace(data, path=str(tmp_path / "chats.parquet"))):
         assert trained_texts(open_source(each, None, "train"), each) == ["Yes<|im_end|>", "No<|im_end|>"]
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Long conversations, and what is said of the data
 
 
 def test_long_chats_are_dropped_or_truncated_and_empty_ones_named(tmp_path: Path) -> None:
     short, long, mute = {"messages": ANSWERED}, {"messages": TOO_LONG}, {"messages": ANSWERED[:1]}
     records = [short] * 148 + [long, mute]
     for too_long, samples, lost, trained in (("drop", 148, 91, 148 * 2), ("truncate", 149, 91 - 65, 148 * 2 + 65 - 9)):
-        data = data_of(tmp_path, records, too_long=too_long, pack=False)
-        source = open_source(data, None, "train")
-        assert isinstance(source, ChatSource)
+        source = open_source(data_of(tmp_path, records, too_long=too_long, documents="apart"), None, "train")
         assert len(source) == samples
-        assert source.report.unused == ["chats.jsonl:150"]
-        everything, kept, shares = 148 * 12 + 91, 148 * 12 + 91 - lost, source.report.shares
-        assert shares["dropped_share" if too_long == "drop" else "truncated_share"] == lost / everything
-        assert shares["trained_share"] == trained / kept, "of what is trained on"
+        assert "chats.jsonl:150" in source.summary
+        everything, kept = 148 * 12 + 91, 148 * 12 + 91 - lost
+        assert source.facts["dropped_share" if too_long == "drop" else "truncated_share"] == lost / everything
+        assert source.facts["trained_share"] == trained / kept, "of what is trained on"
 
 
-def test_a_run_that_would_drop_most_of_the_data_does_not_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Unless the user allows dropping, or truncates; the message suggests a length that keeps the conversations."""
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}] * 4 + [{"messages": TOO_LONG}] * 6)
-    folder = write_tokenizer(tmp_path / "model", CHATML)
-    settings = chat_settings(tmp_path, f"data.path={path}", f"data.tokenizer={folder}")
-    assert run.main(settings) == 2
-    stderr = capsys.readouterr().err
-    assert "data.seq_len=32: 6 of 10 conversations (91.9% of the tokens) are longer than a sequence" in stderr
-    assert all(text in stderr for text in ("data.seq_len=128 keeps them all", "data.too_long=drop", "=truncate"))
-    config = load_config(settings[0].partition("=")[2], settings[1:])
-    for too_long in ("drop", "truncate"):
-        data = dataclasses.replace(config.data, too_long=too_long)
-        assert open_source(data, None, "train").facts["trained_share"] == pytest.approx(
-            2 / 12 if too_long == "drop" else 0.7, abs=0.1
-        )
-    assert len(open_source(dataclasses.replace(config.data, seq_len=128), None, "train")) > 0
+def test_data_of_which_most_would_be_dropped_are_refused(tmp_path: Path) -> None:
+    """Unless the user allows dropping, or truncates; the message names a length that keeps the conversations."""
+    data = data_of(tmp_path, [{"messages": ANSWERED}] * 4 + [{"messages": TOO_LONG}] * 6, seq_len=32)
+    with pytest.raises(UserError) as caught:
+        open_source(data, None, "train")
+    assert str(caught.value).startswith("data.seq_len=32: 6 of 10 ")
+    for advice in ("data.seq_len=128", "data.too_long=drop", "truncate"):
+        assert advice in str(caught.value)
+    for too_long, share in (("drop", 2 / 12), ("truncate", 0.7)):
+        source = open_source(dataclasses.replace(data, too_long=too_long), None, "train")
+        assert source.facts["trained_share"] == pytest.approx(share, abs=0.1)
+    assert len(open_source(dataclasses.replace(data, seq_len=128), None, "train")) > 0
 
 
-def test_a_run_from_before_auto_is_resumed(tmp_path: Path) -> None:
-    """Its configuration has data.too_long=drop, the default at that time, even for data other than chats."""
-    chats = load_config("llama_small", chat_settings(tmp_path, "data.path=chats.jsonl")[1:])
-    text = load_config("llama_small", [f"run.dir={tmp_path / 'run'}"])
-    for config in (chats, text):
-        stored = config.to_yaml().replace("too_long: auto", "too_long: drop")
-        assert stored != config.to_yaml()
-        assert compare_configs(config, stored) == ([], [])
-        assert compare_configs(config, stored.replace("too_long: drop", "too_long: truncate"))[0]
-    check_config(dataclasses.replace(text, data=dataclasses.replace(text.data, too_long="drop")), 1, 1)
-
-
-def test_a_run_that_drops_some_of_the_data_warns(tmp_path: Path) -> None:
-    """It drops more than the exceptional few; of the suggested lengths, the shorter one keeps most conversations."""
-    longer = [{"messages": [ANSWERED[0], {"role": "assistant", "content": "Yes " * number}]} for number in (40, 400)]
+def test_dropping_some_of_the_data_is_said(tmp_path: Path) -> None:
+    """If they are more than the exceptional few, with a length that keeps most, and one that keeps all."""
+    longer = [{"messages": conversation("Hi", "Yes " * number)} for number in (40, 400)]
     data = data_of(tmp_path, [{"messages": ANSWERED}] * 160 + longer[:1] * 4 + longer[1:])
-    source = open_source(data, None, "train")
-    first, warning = source.summary.splitlines()
-    assert first.startswith("165 conversations, 16.7% of the tokens are targets, 5 dropped as too long (")
-    assert warning.startswith("warning: 5 of 165 conversations (")
-    assert warning.endswith("are not trained on; data.seq_len=128 keeps 95% of them, and data.seq_len=832 all")
-    few = dataclasses.replace(data_of(tmp_path, [{"messages": ANSWERED}] * 999 + longer[:1]))
-    assert "warning" not in open_source(few, None, "train").summary
+    warning = open_source(data, None, "train").summary.splitlines()[1]
+    assert warning.startswith("warning: 5 of 165 ")
+    assert "data.seq_len=128" in warning
+    assert "data.seq_len=832" in warning
+    few = data_of(tmp_path, [{"messages": ANSWERED}] * 999 + longer[:1])
+    assert "warning: " not in open_source(few, None, "train").summary
 
 
 def test_pairs_and_held_out_chats_are_dropped_like_chats(tmp_path: Path) -> None:
     answers = [{"chosen": "Yes", "rejected": "No"}] * 4 + [{"chosen": "Yes " * 40, "rejected": "No"}] * 6
-    data = data_of(tmp_path, [{"prompt": "Hi", **answer} for answer in answers])
-    with pytest.raises(UserError, match=r"data\.seq_len=64: 6 of 10 pairs"):
-        open_source(data, None, "train")
-    short = data_of(tmp_path, [{"messages": ANSWERED}] * 4)
-    chats = write_lines(tmp_path / "held_out.jsonl", [{"messages": TOO_LONG}] * 2 + [{"messages": ANSWERED}])
-    with pytest.raises(UserError, match=r"2 of 3 conversations .* of data\.eval_path are longer"):
-        open_source(dataclasses.replace(short, eval_path=str(chats)), None, "eval")
+    with pytest.raises(UserError) as caught:
+        open_source(data_of(tmp_path, [{"prompt": "Hi", **answer} for answer in answers]), None, "train")
+    assert str(caught.value).startswith("data.seq_len=64: 6 of 10 ")
+    chats = write_records(tmp_path / "held_out.jsonl", [{"messages": TOO_LONG}] * 2 + [{"messages": ANSWERED}])
+    with pytest.raises(UserError) as caught:
+        open_source(data_of(tmp_path, [{"messages": ANSWERED}] * 4, eval_path=str(chats)), None, "eval")
+    assert all(words in str(caught.value) for words in ("2 of 3 ", "data.eval_path"))
 
 
-def test_unusual_properties_of_chats_are_reported(tmp_path: Path) -> None:
-    """Plain text without a template, a template applied twice, a generated header, turns that end in text."""
+CHAT, PLAIN = {"messages": ANSWERED}, {"prompt": "Hi", "completion": " Yes"}
+WRITTEN_OUT = {"messages": conversation("<|im_start|>user\nHi<|im_end|>", "Yes")}
+UNUSUAL: dict[str, tuple[str | None, list[Any], list[str]]] = {
+    "plain text beside a template": (CHATML, [PLAIN, PLAIN], ["note: 2 "]),
+    "a template applied twice": (CHATML, [CHAT, WRITTEN_OUT, CHAT, WRITTEN_OUT], ["warning: 2 ", "chats.jsonl:4"]),
+    "plain text that spells a template": (
+        None,
+        [{"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "completion": "Yes"}],
+        ["<|im_start|>"],
+    ),
+    "a header that the model writes": (
+        CHATML.partition("\n{% if add_generation_prompt")[0],
+        [CHAT],
+        ["add_generation_prompt", "<|im_start|>"],
+    ),
+    "an end that is a word": (CHATML.replace("<|im_end|>", " now"), [CHAT], ["warning: ", "now"]),
+}
+USUAL: list[tuple[str | None, Any]] = [
+    (CHATML, CHAT),
+    (None, PLAIN),
+    (CHATML, {"messages": conversation("What is [INST]?", "Yes")}),  # a token that the template never writes
+]
 
-    def lines_of(template: str | None, *records: dict[str, Any], **settings: Any) -> list[str]:
-        folder = tmp_path / str(len(list(tmp_path.iterdir())))
-        folder.mkdir()
-        model = write_tokenizer(folder / "own", template)
-        return open_source(
-            data_of(folder, list(records), tokenizer=str(model), **settings), None, "train"
-        ).summary.splitlines()[1:]
 
-    chat, plain = {"messages": ANSWERED}, {"prompt": "Hi", "completion": " Yes"}
-    assert lines_of(CHATML, chat) == []
-    assert lines_of(None, plain) == []
-    (line,) = lines_of(CHATML, plain, plain)
-    assert line.startswith("note: 2 conversations are plain text and used without the chat template")
-    twice = {"messages": conversation("<|im_start|>user\nHi<|im_end|>", "Yes")}
-    (line,) = lines_of(CHATML, chat, twice, chat, twice)
-    assert line.startswith("warning: 2 conversations spell out <|im_")
-    assert "(chats.jsonl:2, chats.jsonl:4)" in line
-    assert lines_of(CHATML, {"messages": conversation("What is [INST]?", "Yes")}) == [], (
-        "a token that the template never writes"
-    )
-    (line,) = lines_of(None, {"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "completion": "Yes"})
-    assert "1 conversations spell out <|im_start|>" in line
-    (line,) = lines_of(CHATML.partition("\n{% if add_generation_prompt")[0], chat)
-    assert line.startswith(
-        "the chat template ignores add_generation_prompt: the model learns to write '<|im_start|>assi"
-    )
-    (line,) = lines_of(CHATML.replace("<|im_end|>", " now"), chat)
-    assert line.startswith("warning: the chat template ends turns with 'now', which is not a single token")
-    (line,) = lines_of("{% for m in messages %}{{ m.role + ':' + m.content + '</s>' }}{% endfor %}", chat)
-    assert "'assistant:'" in line
+def said_of(folder: Path, template: str | None, records: list[Any]) -> list[str]:
+    data = data_of(folder, records, tokenizer=str(write_tokenizer(folder / "own", template)))
+    return open_source(data, None, "train").summary.splitlines()[1:]
+
+
+@pytest.mark.parametrize("kind", UNUSUAL)
+def test_unusual_chats_and_templates_are_reported(kind: str, tmp_path: Path) -> None:
+    template, records, named = UNUSUAL[kind]
+    (line,) = said_of(tmp_path, template, records)
+    assert all(words in line for words in named), line
+
+
+def test_nothing_is_reported_of_usual_ones(tmp_path: Path) -> None:
+    for number, (template, record) in enumerate(USUAL):
+        (tmp_path / str(number)).mkdir()
+        assert said_of(tmp_path / str(number), template, [record]) == []
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Packed and held out
 
 
 def test_each_conversation_is_packed_once_and_held_out_by_content(tmp_path: Path) -> None:
@@ -576,7 +532,7 @@ def test_each_conversation_is_packed_once_and_held_out_by_content(tmp_path: Path
     data = data_of(tmp_path, records, holdout=0.2)
     train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
     assert held_out is not None
-    found_rows = as_mapping(train.batch(np.arange(len(train))))
+    found_rows = read_all(train)
     own = [
         np.sum(row == number)
         for row, targets in zip(found_rows["documents"], found_rows["targets"], strict=True)
@@ -584,29 +540,43 @@ def test_each_conversation_is_packed_once_and_held_out_by_content(tmp_path: Path
         if np.any(targets[row == number] != IGNORE)
     ]
     assert train.attended == np.square(own).sum() / found_rows["tokens"].size
-    alone = open_source(dataclasses.replace(data, pack=False, holdout=0.0), None, "train")
+    alone = open_source(dataclasses.replace(data, documents="apart", holdout=0.0), None, "train")
     found = [text for source in (train, held_out) for text in trained_texts(source, data)]
     ends = "<|im_end|>"
     assert sorted("".join(found).split(ends)) == sorted("".join(trained_texts(alone, data)).split(ends))
-    other = data_of(tmp_path, list(reversed(records)), holdout=0.2)
-    again = open_source(other, None, "eval")
+    again = open_source(data_of(tmp_path, records[::-1], holdout=0.2), None, "eval")
     assert again is not None
     assert sorted("".join(trained_texts(again, data))) == sorted("".join(trained_texts(held_out, data)))
 
 
+def test_each_packed_conversation_is_a_document_of_its_own(tmp_path: Path) -> None:
+    """So that they do not see each other."""
+    counts = [1, 2, 3, 4, 9, 9]
+    data = data_of(tmp_path, [{"messages": conversation("Hi", "Yes " * count)} for count in counts])
+    batch, text, found = read_all(open_source(data, None, "train")), texts_of(data), []
+    for documents, tokens, targets in zip(batch["documents"], batch["tokens"], batch["targets"], strict=True):
+        for number in np.unique(documents[targets != IGNORE]):
+            own = np.flatnonzero(documents == number)
+            assert (np.diff(own) == 1).all()
+            said = "".join(map(text, tokens[own].tolist()))
+            assert said.startswith("<|im_start|>user\nHi<|im_end|>")
+            found.append(said.count("Yes"))
+    assert sorted(found) == counts
+
+
 def test_duplicates_of_held_out_chats_are_not_trained_on(tmp_path: Path) -> None:
-    """A tiny `holdout` holds out one distinct conversation, the one with the lowest hash, with all its duplicates."""
     records = [{"messages": conversation(f"{a} {b}", "Yes")} for a in range(1, 6) for b in range(1, 4)]
     for number, order in enumerate((records * 2, [record for record in records for _ in range(2)])):
         (tmp_path / str(number)).mkdir()
-        data = data_of(tmp_path / str(number), order, holdout=1e-9, pack=False)
+        data = data_of(tmp_path / str(number), order, holdout=0.3, documents="apart")
         train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
         assert held_out is not None
-        assert (len(train), len(held_out)) == (28, 2)
-        rows = [as_mapping(source.batch(np.arange(len(source))))["tokens"].tolist() for source in (train, held_out)]
+        assert len(train) + len(held_out) == 30
+        assert (len(train) % 2, len(held_out) % 2) == (0, 0)
+        rows = [read_all(source)["tokens"].tolist() for source in (train, held_out)]
         assert not any(row in rows[0] for row in rows[1])
     (tmp_path / "alike").mkdir()
-    alike = data_of(tmp_path / "alike", records[:1] * 4, holdout=0.1, pack=False)
+    alike = data_of(tmp_path / "alike", records[:1] * 4, holdout=0.1, documents="apart")
     assert len(open_source(alike, None, "train")) == 4
     assert open_source(alike, None, "eval") is None, "there is nothing but twins"
 
@@ -620,41 +590,38 @@ def test_best_fit_wastes_at_most_two_percent() -> None:
     assert len(filled) <= 1.02 * lengths.sum() / 64
 
 
-def test_show_marks_targets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_length_is_limited_by_the_model(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [{"messages": ANSWERED}])
+    own = ["data.source=chat", f"data.path={data.path}", f"data.tokenizer={data.tokenizer}", "model.vocab_size=512"]
+    assert load_config("gpt2", [*own, "model.max_seq_len=24"]).data.seq_len == 24
+    with pytest.raises(UserError) as caught:
+        check_config(load_config("gpt2", [*own, "model.max_seq_len=24", "data.seq_len=48"]), 1, 1)
+    assert caught.value.proposal == "data.seq_len=24"
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Shown
+
+
+def test_show_marks_targets_and_writes_nothing(tmp_path: Path) -> None:
     call = [{"from": "human", "value": "weather ?"}, CALL, {"from": "observation", "value": "sunny"}]
     chat = {"conversations": [*call, {"from": "gpt", "value": "It is sunny"}]}
-    path = write_lines(tmp_path / "chats.jsonl", [chat, chat, chat])
+    path = write_records(tmp_path / "chats.jsonl", [chat, chat, chat])
     folder = write_tokenizer(tmp_path / "model", FAMILIES["tools"].template)
-    assert prepare.command_line([str(path), "--tokenizer", str(folder), "--show", "2"]) == 0
-    shown = capsys.readouterr().out
-    assert "chats.jsonl:2" in shown
-    assert "chats.jsonl:3" not in shown
-    assert '⟪<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>⟫' in shown
-    assert "<|im_start|>assistant\n⟪It is sunny<|im_end|>⟫\n" in shown
+    ended = meshtrainer("prepare", path, "--tokenizer", folder, "--show", "2")
+    assert ended.code == 0
+    assert "chats.jsonl:2" in ended.out
+    assert "chats.jsonl:3" not in ended.out
+    assert '⟪<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>⟫' in ended.out
+    assert "<|im_start|>assistant\n⟪It is sunny<|im_end|>⟫\n" in ended.out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chats.jsonl", "model"]
 
 
-def test_show_marks_the_last_token_if_it_is_the_only_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    records = [
-        ({"prompt": "weather ?", "completion": "It is sunny"}, Completion("weather ?", "It is sunny")),
-        ({"messages": ANSWERED}, Conversation(ANSWERED)),
-    ]
+def test_show_marks_the_last_token_if_it_is_the_only_target(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "model", CHATML)
-    encoder = Encoder(ChatTokenizer(str(folder)), find_template("model", str(folder)), "end")
-    for record, sample in records:
-        path = write_lines(tmp_path / "records.jsonl", [record])
-        given = [str(path), "--tokenizer", str(folder), "--train-on", "end", "--show", "1"]
-        assert prepare.command_line(given) == 0
-        shown = capsys.readouterr().out
-        (target,) = re.findall("⟪(.*?)⟫", shown, re.DOTALL)
-        assert target == encoder.tokenizer.token_text(int(encoder.encode(sample).ids[-1]))
-
-
-def test_row_length_is_limited_by_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = write_lines(tmp_path / "chats.jsonl", [{"messages": ANSWERED}])
-    folder = write_tokenizer(tmp_path / "model", CHATML)
-    gpt2 = ["model.max_seq_len=24", "model.vocab_size=512", "data.source=chat", f"data.path={path}"]
-    settings = [*gpt2, f"data.tokenizer={folder}", f"run.dir={tmp_path / 'run'}"]
-    assert load_config("gpt2", settings).data.seq_len == 24
-    assert run.main(["recipe=gpt2", *settings, "data.seq_len=48"]) == 2
-    assert "data.seq_len=24" in capsys.readouterr().err
+    for record, last in (({"prompt": "weather ?", "completion": "It is sunny"}, "</s>"), ({"messages": ANSWERED}, "")):
+        path = write_records(tmp_path / "records.jsonl", [record])
+        ended = meshtrainer("prepare", path, "--tokenizer", folder, "--train-on", "end", "--show", "1")
+        assert ended.code == 0
+        assert ended.out.count("⟪") == 1
+        assert last in ended.out.partition("⟪")[2].partition("⟫")[0]
