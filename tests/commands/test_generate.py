@@ -1,10 +1,10 @@
-"""Generated text: token for token that of transformers' `generate`, printed as it is generated."""
+"""Generated text: token for token that of a plain loop and of transformers' `generate`, printed as it is generated."""
 
 from __future__ import annotations
 
 import gzip
 import json
-import math
+import re
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,174 +13,99 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
+from tests.helpers.commands import meshtrainer
+from tests.helpers.launch import command
 from tests.helpers.native_models import (
-    KINDS,
     MODELS,
     build,
     chat_folder,
-    config_of,
-    export_model,
+    folder_of,
     load_with_transformers,
     tokenizer_json,
-    write_theirs,
 )
-from trainer import Trainer, UserError, generate, load_weights
+from tests.helpers.runs import SharedRun
+from trainer import Sampling, UserError, generate_batch, load_weights
 from trainer.data.tokenizer import ByteTokenizer
-from trainer.errors import TrainingFailed
-from trainer.export import command_line as export
 from trainer.generate import open_generator, stream_text
-from trainer.model.sample import (
-    GREEDY,
-    NO_TOKEN,
-    CachedDecoder,
-    Decoder,
-    Sampling,
-    WindowDecoder,
-    generate_batch,
-    generate_tokens,
-    gumbel_noise,
-)
 from trainer.sequence import Cache
 
-CPU = torch.device("cpu")
+GREEDY = Sampling(0.0)
 PROMPT = [5, 99, 17, 3, 140]
-
-
-@pytest.mark.parametrize("name", MODELS)
-def test_cached_logits_equal_recomputed_ones(name: str) -> None:
-    """For any number of tokens read at once."""
-    model = build(*MODELS[name])
-    tokens = torch.randint(0, 263, (1, 12), generator=torch.Generator().manual_seed(1))
-    cache, start, found = Cache(), 0, []
-    with torch.no_grad():
-        for stop in (5, 6, 7, 11, 12):
-            found.append(model(tokens[:, start:stop], documents=cache))
-            cache.advance(stop - start)
-            start = stop
-        whole = model(tokens)
-    assert (torch.cat(found, 1) - whole).abs().max() < 1e-5 * whole.abs().max()
-
-
-def tokens_of(decoder: Decoder, prompt: Sequence[int], num_tokens: int, sampling: Sampling = GREEDY) -> list[int]:
-    return [generated.token for generated in generate_tokens(decoder, [prompt], [num_tokens], sampling, seed=3)]
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_sliding_window_gives_the_same_text(name: str) -> None:
-    model = build(*MODELS[name])
-    cached, windowed = CachedDecoder(model, CPU), WindowDecoder(model, CPU, 32)
-    assert tokens_of(cached, PROMPT, 20, Sampling()) == tokens_of(windowed, PROMPT, 20, Sampling())
-    moved = tokens_of(WindowDecoder(model, CPU, 8), PROMPT, 20)
-    with torch.no_grad():
-        last = model(torch.tensor([[*PROMPT, *moved[:-1]][-8:]]))[0, -1]
-    assert moved[-1] == int(last.argmax())
-    assert generate_batch(model, [PROMPT], 20, context=8)[0].tokens == moved
-
-
-PROMPTS = [[5], PROMPT, [17, 3, 200, 41, 6, 5, 5, 90, 31, 12], [88, 2], [9] * 17, [140, 3, 3]]
+PROMPTS = [[5], PROMPT, [17, 3, 200, 41, 6, 5, 5, 90, 31, 12], [88, 2], [9] * 17]
 """Of different lengths."""
-ENDS = frozenset({7, 9, 50, 51, 52, 53, 54, 60, 61, 62, 63, 64, 65})
+ENDS = frozenset(range(0, 263, 7))
 
 
-SAMPLINGS = {"greedy": GREEDY, "plain": Sampling(), "top_k": Sampling(1.0, top_k=20), "top_p": Sampling(1.0, top_p=0.7)}
-EVERYDAY = {
-    *(("llama", how) for how in SAMPLINGS),
-    *(("deepseek_v3", "greedy"), ("qwen3_next", "greedy"), ("gpt_oss", "top_k"), ("gpt2", "top_k")),
-}
-"""Each way of sampling with one model; each kind of cache, and learned positions, with one way of sampling."""
+# ---------------------------------------------------------------------------------------------------------------
+# Against the model itself
+
+
+@torch.no_grad()
+def continued(model: nn.Module, prompt: Sequence[int], num_tokens: int, context: int = 64) -> list[int]:
+    """Return the most likely tokens, each from all that come before it or the last of them, without a cache."""
+    tokens = list(prompt)
+    while len(tokens) < len(prompt) + num_tokens:
+        tokens.append(int(model(torch.tensor([tokens[-context:]]))[0, -1].argmax()))
+    return tokens[len(prompt) :]
+
+
+EVERYDAY = ("llama", "gpt2", "deepseek_v3", "qwen3_next", "gpt_oss")
+"""One of each kind of cache, and learned positions."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.campaign) for name in MODELS]
+)
+def test_texts_of_a_batch_equal_those_without_a_cache(name: str) -> None:
+    """Prompts of different lengths, whose texts end at different tokens, so that the batch becomes smaller."""
+    model = build(*MODELS[name])
+    limits = [16, 16, 3, 16, 12]
+    together = generate_batch(model, PROMPTS, limits, ends=ENDS)
+    for prompt, limit, text in zip(PROMPTS, limits, together, strict=True):
+        with torch.no_grad():  # the token after each token, without a cache
+            whole = model(torch.tensor([[*prompt, *text.tokens[:-1]]]))[0, len(prompt) - 1 :].log_softmax(-1)
+        assert text.tokens == whole.argmax(-1).tolist()
+        assert text.logprobs == pytest.approx(whole.amax(-1).tolist(), abs=1e-5)
+        assert not ENDS & {*text.tokens[:-1]}
+        assert text.finish == ("end" if text.tokens[-1] in ENDS else "length")
+        assert text.finish == "end" or len(text.tokens) == limit
+    assert len({len(text.tokens) for text in together}) > 2
+
+
+SAMPLINGS = {"plain": Sampling(), "top_k": Sampling(1.0, top_k=20), "top_p": Sampling(1.0, top_p=0.7)}
 
 
 @pytest.mark.parametrize(
     ("name", "how"),
     [
-        pytest.param(name, how, marks=() if (name, how) in EVERYDAY else pytest.mark.campaign)
+        pytest.param(name, how, marks=() if name == "llama" else pytest.mark.campaign)
         for name in MODELS
         for how in SAMPLINGS
     ],
 )
-def test_texts_of_a_batch_equal_those_generated_alone(name: str, how: str) -> None:
-    """Prompts of different lengths, whose texts end at different tokens, so that the batch becomes smaller."""
+def test_sampled_texts_of_a_batch_equal_those_generated_alone(name: str, how: str) -> None:
     model, sampling = build(*MODELS[name]), SAMPLINGS[how]
-    limits = [40, 40, 3, 40, 40, 25]
-    together = generate_batch(model, PROMPTS, limits, sampling, seed=3, ends=ENDS)
-    for index, (prompt, limit, text) in enumerate(zip(PROMPTS, limits, together, strict=True)):
-        (alone,) = generate_batch(model, [prompt], limit, sampling, seed=3, indices=[index], ends=ENDS)
+    together = generate_batch(model, PROMPTS, 8, sampling, seed=3)
+    for index, (prompt, text) in enumerate(zip(PROMPTS, together, strict=True)):
+        (alone,) = generate_batch(model, [prompt], 8, sampling, seed=3, indices=[index])
         assert text.tokens == alone.tokens
-        assert text.logprobs == pytest.approx(alone.logprobs, abs=1e-5)
-        assert text.finish == ("end" if text.tokens[-1] in ENDS else "length")
-        assert text.finish == "end" or len(text.tokens) == limit
-        with torch.no_grad():
-            whole = model(torch.tensor([[*prompt, *text.tokens]]))[0].log_softmax(-1)
-        expected = [float(whole[len(prompt) + n - 1, token]) for n, token in enumerate(text.tokens)]
-        assert text.logprobs == pytest.approx(expected, abs=1e-5)
-    assert len({len(text.tokens) for text in together}) > 2
+    (rest,) = generate_batch(model, [[*PROMPT, *together[1].tokens[:5]]], 3, sampling, seed=3, indices=[1])
+    assert rest.tokens == together[1].tokens[5:], "a text that was cut off is continued alike"
+    assert generate_batch(model, PROMPTS, 8, sampling, seed=4)[0].tokens != together[0].tokens
 
 
-def test_noise_is_a_function_of_seed_prompt_and_position() -> None:
-    def noise(seed: int, index: int, position: int) -> torch.Tensor:
-        return gumbel_noise(seed, [0, index], [0, position], 500, CPU)[1]
-
-    assert noise(0, 1, 2).equal(gumbel_noise(0, [1], [2], 500, CPU)[0])
-    assert noise(0, 1, 2)[:100].equal(gumbel_noise(0, [1], [2], 100, CPU)[0])
-    others = [noise(0, 1, 2), noise(1, 1, 2), noise(0, 2, 2), noise(0, 1, 3), noise(0, 2, 1)]
-    assert torch.corrcoef(torch.stack(others)).sub(torch.eye(5)).abs().max() < 5 / 500**0.5
-    rows = gumbel_noise(5, range(200), [0] * 200, 5000, CPU).double()
-    assert rows.isfinite().all()
-    # The distribution function of the standard Gumbel distribution, at 40 points; 5 standard errors.
-    for point in torch.linspace(-1.5, 6.0, 40).tolist():
-        share = math.exp(-math.exp(-point))
-        assert (rows <= point).double().mean() == pytest.approx(share, abs=5 * (share * (1 - share) / 1e6) ** 0.5)
-
-
-def test_batch_calls_the_model_once_for_all_texts() -> None:
-    """And drops those that have ended once they are half of the batch."""
-    model, sizes = build(*MODELS["llama"]), list[int]()
-    model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
-    generate_batch(model, PROMPTS, [3, 5, 5, 5, 12, 12])
-    assert sizes == [6] * 5 + [2] * 7
-
-
-def test_cache_copies_nothing_but_to_grow() -> None:
-    """The memory for keys doubles until it has `max_tokens`; other calls write into it."""
-    cache, places, capacities = Cache(max_tokens=200), list[int](), list[int]()
-    for _ in range(200):
-        keys, _ = cache.extend(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
-        cache.advance(1)
-        places.append(keys.data_ptr())
-        capacities.append(keys.untyped_storage().nbytes() // (2 * 4 * 4))
-    assert sorted(set(capacities)) == [64, 130, 200]
-    assert len(set(places)) <= 3
-    assert cache.num_tokens == 200
-
-
-def test_only_the_last_logits_of_a_prompt_are_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("llama", "gpt2", "qwen3_moe"):
-        model = build(*MODELS[name])
-        shapes = list[torch.Size]()
-        model.head.output.register_forward_hook(
-            lambda module, inputs, output, shapes=shapes: shapes.append(output.shape)
-        )
-        generate_batch(model, PROMPTS, 2)
-        assert [shape[1] for shape in shapes] == [1, 1]
-        assert model(torch.tensor([PROMPT])).shape[1] == len(PROMPT), "other calls compute all"
+def test_longer_texts_see_the_last_tokens() -> None:
+    model = build(*MODELS["llama"])
+    assert generate_batch(model, [PROMPT], 20, context=8)[0].tokens == continued(model, PROMPT, 20, context=8)
 
 
 def test_texts_up_to_the_last_position_of_the_model() -> None:
     """One text has ended there, while another still has far to go."""
-    model, prompts, limits = build(*MODELS["gpt2"]), [[9] * 60, [5, 3], [7]], [4, 62, 63]
-    together = generate_batch(model, prompts, limits, Sampling(), seed=2)
-    for index, text in enumerate(together):
-        (alone,) = generate_batch(model, [prompts[index]], limits[index], Sampling(), seed=2, indices=[index])
-        assert text.tokens == alone.tokens
-        assert len(text.tokens) == limits[index]
-
-
-def test_continuation_of_a_text_that_was_cut_off_is_the_same() -> None:
-    model = build(*MODELS["qwen3"])
-    (whole,) = generate_batch(model, [PROMPT], 30, Sampling(), seed=1)
-    (rest,) = generate_batch(model, [[*PROMPT, *whole.tokens[:10]]], 20, Sampling(), seed=1)
-    assert whole.tokens[10:] == rest.tokens
+    model, prompts, limits = build(*MODELS["gpt2"]), [[9] * 60, [5, 3]], [4, 30]
+    for prompt, limit, text in zip(prompts, limits, generate_batch(model, prompts, limits), strict=True):
+        assert text.tokens == continued(model, prompt, limit)
 
 
 def test_model_is_left_in_its_mode_and_an_empty_batch_is_empty() -> None:
@@ -191,63 +116,78 @@ def test_model_is_left_in_its_mode_and_an_empty_batch_is_empty() -> None:
     assert model.training
 
 
-def test_sampling_of_tokens() -> None:
-    logprobs = torch.tensor([0.5, 0.3, 0.15, 0.05]).log().expand(300, 4)
-    noise = gumbel_noise(0, range(300), [0] * 300, 4, CPU)
-
-    def drawn(sampling: Sampling) -> set[int]:
-        return {*sampling.choose(logprobs, noise).tolist()}
-
-    assert drawn(GREEDY) == {0}
-    shares = torch.bincount(Sampling(1.0).choose(logprobs, noise)) / 300
-    assert (shares - logprobs[0].exp()).abs().max() < 5 * 0.5 / 300**0.5
-    assert drawn(Sampling(1.0)) == {0, 1, 2, 3}
-    assert drawn(Sampling(1.0, top_p=0.8)) == {0, 1}
-    assert drawn(Sampling(1.0, top_p=0.81)) == {0, 1, 2}
-    assert drawn(Sampling(1.0, top_p=0.01)) == {0}
-    assert drawn(Sampling(1.0, top_k=3)) == {0, 1, 2}
-    assert drawn(Sampling(0.01)) == {0}
+def test_non_finite_logits_end_only_their_text() -> None:
+    model = build(*MODELS["llama"])
+    with torch.no_grad():
+        model.get_parameter("tok_embeddings.weight")[9] = torch.nan
+    for sampling in (GREEDY, Sampling(), Sampling(top_k=2), Sampling(top_p=0.5)):
+        bad, good = generate_batch(model, [[9, 1], [5, 3]], 3, sampling, ends=[9])
+        assert (bad.finish, bad.tokens) == ("not finite", [])
+        assert good.finish in ("length", "end")
 
 
-@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=50), Sampling(3.0, top_p=0.9), Sampling(1.0, 40, 0.5)])
-def test_sampled_tokens_are_those_that_sorting_the_vocabulary_leaves(sampling: Sampling) -> None:
-    """For distributions of which 1 to 5,000 tokens are kept."""
-    logits = torch.randn(6, 5000, generator=torch.Generator().manual_seed(0)) * torch.logspace(-2, 1, 6)[:, None]
-    logprobs, noise = logits.log_softmax(1), gumbel_noise(0, range(6), [0] * 6, 5000, CPU)
-    scores = logprobs / sampling.temperature
-    probs, order = scores.softmax(1).sort(dim=1, descending=True)
-    is_dropped = probs.cumsum(1) - probs >= sampling.top_p
-    is_dropped[:, 0] = False
-    is_dropped[:, sampling.top_k or 5000 :] = True
-    expected = scores.masked_fill(is_dropped.scatter(1, order, is_dropped), -math.inf)
-    assert sampling.choose(logprobs, noise).equal((expected + noise).argmax(1))
-    lowest = sampling._lowest_score(scores)
-    assert (scores >= lowest).sum(1).tolist() == (~is_dropped).sum(1).tolist()
+def test_cost_of_a_batch() -> None:
+    """One call per token for all texts, which drops those that have ended, and computes only the last logits."""
+    model, sizes = build(*MODELS["llama"]), list[int]()
+    shapes = list[int]()
+    model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    model.head.output.register_forward_hook(lambda module, inputs, output: shapes.append(output.shape[1]))
+    generate_batch(model, PROMPTS[:4], [3, 5, 12, 12])
+    assert sizes == [4] * 5 + [2] * 7
+    assert shapes == [1] * 12
 
 
-class Fixed(Decoder):
-    """Returns the same logits for every text."""
+def test_cache_copies_nothing_but_to_grow() -> None:
+    """The memory for keys doubles until it has `max_tokens`; other calls write into it."""
+    cache, places, capacities = Cache(max_tokens=200), set[int](), set[int]()
+    for _ in range(200):
+        keys, _ = cache.extend(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+        cache.advance(1)
+        places.add(keys.data_ptr())
+        capacities.add(keys.untyped_storage().nbytes() // keys[:, :, :1].nbytes)
+    assert (max(capacities), cache.num_tokens) == (200, 200)
+    assert len(places) <= 3
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Sampling
+
+
+class Constant(nn.Module):
+    """A model with the same distribution everywhere."""
 
     def __init__(self, logits: torch.Tensor) -> None:
-        self.logits = logits
+        super().__init__()
+        self.logits = nn.Parameter(logits)
 
-    def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
-        return self.logits
-
-    def extend(self, tokens: Sequence[int]) -> torch.Tensor:
-        return self.logits
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.logits.expand(*tokens.shape, -1)
 
 
-@pytest.mark.parametrize("sampling", [Sampling(), GREEDY, Sampling(top_k=2), Sampling(top_p=0.5)])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_non_finite_logits_end_a_text(sampling: Sampling, value: float) -> None:
-    """Also in a step with a non-finite loss, which is skipped: the run continues, and so do the other texts."""
-    logits = torch.tensor([[0.0, 1.0, value, -math.inf], [0.0, 5.0, 5.0, -math.inf]])
-    generated = list(generate_tokens(Fixed(logits), [[0], [0]], [5, 5], sampling))
-    assert [token.token for token in generated if token.row == 0] == [NO_TOKEN]
-    assert len([token for token in generated if token.row == 1 and token.token in (0, 1, 2)]) == 5
-    with pytest.raises(TrainingFailed, match="logits are not finite"):
-        list(map(generate._require_token, generated))
+def drawn(logits: torch.Tensor, sampling: Sampling, number: int) -> torch.Tensor:
+    """Return how often each token is drawn."""
+    texts = generate_batch(Constant(logits), [[0]] * number, 1, sampling, context=8)
+    return torch.bincount(torch.tensor([text.tokens[0] for text in texts]), minlength=len(logits))
+
+
+def test_tokens_are_drawn_with_the_models_probabilities() -> None:
+    probs = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    for temperature in (1.0, 0.5):
+        expected = (probs.log() / temperature).softmax(0)
+        shares = drawn(probs.log(), Sampling(temperature), 4000) / 4000
+        error = (expected * (1 - expected) / 4000).sqrt()
+        assert ((shares - expected).abs() < 5 * error).all()
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.7, top_k=10), Sampling(3.0, top_p=0.9), Sampling(1.0, 8, 0.5)])
+def test_drawn_tokens_are_those_that_sorting_the_vocabulary_leaves(sampling: Sampling) -> None:
+    logits = torch.randn(100, generator=torch.Generator().manual_seed(0))
+    kept = {int(logits.argmax())}
+    if sampling.temperature:
+        probs, order = (logits / sampling.temperature).softmax(0).sort(descending=True)
+        before = probs.cumsum(0) - probs
+        kept = set(order[: sampling.top_k or 100][before[: sampling.top_k or 100] < sampling.top_p].tolist())
+    assert set(drawn(logits, sampling, 3000).nonzero().flatten().tolist()) == kept
 
 
 def test_text_is_printed_in_whole_characters() -> None:
@@ -265,33 +205,33 @@ def test_text_is_printed_in_whole_characters() -> None:
 
 def written_here(path: Path, num_tokens: int) -> list[int]:
     with ExitStack() as stack:
-        writer = open_generator(str(path), CPU, stack)
+        writer = open_generator(str(path), torch.device("cpu"), stack)
         (text,) = generate_batch(writer.model, [PROMPT], num_tokens, ends=writer.end_ids(ByteTokenizer()))
         return text.tokens
 
 
-def written_there(folder: Path, num_tokens: int, prompt: Sequence[int] = PROMPT) -> list[int]:
+def written_there(folder: Path, num_tokens: int) -> list[int]:
     model = load_with_transformers(folder, dtype=torch.float32)
-    given = torch.tensor([list(prompt)])
-    mask = torch.ones_like(given)
-    made = model.generate(given, attention_mask=mask, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
-    return made[0, len(prompt) :].tolist()
+    mask = torch.ones(1, len(PROMPT), dtype=torch.long)
+    options = {"attention_mask": mask, "max_new_tokens": num_tokens, "do_sample": False, "pad_token_id": 0}
+    return model.generate(torch.tensor([PROMPT]), **options)[0, len(PROMPT) :].tolist()
 
 
 @pytest.mark.slow
+def test_greedy_text_of_a_run_equals_that_of_transformers_from_its_export(one: SharedRun, tmp_path: Path) -> None:
+    command("trainer.export", one.folder, tmp_path / "out")
+    expected = written_there(tmp_path / "out", 20)
+    assert len(set(expected)) > 2
+    assert written_here(one.folder, 20) == written_here(tmp_path / "out", 20) == expected
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=() if kind == "qwen3_moe" else pytest.mark.campaign) for kind in KINDS]
+    "name", [pytest.param(name, marks=() if name == "qwen3_moe" else pytest.mark.campaign) for name in MODELS]
 )
-def test_greedy_text_equals_that_of_transformers_from_the_export(kind: str, tmp_path: Path) -> None:
-    source = write_theirs(kind, tmp_path / "source")
-    own = [f"model.name={kind}", f"run.dir={tmp_path / 'run'}", "optim.lr=1e-2"]
-    trainer = Trainer(config_of(source, *own))
-    assert trainer.fit() == 0
-    trainer.close()
-    assert export([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    expected = written_there(tmp_path / "out", 40)
-    assert len(set(expected)) > 3
-    assert written_here(tmp_path / "run", 40) == written_here(tmp_path / "out", 40) == expected
+def test_greedy_text_of_a_folder_equals_that_of_transformers(name: str, tmp_path: Path) -> None:
+    recipe, config = MODELS[name]
+    folder_of(tmp_path, recipe, config)
+    assert written_here(tmp_path, 20) == written_there(tmp_path, 20)
 
 
 @pytest.mark.campaign
@@ -309,141 +249,127 @@ def test_folder_without_recipe_is_generated_by_transformers(kind: str, tmp_path:
 # ---------------------------------------------------------------------------------------------------------------
 # Command line
 
-
 WORDS = [f"w{number}" for number in range(40)]
 
 
 def speaking(path: Path, **settings: Any) -> Path:
     """Write a folder whose tokenizer knows 40 words, and has a chat template."""
-    recipe, config = MODELS["qwen3"]
-    chat_folder(path, recipe, config)
-    (path / "tokenizer.json").write_bytes(with_spaces(tokenizer_json(*WORDS)))
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("jinja2")
+    chat_folder(path, *MODELS["qwen3"])
+    tokenizer = json.loads(tokenizer_json(*WORDS)) | {"pre_tokenizer": {"type": "WhitespaceSplit"}}
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer))
     (path / "chat_template.jinja").write_text("{% for m in messages %}w1 {{ m.content }} <|im_end|> {% endfor %}w2")
     (path / "generation_config.json").write_text(json.dumps(settings))
     return path
 
 
-def with_spaces(tokenizer: bytes) -> bytes:
-    return json.dumps(json.loads(tokenizer) | {"pre_tokenizer": {"type": "WhitespaceSplit"}}).encode()
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Such a folder, which no test changes."""
+    return speaking(tmp_path_factory.mktemp("speaking") / "model", eos_token_id=[262])
 
 
-def generated_text(capsys: pytest.CaptureFixture[str], *arguments: object, exit_code: int = 0) -> str:
-    capsys.readouterr()
-    assert generate.command_line([str(argument) for argument in arguments]) == exit_code
-    return capsys.readouterr().out
+def written(*arguments: object) -> str:
+    ended = meshtrainer("generate", *arguments)
+    assert ended.code == 0, ended.err
+    return ended.out
 
 
-@pytest.mark.slow
-def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tokenizers")
+def refused(*arguments: object) -> str:
+    """Return the message, with exit code 2."""
+    ended = meshtrainer("generate", *arguments)
+    assert ended.code == 2, ended.out
+    return re.sub(r"^memory: .*\n", "", ended.err)
+
+
+def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path) -> None:
     folder = speaking(tmp_path / "folder", eos_token_id=[])
-    tokens = generate_batch(load_weights(folder), [[3, 5]], 12)[0].tokens
-    expected = [token for token in tokens if token < len(WORDS)]
-    found = generated_text(capsys, folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
-    assert found.split() == [WORDS[token] for token in expected]
-    drawn = [
-        generated_text(capsys, folder, "--prompt", "w3 w5", "--seed", seed, "--temperature", 3) for seed in (1, 1, 2)
-    ]
-    assert drawn[0] == drawn[1] != drawn[2]
+    model = load_weights(folder)
+    expected = [token for token in continued(model, [3, 5], 12) if token < len(WORDS)]
+    found = meshtrainer("generate", folder, "--prompt", "w3 w5", "--greedy", "--max-tokens", 12)
+    assert found.out.split() == [WORDS[token] for token in expected]
+    config = model.config
+    weights = sum(parameter.nbytes for parameter in model.parameters()) / 2**20
+    cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * 4 * 14 / 2**20
+    assert f"{weights:.1f} MiB" in found.err, "the memory that it takes"
+    assert f"{cache:.1f} MiB" in found.err
+    own = [folder, "--prompt", "w3 w5", "--max-tokens", 20, "--temperature", 3, "--seed"]
+    assert written(*own, 1) == written(*own, 1) != written(*own, 2)
 
 
-def test_chat_uses_the_template_and_ends_at_the_models_end_token(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("jinja2")
+def test_chat_uses_the_template_and_ends_at_the_models_end_token(tmp_path: Path) -> None:
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     end = len(WORDS)
-    prompt = [1, 7, end, 2]
-    tokens = generate_batch(load_weights(folder), [prompt], 30)[0].tokens
-    speaking(tmp_path / "ends", eos_token_id=[262, tokens[6]])
-    found = generated_text(capsys, tmp_path / "ends", "--chat", "w7", "--greedy", "--max-tokens", 30)
+    tokens = continued(load_weights(folder), [1, 7, end, 2], 30)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [262, tokens[6]]}))
+    found = written(folder, "--chat", "w7", "--greedy", "--max-tokens", 30)
     until = tokens.index(tokens[6])
     assert found.split() == [WORDS[token] for token in tokens[:until] if token < len(WORDS)]
 
 
-def answers(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def test_file_of_prompts_is_answered_in_order_and_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_of_prompts_is_answered_in_order_and_resumed(folder: Path, tmp_path: Path) -> None:
     """The same answers for any batch size, and after an interruption in the middle of a line."""
-    pytest.importorskip("tokenizers")
-    pytest.importorskip("jinja2")
-    folder, prompts = speaking(tmp_path / "folder", eos_token_id=[262]), tmp_path / "prompts.jsonl"
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
     records: list[dict[str, Any]] = [{"prompt": "w1 " * n, "id": n} for n in (3, 1, 5)]
     records += [{"messages": [{"role": "user", "content": f"w{n}"}]} for n in (4, 6)]
     prompts.write_text("".join(json.dumps(record) + "\n" for record in records))
     own = [folder, "--prompts", prompts, "--max-tokens", 9]
-    printed = [json.loads(line) for line in generated_text(capsys, *own, "--batch", 1).splitlines()]
+    printed = [json.loads(line) for line in written(*own, "--batch", 1).splitlines()]
     assert [{**answer, **record} for answer, record in zip(printed, records, strict=True)] == printed
-    assert {answer["finish"] for answer in printed} <= {"end", "length"}
     assert len({answer["completion"] for answer in printed}) > 3
-    out = tmp_path / "out.jsonl"
-    assert generated_text(capsys, *own, "--batch", 3, "--out", out) == ""
-    assert answers(out) == printed
+    assert written(*own, "--batch", 3, "--out", out) == ""
     lines = out.read_text().splitlines(keepends=True)
+    assert [json.loads(line) for line in lines] == printed
     out.write_text("".join(lines[:2]) + lines[2][:20])
-    generated_text(capsys, *own, "--batch", 2, "--out", out)
+    written(*own, "--batch", 2, "--out", out)
     assert out.read_text() == "".join(lines)
-    assert generated_text(capsys, *own, "--out", out) == ""
     plain = tmp_path / "prompts.txt"
     plain.write_text("w1 w1 w1 \n\nw1 \n")
-    lines = generated_text(capsys, folder, "--prompts", plain, "--max-tokens", 9).splitlines()
-    assert [json.loads(line)["completion"] for line in lines] == [answer["completion"] for answer in printed[:2]]
-    assert generate.command_line([str(folder), "--prompts", str(plain), "--out", str(out)]) == 2
-    assert capsys.readouterr().err.count(f"error: --out={out}: ") == 1
+    answers = [json.loads(line) for line in written(folder, "--prompts", plain, "--max-tokens", 9).splitlines()]
+    assert [answer["completion"] for answer in answers] == [answer["completion"] for answer in printed[:2]]
+    assert refused(folder, "--prompts", plain, "--out", out).startswith(f"error: --out={out}: ")
 
 
-def test_answers_of_another_model_or_of_other_settings_are_not_continued(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("tokenizers")
+def test_answers_of_another_model_or_of_other_settings_are_not_continued(tmp_path: Path) -> None:
     folder, prompts, out = speaking(tmp_path / "folder"), tmp_path / "prompts.txt", tmp_path / "out.jsonl"
     prompts.write_text("w1\nw2\n")
     own = ["--prompts", prompts, "--out", out, "--max-tokens", 3]
-    generated_text(capsys, folder, *own, "--temperature", 0.5)
-    line, _ = written = out.read_text().splitlines(keepends=True)
-    moved = tmp_path / "moved"
-    folder.rename(moved)
+    written(folder, *own, "--temperature", 0.5)
+    line, _ = complete = out.read_text().splitlines(keepends=True)
+    moved = folder.rename(tmp_path / "moved")
     out.write_text(line + "{")
-    generated_text(capsys, moved, *own, "--temperature", 0.5, "--batch", 1)
-    assert out.read_text() == "".join(written), "the same weights in another place continue it"
+    written(moved, *own, "--temperature", 0.5, "--batch", 1)
+    assert out.read_text() == "".join(complete), "the same weights in another place continue it"
     other = speaking(tmp_path / "other")
     tensors = load_file(other / "model.safetensors")
     tensors["model.layers.1.mlp.down_proj.weight"][0, 0] += 1e-3
     save_file(tensors, other / "model.safetensors", metadata={"format": "pt"})
-    for arguments in (
-        [other, *own, "--temperature", 0.5],
-        [moved, *own, "--temperature", 0.7],
-        [moved, *own, "--seed", 3],
-        [moved, *own[:-1], 4, "--greedy"],
+    for arguments, changed in (
+        ([other, *own, "--temperature", 0.5], str(folder)),
+        ([moved, *own, "--temperature", 0.7], "temperature 0.5"),
+        ([moved, *own, "--temperature", 0.5, "--seed", 3], "seed 0"),
+        ([moved, *own[:-1], 4, "--temperature", 0.5], "max_tokens 3"),
     ):
-        for content in (line, "".join(written)):  # unfinished and finished
+        for content in (line, "".join(complete)):  # unfinished and finished
             out.write_text(content)
-            assert generate.command_line([*map(str, arguments)]) == 2
-            assert capsys.readouterr().err.count(f"error: --out={out}: ") == 1
+            said = refused(*arguments)
+            assert said.startswith(f"error: --out={out}: ")
+            assert changed in said
             assert out.read_text() == content
     (tmp_path / "out.jsonl.provenance.json").unlink()
-    assert generate.command_line([*map(str, (moved, *own))]) == 2
-    assert "out.jsonl.provenance.json" in capsys.readouterr().err
+    assert "out.jsonl.provenance.json" in refused(moved, *own)
 
 
-def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tokenizers")
-    folder, prompts = speaking(tmp_path / "folder"), tmp_path / "prompts.jsonl"
+def test_files_that_are_no_answers_are_not_touched(folder: Path, tmp_path: Path) -> None:
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "notes.txt"
     prompts.write_text('{"prompt": "w1"}\n{"prompt": "w2"}\n')
-    for text in ("notes of another kind, one line", '{"prompt": "w1"}\n', prompts.read_text(), '{"prompt": "w3", "c'):
-        out = tmp_path / "notes.txt"
+    for text in ("notes of another kind, one line", '{"prompt": "w1"}\n', '{"prompt": "w3", "c'):
         out.write_text(text)
-        assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(out)]) == 2
-        assert capsys.readouterr().err.count(f"error: --out={out}: ") == 1
+        assert refused(folder, "--prompts", prompts, "--out", out).startswith(f"error: --out={out}: ")
         assert out.read_text() == text
-    assert generate.command_line([str(folder), "--prompts", str(prompts), "--out", str(tmp_path)]) == 2
-    assert f"--out={tmp_path}: " in capsys.readouterr().err
     prompts.write_text('{"prompt": "w1", "completion": "of another model"}\n')
-    assert generate.command_line([str(folder), "--prompts", str(prompts)]) == 2
-    assert "completion" in capsys.readouterr().err
+    assert "completion" in refused(folder, "--prompts", prompts)
 
 
 @pytest.mark.parametrize(
@@ -454,48 +380,57 @@ def test_files_that_are_no_answers_are_not_touched(tmp_path: Path, capsys: pytes
         ("table.csv", b"prompt\nw1\nw2 w3\n"),
         ("lines.jsonl.gz", gzip.compress(b'{"prompt": "w1"}\n{"prompt": "w2 w3"}\n')),
     ],
-    ids=["byte order mark", "array", "table", "compressed"],
 )
-def test_files_of_prompts(name: str, content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_of_prompts(name: str, content: bytes, folder: Path, tmp_path: Path) -> None:
     """In the forms that chats have too, with the byte order mark that editors write."""
-    pytest.importorskip("tokenizers")
     (tmp_path / name).write_bytes(content)
-    lines = generated_text(
-        capsys, speaking(tmp_path / "folder"), "--prompts", tmp_path / name, "--max-tokens", 2
-    ).splitlines()
+    lines = written(folder, "--prompts", tmp_path / name, "--max-tokens", 2).splitlines()
     assert [json.loads(line)["prompt"] for line in lines] == ["w1", "w2 w3"]
 
 
-def test_sampling_parameters_of_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("tokenizers")
-    for number, settings in enumerate([{"top_k": "50"}, {"temperature": -1.0}, {"top_p": 2}, {"top_k": -2}]):
-        folder = speaking(tmp_path / str(number), **settings)
-        assert generate.command_line([str(folder), "--prompt", "w1"]) == 2
-        (key,) = settings
-        shown = capsys.readouterr().err
-        assert "generation_config.json: " in shown
-        assert key in shown
-    generated_text(capsys, tmp_path / "1", "--prompt", "w1", "--temperature", 1, "--max-tokens", 2)
-    generated_text(capsys, speaking(tmp_path / "all", top_k=-1), "--prompt", "w1", "--max-tokens", 2)
+def test_sampling_parameters_of_the_model(tmp_path: Path) -> None:
+    folder = speaking(tmp_path / "folder")
+    for settings in ({"top_k": "50"}, {"temperature": -1.0}, {"top_p": 2}, {"top_k": -2}):
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+        said = refused(folder, "--prompt", "w1")
+        assert "generation_config.json" in said
+        assert next(iter(settings)) in said
+    (folder / "generation_config.json").write_text('{"temperature": -1.0}')
+    written(folder, "--prompt", "w1", "--temperature", 1, "--max-tokens", 2)
     with pytest.raises(UserError, match=r"^temperature=-1\.0: "):
         Sampling(-1.0)
+
+
+def test_logits_that_overflow_end_the_command_with_1(tmp_path: Path) -> None:
+    folder = speaking(tmp_path / "folder")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].sign() * 3e38
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    ended = meshtrainer("generate", folder, "--prompt", "w1")
+    assert ended.code == 1
+    assert "Traceback" not in ended.err
 
 
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--prompt", "a", "--max-tokens", "0"],
-        ["--prompt", "a", "--batch", "4"],
-        ["--prompt", "a", "--temperature", "inf"],
+        ["--prompt", "w1", "--max-tokens", "0"],
+        ["--prompt", "w1", "--batch", "4"],
+        ["--prompt", "w1", "--temperature", "inf"],
         ["--prompts", "none.txt"],
-        ["--prompt", "a", "--top-p", "0"],
-        ["--prompt", "a", "--greedy", "--temperature", "1"],
-        ["--chat", "a"],
+        ["--prompt", "w1", "--top-p", "0"],
+        ["--prompt", "w1", "--greedy", "--temperature", "1"],
     ],
     ids=" ".join,
 )
-def test_mistake_is_one_message(arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recipe, config = MODELS["gpt2"]
-    export_model(build(recipe, config), recipe, config, tmp_path)
-    assert generate.command_line([str(tmp_path), *arguments]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {arguments[-2]}={arguments[-1]}")
+def test_mistake_is_one_message(arguments: list[str], folder: Path) -> None:
+    said = refused(folder, *arguments)
+    assert said.startswith(f"error: {arguments[-2]}={arguments[-1]}")
+    assert said.count("error:") == 1
+
+
+def test_prompt_and_model_must_go_together(tmp_path: Path) -> None:
+    """A tokenizer without a template cannot chat, and a prompt may fill the positions of the model."""
+    folder_of(tmp_path, *MODELS["gpt2"])
+    for option, text in (("--chat", "a"), ("--prompt", "a" * 64)):
+        assert refused(tmp_path, option, text).startswith(f"error: {option}={text[:60]}")

@@ -1,4 +1,4 @@
-"""Tiny models of every native recipe, unsharded and with weights unlike any initial value, and folders of them."""
+"""Tiny models of the native recipes, their folders in Hugging Face's format, and the models that transformers loads."""
 
 from __future__ import annotations
 
@@ -13,79 +13,67 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.launch import tiny
-from trainer import Recipe, Trainer, load_config
+from trainer import Recipe
 from trainer.model.materialize import materialize
 from trainer.recipe import find_recipe
 from trainer.weights.exporting import export
 
-LLAMA, GPT2, QWEN3, QWEN3_MOE = map(find_recipe, ("llama", "gpt2", "qwen3", "qwen3_moe"))
-
-
-QWEN3_NEXT, GPT_OSS, DEEPSEEK_V3 = map(find_recipe, ("qwen3_next", "gpt_oss", "deepseek_v3"))
-
-
+LLAMA, GPT2 = find_recipe("llama"), find_recipe("gpt2")
 TINY = LLAMA.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, ffn_dim=64)
-
-
 STRETCHED = {"rope_factor": 8.0, "rope_original_len": 16, "max_seq_len": 512, "rope_theta": 10000.0}
+SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
+"""A Llama 3.1 whose fields are neither the defaults nor those of llama_small."""
 
-
-MODELS = {
+_SIZES = {"vocab_size": 263, "dim": 32, "num_layers": 3, "num_heads": 4}
+_EXPERTS = {"expert_dim": 16, "num_experts": 12, "num_chosen": 3}
+_LATENT = {"kv_rank": 12, "nope_dim": 8, "rope_dim": 6, "value_dim": 10, "ffn_dim": 40}
+_FIELDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {"max_seq_len": 64}),
+    "qwen3": ("qwen3", {"num_kv_heads": 2, "head_dim": 12, "ffn_dim": 64}),
+    "qwen3_moe": ("qwen3_moe", {**_EXPERTS, "num_kv_heads": 2, "head_dim": 12, "normalize_chosen": False}),
+    "qwen3_next": (
+        "qwen3_next",
+        {
+            **{**_EXPERTS, "num_kv_heads": 2, "head_dim": 16, "attention_every": 2, "rotary_dim": 4},
+            **{"delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8, "delta_value_dim": 12, "shared_dim": 24},
+        },
+    ),
+    "gpt_oss": (
+        "gpt_oss",
+        {
+            **{**_EXPERTS, "num_kv_heads": 2, "head_dim": 12, "window": 9, "swiglu_limit": 0.5},
+            **{"rope_factor": 8.0, "rope_original_len": 16, "max_seq_len": 128},
+        },
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **{**_EXPERTS, **_LATENT, "q_rank": 20, "num_shared": 2, "num_groups": 3, "num_chosen_groups": 2},
+            **{"rope_factor": 8.0, "rope_original_len": 16, "rope_mscale": 0.7, "max_seq_len": 128},
+        },
+    ),
+    "deepseek_v3 plain": (
+        "deepseek_v3",
+        {
+            **{**_EXPERTS, **_LATENT, "q_rank": None, "num_groups": 1, "num_chosen_groups": 1},
+            **{"normalize_chosen": False, "rope_neighbours": False, "rope_factor": 1.0},
+        },
+    ),
+}
+MODELS: dict[str, tuple[Recipe, Any]] = {
     "llama": (LLAMA, TINY),
     "llama tied": (LLAMA, replace(TINY, tie_embeddings=True, num_kv_heads=1, norm_eps=1e-6)),
     "llama 3.1": (LLAMA, replace(TINY, **STRETCHED)),
-    "gpt2": (GPT2, GPT2.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, max_seq_len=64)),
-    "qwen3": (
-        QWEN3,
-        QWEN3.config(vocab_size=263, dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=12, ffn_dim=64),
-    ),
-    "qwen3_moe": (
-        QWEN3_MOE,
-        QWEN3_MOE.config(
-            **{"vocab_size": 263, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12},
-            **{"expert_dim": 16, "num_experts": 12, "num_chosen": 3, "normalize_chosen": False},
-        ),
-    ),
-    "qwen3_next": (
-        QWEN3_NEXT,
-        QWEN3_NEXT.config(
-            **{"vocab_size": 263, "dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 16},
-            **{"attention_every": 2, "rotary_dim": 4, "delta_heads": 4, "delta_key_heads": 2, "delta_key_dim": 8},
-            **{"delta_value_dim": 12, "expert_dim": 16, "shared_dim": 24, "num_experts": 12, "num_chosen": 3},
-        ),
-    ),
-    "gpt_oss": (
-        GPT_OSS,
-        GPT_OSS.config(
-            **{"vocab_size": 263, "dim": 32, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2, "head_dim": 12},
-            **{"expert_dim": 16, "num_experts": 12, "num_chosen": 3, "window": 9, "swiglu_limit": 0.5},
-            **{"rope_factor": 8.0, "rope_original_len": 16, "max_seq_len": 128},
-        ),
-    ),
-    "deepseek_v3": (
-        DEEPSEEK_V3,
-        DEEPSEEK_V3.config(
-            **{"vocab_size": 263, "dim": 32, "num_layers": 3, "num_heads": 4, "q_rank": 20, "kv_rank": 12},
-            **{"nope_dim": 8, "rope_dim": 6, "value_dim": 10, "ffn_dim": 40, "expert_dim": 16, "num_experts": 12},
-            **{"num_chosen": 3, "num_shared": 2, "num_groups": 3, "num_chosen_groups": 2},
-            **{"rope_factor": 8.0, "rope_original_len": 16, "rope_mscale": 0.7, "max_seq_len": 128},
-        ),
-    ),
-    "deepseek_v3 plain": (
-        DEEPSEEK_V3,
-        DEEPSEEK_V3.config(
-            **{"vocab_size": 263, "dim": 32, "num_layers": 2, "num_heads": 4, "q_rank": None, "kv_rank": 12},
-            **{"nope_dim": 8, "rope_dim": 6, "value_dim": 10, "ffn_dim": 40, "expert_dim": 16, "num_experts": 12},
-            **{"num_chosen": 3, "num_groups": 1, "num_chosen_groups": 1, "normalize_chosen": False},
-            **{"rope_neighbours": False, "rope_factor": 1.0},
-        ),
-    ),
+    **{
+        name: (find_recipe(recipe), find_recipe(recipe).config(**_SIZES | fields))
+        for name, (recipe, fields) in _FIELDS.items()
+    },
 }
+"""Every native recipe, with fields that its variants of config.json have."""
 
 
 class Memory:
-    """Weights in a dictionary."""
+    """Weights in a dictionary, as a source of weights."""
 
     description = "memory"
 
@@ -116,6 +104,70 @@ def export_model(model: nn.Module, recipe: Recipe, config: Any, folder: Path, **
     return export(Memory(model.state_dict()), recipe, config, folder, **options)
 
 
+def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
+    """Write a model in Hugging Face's format; `changes` of config.json, where None removes a key."""
+    export_model(build(recipe, config), recipe, config, path)
+    edit(path, **changes)
+    return path
+
+
+def edit(folder: Path, **changes: Any) -> None:
+    """Change entries of config.json; None removes one."""
+    file = folder / "config.json"
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# The small files of a chat model
+
+TOKENS = {"eos_token_id": [256, 258], "bos_token_id": 258, "pad_token_id": 257, "summary_type": "cls_index"}
+BESIDE = {
+    "generation_config.json": b'{"eos_token_id": [256, 258],\n "temperature":0.6, "bos_token_id": 258}',
+    "tokenizer_config.json": b'{"eos_token": "<|im_end|>",  "chat_template": "{{ messages }}"}\n',
+    "special_tokens_map.json": b'{"eos_token": "<|im_end|>"}',
+    "chat_template.jinja": b"{% for m in messages %}\xc3\xa9{% endfor %}\r\n",
+    "additional_chat_templates/tool.jinja": b"{{ tools }}",
+    "merges.txt": b"#version: 0.2\n",
+    "added_tokens.json": b"",
+}
+"""What no training changes: bytes that no program would write again."""
+
+
+def tokenizer_json(*words: str) -> bytes:
+    """Return a tokenizer.json that knows these words."""
+    vocab = {word: number for number, word in enumerate([*words, "<|im_end|>", "<|endoftext|>"])}
+    added = [{"id": vocab[name], "content": name, "special": True} for name in ("<|im_end|>", "<|endoftext|>")]
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
+    keys = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
+    content = {"version": "1.0", **dict.fromkeys(keys), "added_tokens": [{**t, **flags} for t in added], "model": model}
+    return json.dumps(content).encode()
+
+
+def chat_folder(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE) -> Path:
+    """Write the folder of a chat model, with every small file that such a folder may have."""
+    folder_of(path, recipe, config, exported_by=None, **TOKENS)
+    for name, content in (BESIDE | {"tokenizer.json": tokenizer_json("?", "one", "two")}).items():
+        (path / name).parent.mkdir(exist_ok=True)
+        (path / name).write_bytes(content)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Comparing
+
+
+def load_with_transformers(folder: Path, **options: Any) -> Any:
+    """Load the folder with transformers and demand that it finds all it needs and nothing else."""
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a pool of threads for a few kilobytes
+    transformers = pytest.importorskip("transformers")
+    options = {"dtype": torch.float32, **options}
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    return model.eval()
+
+
 def assert_same_bits(model: nn.Module, other: nn.Module) -> None:
     left, right = model.state_dict(), other.state_dict()
     assert left.keys() == right.keys()
@@ -125,22 +177,16 @@ def assert_same_bits(model: nn.Module, other: nn.Module) -> None:
 @torch.no_grad()
 def difference(ours: nn.Module, theirs: Any, length: int = 48) -> float:
     """Return the largest difference of any logit, of logits of about one."""
-    tokens = torch.randint(0, 263, (2, length), generator=torch.Generator().manual_seed(1))
+    vocab_size = theirs.config.vocab_size
+    tokens = torch.randint(0, vocab_size, (2, length), generator=torch.Generator().manual_seed(1))
     expected = theirs.eval()(tokens).logits
     assert expected.dtype == torch.float32
     assert 0.3 < expected.std() < 30
-    found = float((ours(tokens) - expected).abs().max())
-    print(f"largest difference of a logit: {found:.1e}")
-    return found
+    return float((ours(tokens) - expected).abs().max())
 
 
-def load_with_transformers(folder: Path, **options: Any) -> Any:
-    """Load the folder with transformers and demand that it finds all it needs and nothing else."""
-    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")  # a pool of threads for a few kilobytes
-    transformers = pytest.importorskip("transformers")
-    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
-    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
-    return model
+# ---------------------------------------------------------------------------------------------------------------
+# The same kinds as transformers has them
 
 
 def their_llama(**changes: Any) -> Any:
@@ -202,75 +248,6 @@ def their_deepseek_v3(**changes: Any) -> Any:
     return transformers.DeepseekV3Config(**(shape | {"rope_parameters": yarn} | changes))
 
 
-LIKE_TINY = ["data.source=synthetic", "data.seq_len=16", "train.global_batch_size=2", "train.micro_batch_size=2"]
-
-
-SOURCE = replace(TINY, **STRETCHED, norm_eps=1e-6, init_std=0.05)
-"""A Llama 3.1 whose fields are neither the defaults nor those of llama_small."""
-
-
-def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **changes: Any) -> Path:
-    """Write a model in Hugging Face's format; `changes` of config.json, where None removes a key."""
-    export(Memory(build(recipe, config).state_dict()), recipe, config, path)
-    edit(path, **changes)
-    return path
-
-
-def edit(folder: Path, **changes: Any) -> None:
-    file = folder / "config.json"
-    content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
-
-
-def config_of(source: Path | str, *overrides: str, recipe: str = "llama_small") -> Any:
-    shapeless = [item for item in tiny(*LIKE_TINY) if not item.startswith("model.")]
-    return load_config(recipe, [*shapeless, f"train.init_from={source}", "train.steps=1", *overrides])
-
-
-def trained(source: Path | str, folder: Path, *overrides: str, recipe: str = "llama_small") -> Path:
-    """Train one step from `source` and return the run's folder."""
-    trainer = Trainer(config_of(source, f"run.dir={folder}", *overrides, recipe=recipe))
-    assert trainer.fit() == 0
-    trainer.close()
-    return folder
-
-
-TOKENS = {"eos_token_id": [256, 258], "bos_token_id": 258, "pad_token_id": 257, "summary_type": "cls_index"}
-
-
-BESIDE = {
-    "generation_config.json": b'{"eos_token_id": [256, 258],\n "temperature":0.6, "bos_token_id": 258}',
-    "tokenizer_config.json": b'{"eos_token": "<|im_end|>",  "chat_template": "{{ messages }}"}\n',
-    "special_tokens_map.json": b'{"eos_token": "<|im_end|>"}',
-    "chat_template.jinja": b"{% for m in messages %}\xc3\xa9{% endfor %}\r\n",
-    "additional_chat_templates/tool.jinja": b"{{ tools }}",
-    "merges.txt": b"#version: 0.2\n",
-    "added_tokens.json": b"",
-}
-"""What no training changes: bytes that no program would write again."""
-
-
-def tokenizer_json(*words: str) -> bytes:
-    vocab = {word: number for number, word in enumerate([*words, "<|im_end|>", "<|endoftext|>"])}
-    added = [{"id": vocab[name], "content": name, "special": True} for name in ("<|im_end|>", "<|endoftext|>")]
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    model = {"type": "WordLevel", "vocab": vocab, "unk_token": words[0]}
-    keys = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
-    content = {"version": "1.0", **dict.fromkeys(keys), "added_tokens": [{**t, **flags} for t in added], "model": model}
-    return json.dumps(content).encode()
-
-
-def chat_folder(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE) -> Path:
-    folder_of(path, recipe, config, exported_by=None, **TOKENS)
-    for name, content in (BESIDE | {"tokenizer.json": tokenizer_json("?", "one", "two")}).items():
-        (path / name).parent.mkdir(exist_ok=True)
-        (path / name).write_bytes(content)
-    return path
-
-
-STEPS = 20
-
-
 KINDS: dict[str, Callable[[], Any]] = {
     "llama": their_llama,
     "gpt2": their_gpt2,
@@ -280,14 +257,6 @@ KINDS: dict[str, Callable[[], Any]] = {
     "gpt_oss": their_gpt_oss,
     "deepseek_v3": their_deepseek_v3,
 }
-
-
-PLAIN = [
-    *("data.source=synthetic", "data.seq_len=32", "train.global_batch_size=8", f"train.steps={STEPS}"),
-    *("train.micro_batch_size=2", "optim.lr=2e-3", "optim.weight_decay=0", "optim.max_grad_norm=null"),
-    *("schedule.name=constant", "schedule.warmup_steps=0", "eval.every=0", "checkpoint.every=0", "log.every=1"),
-    *("log.sample_tokens=0", "run.threads=1", "fsdp.param_dtype=float32"),
-]
 
 
 def write_theirs(kind: str, folder: Path, **changes: Any) -> Path:

@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers.broken_folders import CASES, CHAT, weights_with, write_valid_folder
 from tests.helpers.launch import fork, run_module
-from tests.helpers.model_folders import MODELS, build, export_model
+from tests.helpers.native_models import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
 from trainer.weights.exporting import read_model_files
 

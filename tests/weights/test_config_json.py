@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers.model_folders import build, export_model, load_with_transformers
+from tests.helpers.native_models import build, export_model, load_with_transformers
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.export import export_checkpoint
 from trainer.recipe import find_recipe

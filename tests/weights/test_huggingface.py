@@ -22,7 +22,7 @@ from torch import nn
 
 from tests.helpers import hf_models
 from tests.helpers.launch import fork, on_ranks
-from tests.helpers.model_folders import (
+from tests.helpers.native_models import (
     LLAMA,
     MODELS,
     TINY,

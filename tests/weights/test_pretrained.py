@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers.launch import tiny
-from tests.helpers.model_folders import (
+from tests.helpers.native_models import (
     BESIDE,
     GPT2,
     LLAMA,

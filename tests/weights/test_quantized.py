@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.helpers.hf_models import settings_of
 from tests.helpers.launch import run
-from tests.helpers.model_folders import difference, edit, folder_of, load_with_transformers
+from tests.helpers.native_models import difference, edit, folder_of, load_with_transformers
 from trainer import UserError, load_weights
 from trainer.export import export_checkpoint
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.commands import meshtrainer
-from tests.helpers.model_folders import folder_of
+from tests.helpers.native_models import folder_of
 from trainer import UserError, load_config, run
 
 pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers.chats import CHATML, write_tokenizer
 from tests.helpers.commands import meshtrainer
 from tests.helpers.data import write_shards
-from tests.helpers.model_folders import folder_of, tokenizer_json
+from tests.helpers.native_models import folder_of, tokenizer_json
 from trainer import Trainer, UserError, load_config
 from trainer.config import RunConfig
 from trainer.export import export_checkpoint
