@@ -448,7 +448,8 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 def test_disk_is_full_for_a_while(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     """It costs that save and nothing else, and is tried again as soon as there is room."""
     own = [f"checkpoint.dir={disk}/saved", "checkpoint.keep_last=0", "checkpoint.every=4", f"checkpoint.mode={mode}"]
-    fault = Fault(tmp_path / "notes", {"step 7": fill(disk)})
+    saved_before = f"until [ -d {disk}/saved/step_00000004 ]; do sleep 0.05; done"
+    fault = Fault(tmp_path / "notes", {"step 7": f"{saved_before}; {fill(disk)}"})
     ran = start(tmp_path / "run", *with_(*own, "train.steps=1000000", ranks=ranks), variables=fault.variables)
     wait_until(lambda: "checkpoint not saved" in ran.err or not ran.is_running, "a save that fails")
     (disk / "fill").unlink()
@@ -512,7 +513,7 @@ def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, 
 def test_training_continues_while_storage_hangs(rank: int, tmp_path: Path) -> None:
     """Meanwhile a save that falls due is skipped. What is written at last is the state of the moment when it began."""
     folder = tmp_path / "run"
-    gate = Gate(tmp_path / "gate", "file 2 of rank 1" if rank else "file 2")
+    gate = Gate(tmp_path / "gate", "file 0 of rank 1" if rank else "file 2")
     fault = Fault(tmp_path / "notes", below=folder / "checkpoints")
     own = ["train.steps=5", "checkpoint.keep_last=0"]
     in_background = ["checkpoint.mode=async", "checkpoint.when_busy=skip"]

@@ -365,8 +365,9 @@ def folder(input_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def contents(folder: Path) -> dict[Path, tuple[int, int]]:
-    """Return all files and folders in a folder, with their sizes and modification times."""
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+    """Return all files and folders in a folder, with their sizes and modification times; without bytecode."""
+    paths = [path for path in folder.rglob("*") if "__pycache__" not in path.parts]
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in paths}
 
 
 def mistake_in(words: Sequence[str], message: str) -> str:

@@ -364,8 +364,10 @@ def fork_server() -> Any:
     """Return multiprocessing's fork server, in which all modules that a run needs are imported."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    # OpenMP reads these variables when it is loaded; the command line sets the same ones for several ranks.
-    with _environment(PYTHONPATH=str(REPOSITORY), OMP_NUM_THREADS="1", GOMP_SPINCOUNT="10000", **_ON_CPU):
+    # OpenMP reads its variables when it is loaded; the command line sets the same ones for several ranks.  The Hub's
+    # client also reads its own once: a test that goes there starts a server.
+    at_import = {"OMP_NUM_THREADS": "1", "GOMP_SPINCOUNT": "10000", "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+    with _environment(PYTHONPATH=str(REPOSITORY), **at_import, **_ON_CPU):
         multiprocessing.forkserver.ensure_running()
     return context
 
@@ -441,6 +443,7 @@ def _main(
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(environment)
+    tempfile.tempdir = None  # as the environment of this process has it, not as that of the server had
     gc.freeze()  # the garbage collector need not scan what the server imported
     code = 1
     try:

@@ -20,7 +20,9 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     with FakeHub() as found:
         for name, value in found.environment(tmp_path / "home", HF_TOKEN=found.token).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # read from the environment once
+        # Both are read from the environment once.
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
         yield found
 
 
