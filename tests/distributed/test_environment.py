@@ -93,22 +93,22 @@ def test_malformed_variables_are_named(launcher: dict[str, str], name: str, text
 
 
 @pytest.mark.parametrize(
-    ("variables", "key", "says"),
+    ("variables", "key", "proposed"),
     [
-        ({"RANK": "0"}, "RANK=0", "unset RANK"),
-        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", "unset WORLD_SIZE"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2", "nearest legal value: RANK=1"),
-        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4", "nearest legal value: LOCAL_RANK=3"),
-        (TORCHRUN, "MASTER_ADDR=null", "to fix: start with torchrun"),
-        (TORCHRUN | {"MASTER_ADDR": "here"}, "MASTER_PORT=null", "to fix: start with torchrun"),
-        (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "tcp"}, "MASTER_PORT=tcp", "must be a port"),
+        ({"RANK": "0"}, "RANK=0", ""),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2", ""),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2", "RANK=1"),
+        (TORCHRUN | {"LOCAL_RANK": "4"}, "LOCAL_RANK=4", "LOCAL_RANK=3"),
+        (TORCHRUN, "MASTER_ADDR=null", ""),
+        (TORCHRUN | {"MASTER_ADDR": "here"}, "MASTER_PORT=null", ""),
+        (TORCHRUN | {"MASTER_ADDR": "here", "MASTER_PORT": "tcp"}, "MASTER_PORT=tcp", ""),
     ],
 )
-def test_partly_set_launcher_variables(variables: dict[str, str], key: str, says: str) -> None:
-    with pytest.raises(UserError) as raised:
+def test_partly_set_launcher_variables(variables: dict[str, str], key: str, proposed: str) -> None:
+    with pytest.raises(UserError, match=f"^{key}: ") as raised:
         check_rendezvous(find_environment(variables), variables)
-    assert str(raised.value).startswith(f"{key}: ")
-    assert says in str(raised.value)
+    if proposed:
+        assert raised.value.proposal == proposed
 
 
 # ---------------------------------------------------------------------------------------------------------------
