@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import json
 import math
 from pathlib import Path
@@ -110,3 +111,13 @@ def test_mistake_is_one_message(arguments: list[str], one: SharedRun) -> None:
     assert refused.code == 2
     assert arguments[-1] in refused.err
     assert refused.err.count("error:") == 1
+
+
+def test_without_the_library_lm_eval_is_one_message(one: SharedRun) -> None:
+    if importlib.util.find_spec("lm_eval"):
+        pytest.skip("lm_eval is installed")
+    for more in ([], ["data.seq_len=16"]):
+        refused = meshtrainer("evaluate", one.folder, "--lm-eval", "arc_easy", *more)
+        assert refused.code == 2
+        assert "--lm-eval" in refused.err
+        assert refused.err.count("error:") == 1

@@ -1,10 +1,13 @@
-"""Commands that meet a full disk: one message, and no partial file, folder or temporary file."""
+"""Commands that meet a full disk or a signal: one message, and no partial file, folder or temporary file."""
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -12,6 +15,7 @@ import torch
 
 from tests.helpers.commands import Ended, meshtrainer
 from tests.helpers.faults import small_disk
+from tests.helpers.launch import fork, run_module
 from tests.helpers.runs import SharedRun
 
 pytestmark = pytest.mark.slow  # the run that all look at is trained in a process
@@ -69,3 +73,27 @@ def test_output_that_fits_is_written(one: SharedRun, tmp_path: Path) -> None:
     loaded = safetensors.torch.load_file(tmp_path / "deep/weights.safetensors")
     assert found.keys() == loaded.keys()
     assert all(torch.equal(found[name], loaded[name]) for name in found)
+
+
+def export_and_be_stopped(folder: Path, target: Path, number: int, at: int) -> int:
+    """Export, and get a signal when the `at`-th file in the target is opened."""
+    opened = []
+
+    def on_event(event: str, arguments: tuple[Any, ...]) -> None:
+        if event == "open" and str(arguments[0]).startswith(f"{target}/"):
+            opened.append(arguments[0])
+            if len(opened) == at:
+                os.kill(os.getpid(), number)
+
+    sys.addaudithook(on_event)
+    return run_module("trainer.export", [str(folder), str(target)])
+
+
+@pytest.mark.parametrize("at", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_interrupted_export_leaves_nothing(number: signal.Signals, at: int, one: SharedRun, tmp_path: Path) -> None:
+    target = tmp_path / "deep" / "model"
+    ended = fork(export_and_be_stopped, [one.folder, target, number, at], tmp_path).wait()
+    assert ended.code == 128 + number, ended.err
+    assert "Traceback" not in ended.err
+    assert not target.parent.exists()

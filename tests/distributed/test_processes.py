@@ -31,7 +31,8 @@ def test_finished_run_ends_cleanly(times: int, tmp_path: Path) -> None:
         assert processes_of(ended.folder) == []
 
 
-@pytest.mark.parametrize("by_torchrun", [False, pytest.param(True, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("by_torchrun", [False, True])
 def test_script_of_ones_own_ends_cleanly(by_torchrun: bool, tmp_path: Path) -> None:
     """With `fit()`, and without `close()`."""
     script = tmp_path / "mine.py"

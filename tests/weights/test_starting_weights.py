@@ -56,6 +56,7 @@ def without_weights(folder: Path, how: str = "nothing") -> Path:
 def words(folder: Path, recipe: str, *more: str) -> list[str]:
     data = [f"data.path={folder.parent / recipe}.jsonl", f"data.cache_dir={folder.parent / 'cache'}"]
     quick = ["train.steps=1", "data.seq_len=64", "run.threads=1", f"run.dir={folder.parent / 'run'}"]
+    quick += ["eval.every=0", "log.sample_tokens=0", "train.global_batch_size=4", "train.micro_batch_size=2"]
     return [f"recipe={recipe}", f"model.path={folder}", *data, *quick, *more]
 
 
