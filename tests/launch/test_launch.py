@@ -128,7 +128,7 @@ def test_one_node_with_and_without_gpus(gpus: int | None, expected: int, stubs: 
     elif Path("/usr/bin/nvidia-smi").exists() or Path("/bin/nvidia-smi").exists():
         pytest.skip("this machine has a GPU")
     ran = stubs.file("local.sh", "recipe=llama3_8b", "data.path=shards/*.bin")
-    assert ran.returncode == 7, ran.stderr
+    assert ran.code == 7, ran.err
     (call,) = stubs.called("torchrun")
     assert call.startswith(f"--standalone --nproc-per-node {expected} ")
     assert call.endswith(" -m trainer.run recipe=llama3_8b data.path=shards/*.bin")
@@ -140,7 +140,7 @@ def test_container_mounts_the_run_folder(stubs: Stubs, tmp_path: Path) -> None:
     stubs.add("srun", 'echo "MASTER_ADDR=$MASTER_ADDR"')
     env = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_NAME": "mine", "IMAGE": "mine.sif"}
     ran = stubs.file("container.sbatch", "run.dir=../else where", PYTHON=sys.executable, **env)
-    assert "MASTER_ADDR=10.0.0.1" in ran.stdout, ran.stderr
+    assert "MASTER_ADDR=10.0.0.1" in ran.out, ran.err
     (call,) = stubs.called("srun")
     assert f" --bind {stubs.folder},{tmp_path}/else where --pwd {stubs.folder} mine.sif python -m" in call
 
@@ -158,17 +158,19 @@ def test_notice_before_python_handles_signals_is_not_lost(stubs: Stubs) -> None:
     stubs.add("srun", f"{SAYS}\n{IS_TOLD}")
     stubs.add("scontrol")
     ran = stubs.file("slurm.sbatch", PYTHON=str(stubs.folder / "python"), **stubs.slurm())
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert ran.code == 0, ran.err + ran.out
     assert stubs.called("scontrol") == ["requeue 7"]
 
 
 @pytest.mark.slow
 def test_a_notice_is_repeated(stubs: Stubs) -> None:
     """A run that is just starting takes a notice for that of an earlier attempt, until its time changes."""
-    changed = 'old=$(stat -c %Y "$RUN_DIR/notice"); waits [ "$(date +%s)" -gt "$((old + 1))" ]'
-    again = 'is_new() { [ "$(stat -c %Y "$RUN_DIR/notice")" != "$old" ]; }; waits is_new; said stopped 9; exit 75'
-    ran = stubs.job(f'kill -USR1 $PPID; waits [ -e "$RUN_DIR/notice" ]; {changed}; {again}')
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    is_new = 'is_new() { [ "$(stat -c %Y "$RUN_DIR/notice")" != "$old" ]; }'
+    ran = stubs.job(
+        f'{is_new}; kill -USR1 $PPID; waits [ -e "$RUN_DIR/notice" ]; old=$(stat -c %Y "$RUN_DIR/notice"); '
+        "waits is_new; said stopped 9; exit 75"
+    )
+    assert ran.code == 0, ran.err + ran.out
     assert stubs.called("scontrol") == ["requeue 7"]
 
 
@@ -177,16 +179,15 @@ def test_a_notice_is_repeated(stubs: Stubs) -> None:
 def test_a_cancelled_job_is_not_requeued(signal: str, variables: dict[str, str], stubs: Stubs) -> None:
     """Nor one that must not be."""
     ran = stubs.job(f"kill -{signal} $PPID; {IS_TOLD}", **variables)
-    assert ran.returncode == 75, ran.stderr + ran.stdout
+    assert ran.code == 75, ran.err + ran.out
     assert stubs.called("scontrol") == []
 
 
 @pytest.mark.slow
 def test_a_notice_that_cannot_be_written_does_not_end_the_job(stubs: Stubs) -> None:
-    """As on a full disk: the run continues and ends normally. Here something else has the name of the notice."""
-    waits = 'waits [ "$(date +%s)" -gt "$((began + 2))" ]'
-    ran = stubs.job(f"began=$(date +%s); rm -r $RUN_DIR; kill -USR1 $PPID; {waits}; mkdir $RUN_DIR; said finished 9")
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    """As on a full disk, or if the folder was removed: it is tried again, and the run ends normally."""
+    ran = stubs.job('rm -r "$RUN_DIR"; kill -USR1 $PPID; sleep 2; mkdir "$RUN_DIR"; said finished 9')
+    assert ran.code == 0, ran.err + ran.out
     assert stubs.called("scontrol") == []
 
 
@@ -201,7 +202,7 @@ def test_a_job_that_makes_no_progress_is_not_requeued_forever(updates: int, stub
     for number in range(2):
         ran = stubs.job(f"said stopped {(number + 1) * updates}; exit 75", number, MAX_IDLE="2")
         is_last = number == 1
-        assert ran.returncode == is_last, ran.stderr + ran.stdout
+        assert ran.code == is_last, ran.err + ran.out
         assert len(stubs.called("scontrol")) == number + 1 - is_last
     again = stubs.job("exit 0", 2, MAX_IDLE="2")
     assert (again.code, len(stubs.called("srun"))) == (1, 2), "nor does it begin if Slurm requeues it"
@@ -209,11 +210,11 @@ def test_a_job_that_makes_no_progress_is_not_requeued_forever(updates: int, stub
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("says", "state"), [("said stopped {step}; exit 75", 0), ("said finished 2; exit 0", 0)])
-def test_progress_and_a_finished_run_are_not_idle(says: str, state: int, stubs: Stubs) -> None:
+@pytest.mark.parametrize("says", ["said stopped {step}; exit 75", "said finished 2; exit 0"])
+def test_progress_and_a_finished_run_are_not_idle(says: str, stubs: Stubs) -> None:
     """A run may be finished while its batch file was not: if its node failed."""
     for number in range(3):
-        assert stubs.job(says.format(step=(number + 1) * 3), number, MAX_IDLE="2").code == state
+        assert stubs.job(says.format(step=(number + 1) * 3), number, MAX_IDLE="2").code == 0
 
 
 @pytest.mark.slow
@@ -238,9 +239,8 @@ def test_a_step_that_outlives_its_ranks_is_ended(helps: bool, stubs: Stubs, tmp_
         with suppress(OSError, ValueError):
             os.kill(int(pid.read_text()), 9)
     assert stubs.called("scancel") == ["7.1"]
-    assert ran.returncode == 0, ran.stderr + ran.stdout
+    assert ran.code == 0, ran.err + ran.out
     assert stubs.called("scontrol") == ["requeue 7"]
-    assert ran.is_running is False
 
 
 @pytest.mark.slow
@@ -259,14 +259,14 @@ def test_nonsense_in_a_variable_is_one_message(variables: dict[str, str], propos
     own: dict[str, Any] = {"SLURM_JOB_ID": "7", "RUN_DIR": str(tmp_path / "run"), **variables}
     refused = command("trainer.slurm", "recipe=x", variables=own, code=2)
     ((key, value),) = variables.items()
-    assert refused.stderr.startswith(f"error: {key}={value}: ")
-    assert proposal in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert refused.err.startswith(f"error: {key}={value}: ")
+    assert proposal in refused.err
+    assert "Traceback" not in refused.err
     assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.slow
 def test_outside_of_a_job_there_is_nothing_to_supervise() -> None:
     refused = command("trainer.slurm", "recipe=x", variables={"SLURM_JOB_ID": ""}, code=2)
-    assert "SLURM_JOB_ID" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    assert "SLURM_JOB_ID" in refused.err
+    assert "Traceback" not in refused.err
