@@ -13,11 +13,11 @@ import signal
 import socket
 import subprocess
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from tests.helpers.gate import PATIENCE_S, wait_until
 from tests.helpers.launch import REPOSITORY
 
 PATH = os.environ["PATH"] + ":/usr/sbin:/sbin"  # where Debian puts daemons
@@ -69,15 +69,6 @@ def missing_programs() -> list[str]:
     return [name for name in programs if shutil.which(name, path=PATH) is None]
 
 
-def wait_until(is_true: Callable[[], object], description: str, timeout_s: float) -> None:
-    """Wait until `is_true()`; after `timeout_s`, raise AssertionError with the description of the condition."""
-    deadline = time.monotonic() + timeout_s
-    while not is_true():
-        if time.monotonic() > deadline:
-            raise AssertionError(f"not within {timeout_s:.0f} s: {description}")
-        time.sleep(0.2)
-
-
 class Cluster:
     """A Slurm cluster. `nodes` are the names of its nodes; `env` is the environment for commands that talk to it."""
 
@@ -108,11 +99,11 @@ class Cluster:
         files = {"key-file": "munge.key", "socket": "munge.sock", "pid-file": "munge.pid", "log-file": "munge.log"}
         options = [f"--{option}={folder / name}" for option, name in (files | {"seed-file": "munge.seed"}).items()]
         self._start("munged", "--foreground", "--force", *options)
-        wait_until((folder / "munge.sock").exists, "munged", 20)
+        wait_until((folder / "munge.sock").exists, "munged")
         self._start("slurmctld", "-D")
         for name in self.nodes:
             self._start("slurmd", "-D", "-N", name)
-        wait_until(lambda: self.call("sinfo", "-hN", "-t", "idle", "-o", "%N").split() == self.nodes, "the nodes", 60)
+        wait_until(lambda: self.call("sinfo", "-hN", "-t", "idle", "-o", "%N").split() == self.nodes, "the nodes")
 
     def _start(self, *command: str) -> None:
         with open(self.folder / "daemons.out", "ab") as out:
@@ -121,9 +112,9 @@ class Cluster:
 
     def stop(self) -> None:
         """Kill every process of this cluster, daemons and ranks alike."""
-        wait_until(lambda: not self._kill_leftovers(), "the death of all processes", 30)
+        wait_until(lambda: not self._kill_leftovers(), "the death of all processes")
         for daemon in self._daemons:
-            daemon.wait(10)
+            daemon.wait(PATIENCE_S)
         for folder in self._cgroups():
             with suppress(OSError):  # a zombie that is not reaped keeps its cgroup
                 folder.rmdir()
@@ -157,7 +148,7 @@ class Cluster:
 
     def call(self, *command: str, check: bool = True, env: Mapping[str, str] | None = None) -> str:
         done = subprocess.run(
-            command, env={**self.env, **(env or {})}, cwd=REPOSITORY, capture_output=True, text=True, timeout=240
+            command, env={**self.env, **(env or {})}, cwd=REPOSITORY, capture_output=True, text=True, timeout=PATIENCE_S
         )
         assert done.returncode == 0 or not check, f"{command}: {done.stderr}"
         return done.stdout.strip()
@@ -174,7 +165,7 @@ class Cluster:
         path = self.folder / f"{job}.out"
         return path.read_text() if path.exists() else ""
 
-    def wait_for_end(self, job: str, restarts: int = 0, timeout_s: float = 180) -> dict[str, str]:
+    def wait_for_end(self, job: str, restarts: int = 0) -> dict[str, str]:
         """Wait until the job has ended after `restarts` restarts; before a restart it briefly looks ended."""
 
         def has_ended() -> bool:
@@ -182,7 +173,7 @@ class Cluster:
             return found["JobState"] in FINAL_STATES and int(found["Restarts"]) >= restarts
 
         try:
-            wait_until(has_ended, f"the end of job {job} after {restarts} restarts", timeout_s)
+            wait_until(has_ended, f"the end of job {job} after {restarts} restarts")
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.job(job)}\n{self.log(job)}") from error
         return self.job(job)

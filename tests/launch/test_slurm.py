@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.gate import wait_until
 from tests.helpers.launch import REPOSITORY, Run, run, tiny
-from tests.helpers.slurm import Cluster, missing_programs, slurm_cluster, wait_until
+from tests.helpers.slurm import Cluster, missing_programs, slurm_cluster
 
 MISSING = missing_programs()
 pytestmark = [
@@ -26,7 +27,6 @@ pytestmark = [
     pytest.mark.skipif(
         bool(MISSING) and not os.environ.get("CI"), reason=f"Slurm is not installed: no {', '.join(MISSING)}"
     ),
-    pytest.mark.timeout(600),
 ]
 
 STEPS = 60
@@ -78,15 +78,13 @@ def submit(
 
 
 def ran(folder: Path) -> Run:
+    """Return what a job has left in its run's folder."""
     return Run(folder, [], folder)
 
 
 def wait_for_step(cluster: Cluster, job: str, folder: Path, step: int) -> None:
-    def is_there() -> bool:
-        return (folder / "metrics.jsonl").exists() and f'"step": {step},' in (folder / "metrics.jsonl").read_text()
-
     try:
-        wait_until(is_there, f"step {step} of job {job}")
+        wait_until(lambda: step <= max(ran(folder).train("step"), default=0), f"step {step} of job {job}")
     except AssertionError as error:
         raise AssertionError(f"{error}\n{cluster.job(job)}\n{cluster.log(job)}") from error
 
@@ -101,7 +99,7 @@ def assert_finished(
     ended = cluster.wait_for_end(job, restarts)
     assert (ended["JobState"], ended["Restarts"]) == ("COMPLETED", str(restarts)), cluster.log(job)
     assert ran(folder).status["state"] == "finished"
-    starts = [line for line in ran(folder).metrics if line["kind"] == "start"]
+    starts = ran(folder).of_kind("start")
     assert {line["world_size"] for line in starts} == {world_size}
     assert all(line["mesh"] == {"replicate": world_size // 2, "shard": 2} for line in starts)
     assert ran(folder).train("step") == list(range(1, STEPS + 1))
@@ -225,7 +223,7 @@ def test_slurmstepd_is_killed(num_nodes: int, cluster: Cluster, undisturbed: Run
     assert Path(f"/proc/{slurmstepd}/cmdline").read_text().startswith("slurmstepd")
     os.kill(slurmstepd, signal.SIGKILL)
     wait_until(lambda: not set(first) & set(ranks_of(cluster, job, step)), "the end of all ranks")
-    wait_until(lambda: cluster.job(job)["Restarts"] == "1", "the requeue")  # srun itself waits for 17 more
+    wait_until(lambda: cluster.job(job)["Restarts"] == "1", "the requeue")
     assert_finished(cluster, job, folder, expected, restarts=1, world_size=world_size)
     assert ends_and_starts(folder)[-2]["resumed_step"] >= 5
 
@@ -239,12 +237,10 @@ def test_failures_are_requeued_on_request_but_not_forever(cluster: Cluster, tmp_
     for name, restarts in ((left, 0), (job, 1)):
         ended = cluster.wait_for_end(name, restarts)
         assert (ended["JobState"], ended["Restarts"]) == ("FAILED", str(restarts)), cluster.log(name)
-    assert f"job {job} restart 1 step 0 not requeued: fewer than 3 steps in each of 2 attempts in a row" in attempts(
-        folder
-    )
+    assert f"job {job} restart 1 step 0 not requeued: " in attempts(folder)
 
 
-def test_a_sweep(cluster: Cluster, tmp_path: Path) -> None:
+def test_a_job_array(cluster: Cluster, tmp_path: Path) -> None:
     """Each job of an array has its own folder and setting, and is requeued alone."""
     size = ["--array=0-1", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=30"]
     overrides = tiny(*MODEL, "train.steps=40")
