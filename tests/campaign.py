@@ -49,8 +49,8 @@ class Part:
 _NAMED = [
     Part("faults", ("checkpoint/test_faults.py",), 4.0),
     Part("defects", (), 6.0, command=("-m", "tests.defects")),
-    Part("table", ("exactness",), 8.0),
-    Part("slurm", ("launch/test_slurm.py",), 6.0, workers=1),
+    Part("table", ("exactness",), 14.0),
+    Part("slurm", ("launch/test_slurm.py",), 14.0, workers=1),
     Part("real", ("weights/test_real_model.py",), 3.0, workers=1),  # each test holds one or two models in memory
     Part("network", ("distributed/test_network.py",), 0.7, workers=1),
     Part("newest", (), 15.0, command=("-m", "tests.newest")),

@@ -29,11 +29,11 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight, self.other = (nn.Parameter(torch.empty(self.rows, 256)) for _ in range(2))
-        self.bias = nn.Parameter(torch.empty(self.rows))
+        self.weight, self.other = nn.Parameter(torch.empty(self.rows, 256)), nn.Parameter(torch.empty(400, 256))
+        self.bias = nn.Parameter(torch.empty(400))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weight.T @ self.other + self.bias.sum()
+        return x + self.weight.mean() + self.other.mean() + self.bias.mean()
 
 
 class DrawsOneAfterAnother(Layer):
