@@ -162,9 +162,7 @@ def test_linear_layers_of_the_blocks_are_packed_whether_adapted_or_not() -> None
         (False, "model.dim=64", "lora.base_dtype=nf4"),  # random weights are not worth packing
     ],
 )
-def test_mistakes(
-    has_base: bool, override: str, setting: str, base: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_mistakes(has_base: bool, override: str, setting: str, base: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = overrides_of(base if has_base else None, base.parent / "run", "lora.base_dtype=nf4")
     given = [item for item in merged(given, [override]) if not item.startswith("lora.alpha")]
     assert run_command.main(["recipe=llama_small", *given]) == 2
