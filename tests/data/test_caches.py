@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import trainer.data.chat.source  # noqa: F401 - imported once, and not by each process that reads a cache of chats
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.data import content_of, flip_bit, write_records, write_shards, write_texts
 from tests.helpers.faults import Fault, reach, small_disk

@@ -16,7 +16,6 @@ from tests.helpers.data import read_all, write_records
 from trainer import UserError, load_config
 from trainer.config import DataSection, check_config
 from trainer.data.opening import open_source
-from trainer.data.packing import best_fit
 from trainer.data.source import IGNORE, Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
@@ -581,15 +580,6 @@ def test_duplicates_of_held_out_chats_are_not_trained_on(tmp_path: Path) -> None
     assert open_source(alike, None, "eval") is None, "there is nothing but twins"
 
 
-def test_best_fit_wastes_at_most_two_percent() -> None:
-    lengths = np.random.default_rng(0).integers(1, 33, 500)
-    order, starts = best_fit(lengths, 64)
-    assert sorted(order.tolist()) == list(range(500))
-    filled = np.add.reduceat(lengths[order], starts[:-1])
-    assert filled.max() <= 64
-    assert len(filled) <= 1.02 * lengths.sum() / 64
-
-
 def test_row_length_is_limited_by_the_model(tmp_path: Path) -> None:
     data = data_of(tmp_path, [{"messages": ANSWERED}])
     own = ["data.source=chat", f"data.path={data.path}", f"data.tokenizer={data.tokenizer}", "model.vocab_size=512"]
@@ -615,13 +605,3 @@ def test_show_marks_targets_and_writes_nothing(tmp_path: Path) -> None:
     assert '⟪<tool_call>{"name": "weather", "arguments": {}}</tool_call><|im_end|>⟫' in ended.out
     assert "<|im_start|>assistant\n⟪It is sunny<|im_end|>⟫\n" in ended.out
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["chats.jsonl", "model"]
-
-
-def test_show_marks_the_last_token_if_it_is_the_only_target(tmp_path: Path) -> None:
-    folder = write_tokenizer(tmp_path / "model", CHATML)
-    for record, last in (({"prompt": "weather ?", "completion": "It is sunny"}, "</s>"), ({"messages": ANSWERED}, "")):
-        path = write_records(tmp_path / "records.jsonl", [record])
-        ended = meshtrainer("prepare", path, "--tokenizer", folder, "--train-on", "end", "--show", "1")
-        assert ended.code == 0
-        assert ended.out.count("⟪") == 1
-        assert last in ended.out.partition("⟪")[2].partition("⟫")[0]

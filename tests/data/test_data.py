@@ -29,7 +29,6 @@ from tests.helpers.data import (
     tokens_section,
     write_bpe,
     write_shards,
-    write_texts,
 )
 from tests.helpers.gate import wait_until
 from tests.helpers.launch import fork
@@ -149,10 +148,6 @@ def test_order_over_thousands_of_steps() -> None:
     loader = make_loader(global_batch_size=2, micro_batch_size=1)
     assert take(loader, 2100).ravel().tolist() == sample_at(np.arange(4200), 100, 3).tolist()
     loader.close()
-
-
-def test_more_ranks_than_samples() -> None:
-    assert take_all_ranks(8, 3, 4, num_samples=1).tolist() == np.zeros((4, 24)).tolist()
 
 
 def test_batches_are_int64_tensors_of_the_right_shape() -> None:
@@ -383,16 +378,6 @@ def test_apart_a_sample_is_in_one_document(shards: str, seq_len: int) -> None:
             expected.append((window[:-1] + [BYTES_END] * padding, window[1:] + [IGNORE] * padding))
     batch = read_all(source)
     assert list(zip(batch["tokens"].tolist(), batch["targets"].tolist(), strict=True)) == expected
-
-
-def test_sample_minus_one_has_no_targets(shards: str) -> None:
-    for documents in ("joined", "masked", "apart"):
-        source = open_source(tokens_section(shards, documents=documents), None, "train")
-        batches = [source.batch(np.array(indices)) for indices in ([-1, 0, -1], [0])]
-        (several, one) = ([*batch.values()] if isinstance(batch, dict) else batch for batch in batches)
-        assert (several[1][[0, 2]] == IGNORE).all()
-        assert ((several[0] >= 0) & (several[0] < source.vocab_size)).all()
-        assert several[1][1].tolist() == one[1][0].tolist()
 
 
 def test_ids_have_two_bytes_where_they_fit(tmp_path: Path) -> None:
@@ -632,16 +617,3 @@ def test_invalid_tokenizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(UserError) as caught:
         find_tokenizer(str(good))
     assert "pip install 'meshtrainer[hf]'" in str(caught.value)
-
-
-def test_text_is_tokenized_into_the_samples_of_a_run(tmp_path: Path) -> None:
-    """From the file to the batch, with nothing in between that is named here."""
-    path = write_texts(tmp_path / "a.jsonl", DOCUMENTS)
-    source = open_source(tokens_section(path, seq_len=3, cache_dir=str(tmp_path / "cache")), 257, "train")
-    loader = TrainLoader(source, seed=7, global_batch_size=2, micro_batch_size=2)
-    stream = stream_of(DOCUMENTS)
-    rows = [stream[start : start + 3] for start in range(0, len(stream) - 1, 3)]
-    order = sample_at(np.arange(len(rows)), len(rows), 7).tolist()
-    found = [row for _ in range(len(rows) // 2) for row in next(loader)["tokens"].tolist()]
-    assert found == [(rows[number] + [BYTES_END] * 3)[:3] for number in order[: len(found)]]
-    loader.close()
