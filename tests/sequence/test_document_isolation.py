@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,36 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.helpers.slices import LENGTHS, TINY, inputs, numbers, spans
 from trainer import sequence
 from trainer.loss import IGNORE, find_loss
 from trainer.recipe import find_recipe
 from trainer.sequence import Documents, attend, attention, compute_cu_seqlens, positions
-
-LENGTHS = [[5, 1, 10, 16], [32], [1, 1, 30], [20, 12]]
-"""Lengths of the documents in each row of a batch."""
-
-TINY = [[1] * 16, [2] * 8]
-
-
-def numbers(lengths: list[list[int]]) -> torch.Tensor:
-    """Return the batch's `documents`; any numbers are valid if neighbors differ."""
-    rows = [[7 * (i % 2) for i, length in enumerate(row) for _ in range(length)] for row in lengths]
-    return torch.tensor(rows, dtype=torch.int32)
-
-
-def spans(lengths: list[list[int]]) -> Iterator[tuple[int, slice]]:
-    for row, of_row in enumerate(lengths):
-        for end, length in zip(itertools.accumulate(of_row), of_row, strict=True):
-            yield row, slice(end - length, end)
-
-
-def inputs(lengths: list[list[int]], heads: int = 4, of_keys: int = 2) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    shape = (len(lengths), heads, sum(lengths[0]), 8)
-    made = [torch.randn(shape, generator=generator) for _ in range(3)]
-    return [
-        tensor[:, :num].clone().requires_grad_() for tensor, num in zip(made, (heads, of_keys, of_keys), strict=True)
-    ]
 
 
 def alone(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[list[int]]) -> torch.Tensor:

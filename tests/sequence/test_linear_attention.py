@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sequence.test_context import part_of, slices_of
+from tests.helpers.slices import part_of, slices_of
 from trainer.sequence import Cache, Documents, causal_convolution, gated_delta_rule, linear_attention, use_slices
 
 LENGTHS = [[70, 1, 57, 128], [256], [3, 125, 100, 28]]

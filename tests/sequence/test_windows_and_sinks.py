@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sequence.test_context import part_of, slices_of
-from tests.sequence.test_document_isolation import LENGTHS, TINY, inputs, numbers, spans
+from tests.helpers.slices import LENGTHS, TINY, inputs, numbers, part_of, slices_of, spans
 from trainer.sequence import Cache, Documents, attend, attention, use_slices
 
 WHOLE = [[32]] * 2
 OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
     "window": {"window": 5},
     "sinks": {"sinks": True},
     "both": {"window": 4, "sinks": True, "scale": 0.7},
