@@ -77,7 +77,7 @@ def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(
 ) -> None:
     """There is no second pass that draws random weights, and weights are packed while they are read."""
     transformers = pytest.importorskip("transformers")
-    for name, width, layers in (("small", 64, 1), ("large", 1024, NUM_LAYERS)):
+    for name, width, layers in (("small", 64, 1), ("large", 768, NUM_LAYERS)):
         shape = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": layers, "vocab_size": 512}
         config = transformers.LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=4)
         transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / name, max_shard_size="20MB")
@@ -88,7 +88,7 @@ def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(
     small, large = ([f"{key}={tmp_path / name}", *overrides] for name in ("small", "large"))
     for grown, shards, whole in on_ranks(2, build, small, large, recipe, tmp_path / "run"):
         print(f"grown by {grown:.0f} MiB: {shards:.0f} of shards, of a model of {whole:.0f}")
-        assert whole > 200
+        assert whole > 130
         assert grown < shards + whole / NUM_LAYERS
 
 

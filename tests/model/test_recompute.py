@@ -45,15 +45,15 @@ def test_memory_grows_with_the_budget(tmp_path: Path) -> None:
     """
 
     def peak(policy: str) -> int:
-        own = [f"train.activation_checkpoint={policy}", "model.num_layers=6", "model.vocab_size=64", "data.seq_len=128"]
+        own = [f"train.activation_checkpoint={policy}", "model.num_layers=4", "model.vocab_size=64", "data.seq_len=128"]
         own += ["data.source=synthetic", "train.global_batch_size=2", f"run.dir={tmp_path}"]
         return measure(merged(tiny(), own))[0]
 
     full, selective, everything = (peak(policy) for policy in ("full", "selective", "none"))
-    shares = (0.0, 0.1, 0.25, 0.5, 1.0)
+    shares = (0.0, 0.2, 0.5, 1.0)
     peaks = [peak(f"budget:{share}") for share in shares]
     assert peaks == sorted(peaks)
-    assert len(set(peaks)) > 3
+    assert len(set(peaks)) > 2
     assert peaks[0] == full
     assert peaks[-1] <= selective < everything
     for share, found in zip(shares, peaks, strict=True):
