@@ -32,7 +32,7 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.branches = nn.ModuleList([nn.Linear(3, 900_000) for _ in range(3)])
+        self.branches = nn.ModuleList([nn.Linear(3, 300_000) for _ in range(3)])
 
     def forward(self, x: torch.Tensor, taken: Sequence[int]) -> torch.Tensor:
         return sum((self.branches[number](x).square().sum() for number in taken), torch.zeros(()))
