@@ -115,8 +115,10 @@ class HeadAlone(Trainer):
     "overrides",
     [
         ["optim.name=adamw"],
-        ["optim.name=muon", 'optim.groups=[{match: "head.output*", optimizer: muon}]'],
         ["train.weights_dtype=bfloat16", "optim.state_dtype=bfloat16"],
+        pytest.param(
+            ["optim.name=muon", 'optim.groups=[{match: "head.output*", optimizer: muon}]'], marks=pytest.mark.campaign
+        ),
         pytest.param(["optim.name=sgd"], marks=pytest.mark.campaign),
         pytest.param(["optim.name=sgd", "optim.momentum=0"], marks=pytest.mark.campaign),
     ],

@@ -33,7 +33,11 @@ def settings_of(folder: Path, kind: str, name: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("kind", "name"),
-    [("gemma2", "hf"), ("deepseek_v3", "auto"), *(pytest.param(k, "hf", marks=pytest.mark.campaign) for k in OTHERS)],
+    [
+        ("gemma2", "hf"),
+        pytest.param("deepseek_v3", "auto", marks=pytest.mark.campaign),
+        *(pytest.param(kind, "hf", marks=pytest.mark.campaign) for kind in OTHERS),
+    ],
 )
 def test_scores_are_those_of_the_export(kind: str, name: str, tmp_path: Path) -> None:
     """Includes models whose classifier omits what follows the output projection, such as Gemma's cap on logits, and a

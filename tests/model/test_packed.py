@@ -273,6 +273,7 @@ def test_exports_are_the_function_that_was_trained(
     assert (exported("adapter") / "adapter_model.safetensors").exists()
 
 
+@pytest.mark.campaign
 def test_base_in_bfloat16_is_merged_in_bfloat16_unless_told_otherwise(base: Path, tmp_path: Path) -> None:
     tensors = {name: tensor.bfloat16() for name, tensor in load_file(base / "model.safetensors").items()}
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
