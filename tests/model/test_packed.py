@@ -220,7 +220,7 @@ def test_ranks_hold_and_gather_the_bytes_of_packed_weights(
     bits = {"nf4": 4.5, "fp8": 8.5}[packing]
     for held, weights, peak, collectives in on_ranks(ranks, measure_packed, given):
         share = weights * bits / 8 / shape.shard
-        assert share <= held <= 1.05 * share if ranks == 3 else held == share
+        assert held <= 1.05 * share if ranks == 3 else held == share
         if ranks != 3:  # the first of uneven ranks has more
             assert plan.memory.peak.total == pytest.approx(peak, rel=0.05)
         assert collectives == as_logged(plan.collectives)

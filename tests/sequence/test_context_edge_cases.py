@@ -67,13 +67,13 @@ class Sparse(Trainer):
         return EvalLoader.from_config(self._source("eval"), self.config, self.world.rank, self.world.size)
 
 
-def train(kind: type[Trainer], runs: list[list[str]], num_steps: int) -> list[dict[str, Any]]:
+def train(folder: Path, kind: type[Trainer], runs: list[list[str]], num_steps: int) -> list[dict[str, Any]]:
     """Train and evaluate tiny llama_small with each list of overrides, in one process group."""
     dist.init_process_group("gloo")
     found = []
-    for overrides in runs:
-        given = tiny("eval.every=100", "eval.steps=2", "train.steps=20", "run.dir=never_written", *overrides)
-        trainer = kind(load_config("llama_small", given))
+    for number, overrides in enumerate(runs):
+        own = ["eval.every=100", "eval.steps=2", "train.steps=20", f"run.dir={folder / str(number)}"]
+        trainer = kind(load_config("llama_small", tiny(*own, *overrides)))
         records = list(islice(trainer.steps(), num_steps))
         held_out: Any = trainer.evaluate()
         trainer.close()
@@ -92,22 +92,23 @@ MESHES = [
 
 @pytest.mark.parametrize("documents", ["masked", "joined"])
 @pytest.mark.parametrize("seed", [1, 2], ids=["beginnings", "few"])
-def test_slices_without_a_target(seed: int, documents: str) -> None:
+def test_slices_without_a_target(seed: int, documents: str, tmp_path: Path) -> None:
     own = [f"data.documents={documents}", f"data.seed={seed}"]
-    ((whole,),) = on_ranks(1, train, Sparse, [own], 10)
-    for mesh, found in zip(MESHES, on_ranks(4, train, Sparse, [[*own, *m] for m in MESHES], 10)[-1], strict=True):
+    ((whole,),) = on_ranks(1, train, tmp_path / "whole", Sparse, [own], 10)
+    sliced = on_ranks(4, train, tmp_path / "sliced", Sparse, [[*own, *mesh] for mesh in MESHES], 10)[-1]
+    for mesh, found in zip(MESHES, sliced, strict=True):
         assert found["tokens"] == whole["tokens"], mesh
         assert found["loss"] == pytest.approx(whole["loss"], rel=1e-6), mesh
         assert found["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-5), mesh
         assert found["eval"] == pytest.approx(whole["eval"], rel=1e-6), mesh
 
 
-def test_half_precision_is_as_accurate_as_without_slices() -> None:
+def test_half_precision_is_as_accurate_as_without_slices(tmp_path: Path) -> None:
     """The distance to one rank is at most three times that of two ranks without slices."""
     half = "fsdp.param_dtype=bfloat16"
-    ((whole,),) = on_ranks(1, train, Trainer, [[half]], 20)
+    ((whole,),) = on_ranks(1, train, tmp_path / "whole", Trainer, [[half]], 20)
     runs = [[half], [half, "mesh.context=2", GATHER], [half, "mesh.context=2", HEADS]]
-    plain, *sliced = on_ranks(2, train, Trainer, runs, 20)[-1]
+    plain, *sliced = on_ranks(2, train, tmp_path / "two", Trainer, runs, 20)[-1]
 
     def distance(found: dict[str, Any]) -> float:
         return max(abs(a / b - 1) for a, b in zip(found["loss"], whole["loss"], strict=True))
