@@ -66,7 +66,7 @@ PACKED = ["lora.rank=4", "lora.base_dtype=nf4", "fsdp.param_dtype=float32"]
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
     [
-        ("llama_small", PACKED),
+        pytest.param("llama_small", PACKED, marks=pytest.mark.campaign),
         pytest.param("llama_small", [], marks=pytest.mark.campaign),
         pytest.param("hf.yaml", [], marks=pytest.mark.campaign),
     ],

@@ -168,6 +168,7 @@ def change_of_logits(folder: Path, *overrides: str) -> float:
     return float(found.square().mean().sqrt())
 
 
+@pytest.mark.campaign
 def test_activations_do_not_grow_with_the_width(tmp_path: Path) -> None:
     """At sixteen times the width logits change as in the base model, and without one several times as much."""
     widths = ["model.dim=256", "model.num_heads=32", "model.num_kv_heads=32", "model.ffn_dim=512"]

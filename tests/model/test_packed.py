@@ -210,7 +210,7 @@ def test_ranks_hold_and_gather_the_bytes_of_packed_weights(
     ranks: int, own: list[str], packing: str, tmp_path: Path
 ) -> None:
     """Their share of 4.5 or 8.5 bits a weight; memory and collectives of a real step are as planned."""
-    base = folder_of(tmp_path / "base", config=replace(WIDE, dim=256, num_layers=2, ffn_dim=768, vocab_size=512))
+    base = folder_of(tmp_path / "base", config=replace(WIDE, dim=128, num_layers=2, ffn_dim=384, vocab_size=512))
     given = [f"train.init_from={base}", "data.source=synthetic", "run.threads=1", "train.micro_batch_size=2"]
     given += ["train.global_batch_size=8", "data.seq_len=64", "lora.rank=8", f"lora.base_dtype={packing}"]
     given = merged([*given, "run.device=cpu", f"run.dir={tmp_path / 'run'}"], own)

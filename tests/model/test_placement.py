@@ -118,7 +118,7 @@ def parts_held(folder: Path, expert_dim: int) -> list[str]:
     return [*found, f"w1 {held['w1']}, w2 {held['w2']}"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("expert_dim", "expected"),
     [

@@ -29,7 +29,13 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
     return losses_and_norms(tmp_path_factory.mktemp("plain"), "train.activation_checkpoint=none")
 
 
-@pytest.mark.parametrize("policy", ["full", "selective", "budget:0", "budget:0.2", "budget:1", "2"])
+@pytest.mark.parametrize(
+    "policy",
+    [
+        *("full", "selective", "budget:0.2", "2"),
+        *(pytest.param(policy, marks=pytest.mark.campaign) for policy in ("budget:0", "budget:1")),
+    ],
+)
 def test_recomputation_changes_no_bit(policy: str, plain: list[tuple[float, float]], tmp_path: Path) -> None:
     assert losses_and_norms(tmp_path, f"train.activation_checkpoint={policy}") == plain
 
@@ -42,6 +48,7 @@ def test_recomputation_of_compiled_blocks(plain: list[tuple[float, float]], tmp_
         assert own == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.campaign
 def test_memory_grows_with_the_budget(tmp_path: Path) -> None:
     """From that of full recomputation to at most that of keeping all expensive results.  Of what blocks keep without
     recomputation, a budget allows a share.

@@ -178,7 +178,7 @@ def start_unfrozen(folder: Path) -> str:
     return str(raised.value)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_custom_steps_get_averaged_gradients(tmp_path: Path) -> None:
     """The model is freed afterwards."""
     one, other = on_ranks(2, own_step, tmp_path / "run")
@@ -195,7 +195,7 @@ FSDP = "fsdp.cpu_offload=true"
 """Has FSDP shard on any mesh, and on a CPU changes nothing else."""
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_replicas_share_the_writing_of_a_checkpoint(tmp_path: Path) -> None:
     """Each rank writes about half of it."""
     run(tmp_path / "run", "nproc=2", *REPLICATED, "train.ema=0.9", "checkpoint.every=2", "train.steps=2")

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from tests.helpers.launch import on_ranks, tiny
+from tests.helpers.no_plan import make_no_plan
 from tests.helpers.plan_truth import CollectiveLog
 from tests.helpers.tiny import full
 from trainer import Recipe, RunConfig, Trainer, TrainLoader, UserError, load_config, register
@@ -47,7 +48,8 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float:
 
 
 def open_group() -> None:
-    """Open the process group of all the Trainers that this process makes."""
+    """Open the process group of all the Trainers that this process makes, and let them make no plans."""
+    make_no_plan()
     dist.init_process_group("gloo")
 
 
@@ -328,10 +330,8 @@ def losses_of_each(runs: list[list[str]]) -> list[list[float]]:
     return [losses_of("llama_small", overrides) for overrides in runs]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "override", [f"fsdp.wrap={HERE}nested", pytest.param("train.compile=true", marks=pytest.mark.campaign)]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("override", [f"fsdp.wrap={HERE}nested", "train.compile=true"])
 def test_two_ranks_train_like_a_plain_loop(override: str, tmp_path: Path) -> None:
     """With units inside units; with compiled blocks."""
     if "compile" in override and not any(map(shutil.which, ("c++", "g++", "clang++"))):
@@ -343,7 +343,7 @@ def test_two_ranks_train_like_a_plain_loop(override: str, tmp_path: Path) -> Non
 BF16 = ["train.weights_dtype=bfloat16", "fsdp.param_dtype=bfloat16", "fsdp.reduce_dtype=bfloat16"]
 WHOLE = [
     [],
-    [*BF16, "optim.state_dtype=bfloat16", "fsdp.output_dtype=float32"],
+    pytest.param([*BF16, "optim.state_dtype=bfloat16", "fsdp.output_dtype=float32"], marks=pytest.mark.campaign),
     pytest.param(["model.tie_embeddings=true", "train.activation_checkpoint=full"], marks=pytest.mark.campaign),
     pytest.param([*BF16, "train.compile=true"], marks=pytest.mark.campaign),
 ]
@@ -473,7 +473,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("ranks", "meshes"),
     [
@@ -741,27 +741,24 @@ PARTLY = [
 ]
 
 
-def train_partly(recipes: list[Path]) -> list[dict[str, Any]]:
-    """Train each recipe; return its losses and the names of what has not changed since the start."""
-    open_group()
-    found = []
-    for recipe in recipes:
-        trainer = Trainer(load_config(str(recipe), [*PARTLY, f"run.dir={recipe.with_suffix('')}"]))
-        parameters = dict(trainer.model.named_parameters())
-        before = {n: full(p).detach().clone() for n, p in parameters.items()}
-        losses = [record["loss"] for record in trainer.steps()]
-        trainer.save_checkpoint()
-        still = [n for n, p in parameters.items() if torch.equal(full(p), before[n])]
-        found.append({"losses": losses, "still": still})
-        trainer.close()
-    return found
+def train_partly(recipe: Path) -> dict[str, Any]:
+    """Train a recipe; return its losses and the names of what has not changed since the start."""
+    make_no_plan()
+    trainer = Trainer(load_config(str(recipe), [*PARTLY, f"run.dir={recipe.with_suffix('')}"]))
+    parameters = dict(trainer.model.named_parameters())
+    before = {n: full(p).detach().clone() for n, p in parameters.items()}
+    losses = [record["loss"] for record in trainer.steps()]
+    trainer.save_checkpoint()
+    still = [n for n, p in parameters.items() if torch.equal(full(p), before[n])]
+    trainer.close()
+    return {"losses": losses, "still": still}
 
 
 @pytest.mark.slow
-def test_partly_frozen_model_trains(tmp_path: Path) -> None:
-    recipes = [tmp_path / "partly_frozen.yaml", tmp_path / "partly_frozen_in_root.yaml"]
-    for path in recipes:
-        path.write_text(f"model:\n  name: tests.model.test_sharding:{path.stem}\n")
-    for recipe, found in zip(recipes, on_ranks(2, train_partly, recipes)[1], strict=True):
-        assert sorted(found["still"]) == sorted(STILL), recipe
-        assert relative(found["losses"], plain_losses(load_config(str(recipe), PARTLY))) < 1e-5, recipe
+@pytest.mark.parametrize("name", ["partly_frozen", pytest.param("partly_frozen_in_root", marks=pytest.mark.campaign)])
+def test_partly_frozen_model_trains(name: str, tmp_path: Path) -> None:
+    recipe = tmp_path / f"{name}.yaml"
+    recipe.write_text(f"model:\n  name: tests.model.test_sharding:{name}\n")
+    found = on_ranks(2, train_partly, recipe)[1]
+    assert sorted(found["still"]) == sorted(STILL)
+    assert relative(found["losses"], plain_losses(load_config(str(recipe), PARTLY))) < 1e-5
