@@ -118,11 +118,13 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
 
 
 @slow
-@pytest.mark.parametrize("kind", ["file", pytest.param("local", marks=campaign)])
-def test_remote_storage(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "ranks"), [("file", 1), *(pytest.param(kind, 2, marks=campaign) for kind in ("file", "local"))]
+)
+def test_remote_storage(kind: str, ranks: int, tmp_path: Path) -> None:
     """`local://` is accessed through fsspec, like an object store: a checkpoint that is not complete does not count."""
     elsewhere = tmp_path / "elsewhere"
-    options = ["nproc=2", f"checkpoint.dir={kind}://{elsewhere}", "checkpoint.every=2"]
+    options = [f"nproc={ranks}", f"checkpoint.dir={kind}://{elsewhere}", "checkpoint.every=2"]
     run(tmp_path / "run", "train.steps=6", *options)
     assert not (tmp_path / "run" / "checkpoints").exists()
     assert sorted(path.name for path in elsewhere.iterdir()) == ["step_00000004", "step_00000006"]
@@ -409,11 +411,10 @@ def test_same_command_continues_the_run(tmp_path: Path) -> None:
     fit(tmp_path / "a", "train.steps=2")
     origin = ["checkpoint.every=1", "checkpoint.keep_last=0", f"checkpoint.resume={tmp_path / 'a'}"]
     fit(tmp_path / "b", "train.steps=4", *origin)
-    fit(tmp_path / "b", "train.steps=5", *origin)
-    stored = step_folder(tmp_path / "b", 5) / "config.yaml"
+    stored = step_folder(tmp_path / "b", 4) / "config.yaml"
     stored.write_text(stored.read_text() + "#")
-    lines = fit(tmp_path / "b", "train.steps=6", *origin)
-    assert [line["resumed_step"] for line in lines if line["kind"] == "start"] == [2, 4, 4]
+    lines = fit(tmp_path / "b", "train.steps=5", *origin)
+    assert [line["resumed_step"] for line in lines if line["kind"] == "start"] == [2, 3]
 
 
 @slow
@@ -429,9 +430,8 @@ def test_requeued_job_that_started_over_continues(tmp_path: Path, monkeypatch: p
 
     assert attempt(2, "7", 0) == [None]
     assert attempt(4, "7", 1) == [None, 2]
-    assert attempt(5, "7", 2) == [None, 2, 4]
     assert attempt(2, "8", 1) == [None]
-    assert (tmp_path / "previous_001" / "step_00000005").is_dir()
+    assert (tmp_path / "previous_001" / "step_00000004").is_dir()
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -358,17 +358,16 @@ def test_all_checkpoints_are_damaged(one: SharedRun, tmp_path: Path) -> None:
     for path in paths:
         damage(path, "flipped", draw)
     before = stamps(folder)
-    for ranks in (1, 2):
-        failed = run(folder, *merged(one.overrides, [f"nproc={ranks}"]), code=1)
-        assert [path for path in paths if str(path) not in failed.err] == []
-        assert "checkpoint.resume=none" in failed.err
-        assert "Traceback" not in failed.err
-        assert failed.status["state"] == "failed"
-        after = stamps(folder)
-        assert {name: after[name] for name in before if name != "status.json"} == {
-            name: content for name, content in before.items() if name != "status.json"
-        }
-        assert after.keys() == before.keys()
+    failed = run(folder, *merged(one.overrides, ["nproc=2"]), code=1)
+    assert [path for path in paths if str(path) not in failed.err] == []
+    assert "checkpoint.resume=none" in failed.err
+    assert "Traceback" not in failed.err
+    assert failed.status["state"] == "failed"
+    after = stamps(folder)
+    assert {name: after[name] for name in before if name != "status.json"} == {
+        name: content for name, content in before.items() if name != "status.json"
+    }
+    assert after.keys() == before.keys()
     anew = run(folder, *merged(one.overrides, ["train.steps=4", "checkpoint.resume=none"]))
     assert anew.steps_saved == [4]
     assert {path.name for path in (folder / "previous_001").glob("step_*")} == {
@@ -509,23 +508,23 @@ def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [1, *in_campaign(0)])
-def test_training_continues_while_storage_hangs(rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), *in_campaign((0, 2), (1, 2))])
+def test_training_continues_while_storage_hangs(rank: int, ranks: int, tmp_path: Path) -> None:
     """Meanwhile a save that falls due is skipped. What is written at last is the state of the moment when it began."""
     folder = tmp_path / "run"
     gate = Gate(tmp_path / "gate", "file 0 of rank 1" if rank else "file 2")
     fault = Fault(tmp_path / "notes", below=folder / "checkpoints")
     own = ["train.steps=5", "checkpoint.keep_last=0"]
     in_background = ["checkpoint.mode=async", "checkpoint.when_busy=skip"]
-    started = start(folder, *with_(*own, *in_background, ranks=2), variables=fault.variables | gate.variables)
+    started = start(folder, *with_(*own, *in_background, ranks=ranks), variables=fault.variables | gate.variables)
     wait_until(lambda: last_step(started) == 5 or not started.is_running, "training to its end")
     assert started.steps_saved == []
     gate.open()
-    assert started.wait().codes == [0, 0], started.err
+    assert started.wait().codes == [0] * ranks, started.err
     assert started.steps_saved == [2, 5]
-    plain = run(tmp_path / "plain", *with_(*own, "checkpoint.mode=sync", ranks=2))
+    plain = run(tmp_path / "plain", *with_(*own, "checkpoint.mode=sync", ranks=ranks))
     assert_same_weights(step_folder(folder, 2), step_folder(plain.folder, 2))
-    branch = run(tmp_path / "branch", *with_(*own, f"checkpoint.resume={step_folder(folder, 2)}", ranks=2))
+    branch = run(tmp_path / "branch", *with_(*own, f"checkpoint.resume={step_folder(folder, 2)}", ranks=ranks))
     assert branch.train("loss") == plain.train("loss")[2:], "the optimizer's state is that of step 2 too"
 
 
@@ -714,7 +713,6 @@ def test_changed_model_is_rejected(saved: Path, tmp_path: Path) -> None:
         assert all(torch.equal(tensor, fresh[name]) for name, tensor in own.model.state_dict().items())
         assert own.state.step == 0
         own.close()
-    assert run(saved, *with_("model.name=tests.helpers.custom_recipes:mlp", "optim.name=sgd", ranks=2), code=2)
     assert stamps(saved) == before
 
 

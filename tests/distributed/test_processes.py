@@ -14,17 +14,18 @@ pytestmark = pytest.mark.slow
 
 OWN = "model.name=tests.helpers.custom_recipes:"
 MLP = ["recipe=llama_small", "data.source=synthetic", "data.seq_len=16", "train.steps=6", "eval.every=0", "log.every=1"]
-FAULTY = [*MLP, f"{OWN}mlp_faulty", "run.threads=1", "log.sample_tokens=0"]
+SMALL = ["train.global_batch_size=8", "run.threads=1", "log.sample_tokens=0"]
+FAULTY = [*MLP, f"{OWN}mlp_faulty", *SMALL]
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Ends
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(6, marks=pytest.mark.campaign)])
-def test_finished_run_ends_cleanly(times: int, tmp_path: Path) -> None:
+@pytest.mark.campaign
+def test_finished_run_ends_cleanly(tmp_path: Path) -> None:
     """With workers, and a mesh that is still open: most such runs used to abort when the interpreter exited."""
-    for number in range(times):
+    for number in range(6):
         ended = run(tmp_path / str(number), "train.steps=5", "nproc=2", "data.num_workers=1", fresh=True)
         assert ended.status["state"] == "finished"
         assert (ended.status["exit_code"], ended.status["step"]) == (0, 5)
@@ -91,13 +92,14 @@ def test_user_error_on_ranks_of_any_launcher_is_one_message(tmp_path: Path) -> N
 
 
 def test_steps_that_are_not_finite_are_skipped_on_all_ranks(tmp_path: Path) -> None:
-    skipped = run(tmp_path / "run", *MLP, f"{OWN}mlp_nonfinite", "nproc=2")
+    skipped = run(tmp_path / "run", *MLP, f"{OWN}mlp_nonfinite", "nproc=2", *SMALL)
     assert [loss is None for loss in skipped.train("loss")] == [False, False, True, True, False, False]
     assert skipped.train("step") == [1, 2, 3, 4, 5, 6]
 
 
 def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
-    failed = run(tmp_path / "run", *MLP, f"{OWN}mlp_nonfinite", "nproc=2", "train.max_skipped_updates=2", code=1)
+    limit = "train.max_skipped_updates=2"
+    failed = run(tmp_path / "run", *MLP, f"{OWN}mlp_nonfinite", "nproc=2", limit, *SMALL, code=1)
     assert "Traceback" not in failed.err
     assert failed.status["state"] == "failed"
 

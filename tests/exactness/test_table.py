@@ -1,6 +1,7 @@
 """Each row of the table trains on its mesh as on one rank, and a checkpoint of one rank is resumed there exactly.
 
-Three steps here; the campaign takes twenty, on more meshes and with the resume in the middle.
+Three steps here, after which the same Trainer goes back to the checkpoint. The campaign takes twenty, on more meshes, and
+resumes in the middle with a Trainer of its own.
 """
 
 from __future__ import annotations
@@ -37,21 +38,28 @@ class Case:
     """Per step, a multiple of the ranks."""
     tolerance: float = 0.0
     """Instead of the row's."""
+    resumes_anew: bool = False
+    """Whether it is resumed by a Trainer of its own."""
 
     def __str__(self) -> str:
         return f"{self.row.name}, {self.ranks} ranks, {' '.join(self.mesh) or 'all shards'}, {self.steps} steps"
 
-    def arguments(self, folder: Path, mesh: tuple[str, ...], save_at: int = 0, resume: str = "") -> tuple[Any, ...]:
+    def arguments(
+        self, folder: Path, mesh: tuple[str, ...], save_at: int = 0, resume: str = "", go_back_to: str = ""
+    ) -> tuple[Any, ...]:
+        """Return the arguments of `walk.train`."""
         name = f"{self.row.name} {self.ranks} {'resumed' if resume else 'saved' if save_at else 'mesh'}"
         overrides = (*mesh, f"train.global_batch_size={self.sequences}")
-        return self.row, folder, f"{name} {'-'.join(mesh)}", overrides, self.steps, save_at, resume
+        return self.row, folder, f"{name} {'-'.join(mesh)}", overrides, self.steps, save_at, resume, go_back_to
 
 
 EVERYDAY = [Case(row, row.ranks, row.mesh) for row in ROWS]
 
 
 def _long(row: Row, ranks: int, mesh: tuple[str, ...]) -> Case:
-    return Case(row, ranks, mesh, steps=20, saved_step=10, sequences=12, tolerance=10 * row.tolerance)
+    return Case(
+        row, ranks, mesh, steps=20, saved_step=10, sequences=12, tolerance=10 * row.tolerance, resumes_anew=True
+    )
 
 
 def _campaign() -> Iterator[Case]:
@@ -96,16 +104,20 @@ class Table:
         on_each(1, inputs.write_weights, kinds, folder)
         saving = {str(case): case.arguments(folder, (), save_at=case.saved_step) for case in cases}
         alone = {name: _of_first_rank(found) for name, found in on_each(1, attempt, saving, folder).items()}
-        training = {str(case): case.arguments(folder, case.mesh) for case in cases}
-        resuming = {
-            f"{case} resumed": case.arguments(folder, case.mesh, resume=alone[str(case)]["saved"])
-            for case in cases
-            if "saved" in alone[str(case)]
-        }
+        training, resuming = {}, {}
+        for case in cases:
+            saved, name = alone[str(case)].get("saved", ""), str(case)
+            training[name] = case.arguments(folder, case.mesh, go_back_to="" if case.resumes_anew else saved)
+            if case.resumes_anew and saved:
+                resuming[f"{name} resumed"] = case.arguments(folder, case.mesh, resume=saved)
         on_mesh = on_each(cases[0].ranks, attempt, training | resuming, folder)
         found = {name: _of_first_rank(results) for name, results in on_mesh.items()}
         return {
-            name: {"alone": own, "mesh": found[name], "resumed": found.get(f"{name} resumed", own)}
+            name: {
+                "alone": own,
+                "mesh": found[name],
+                "resumed": found.get(f"{name} resumed") or found[name].get("resumed") or found[name],
+            }
             for name, own in alone.items()
         }
 
@@ -130,7 +142,7 @@ def assert_same(case: Case, found: dict[str, Any], expected: dict[str, Any], fir
 
 
 def _name(case: Case) -> str:
-    return case.row.name.replace(" ", "-")
+    return case.row.name.replace(", ", "-").replace(" ", "-")
 
 
 CASES = [

@@ -6,7 +6,6 @@ import json
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -74,13 +73,15 @@ def _read_results(path: Path) -> dict[str, Any]:
 
 
 def train(
-    row: Row, folder: Path, name: str, mesh: Sequence[str], steps: int, save_at: int, resume: str
+    row: Row, folder: Path, name: str, mesh: Sequence[str], steps: int, save_at: int, resume: str, go_back_to: str
 ) -> dict[str, Any]:
     """Train a row on this rank, and return what the run reports; its final weights are in a file.
 
     name: the name of its run folder.
     save_at: the step whose state is saved; 0 for none.
-    resume: a checkpoint to resume; empty for none.
+    resume: a checkpoint with which the run starts; empty for none.
+    go_back_to: a checkpoint that is loaded after the last step, and from which it then trains to the end again, as
+        `resumed`; empty for none.
     """
     own = [
         *row.overrides,
@@ -93,17 +94,25 @@ def train(
     config = configure(row.kind, row.features, folder, *own)
     trainer = config.trainer_class(Trainer)(config)
     trainer.forecast.plan = None  # a plan takes as long as three steps, and changes none
+    found = train_to_the_end(trainer, save_at, folder / f"{name}.pt")
+    if go_back_to:
+        trainer.load_checkpoint(go_back_to)
+        found["resumed"] = train_to_the_end(trainer, 0, folder / f"{name} resumed.pt")
+    trainer.close()
+    torch._dynamo.reset()
+    return found
+
+
+def train_to_the_end(trainer: Trainer, save_at: int, weights: Path) -> dict[str, Any]:
+    """Train on, and return what `train` returns."""
     records, saved = [], ""
-    for record in islice(trainer.steps(), steps):
+    for record in trainer.steps():
         records.append({field: record[field] for field in FIELDS})
         if record.step == save_at:
             saved = str(trainer.save_checkpoint(wait=True))
     evaluated = trainer.evaluate()
-    weights = folder / f"{name}.pt"
     tensors = [*trainer.model.named_parameters(), *trainer.model.named_buffers()]
     torch.save({name: full(tensor).detach() for name, tensor in tensors}, weights)
-    trainer.close()
-    torch._dynamo.reset()
     return {
         "records": records,
         "evaluation": evaluated and evaluated["loss"],

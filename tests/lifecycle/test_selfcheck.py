@@ -188,10 +188,19 @@ WRONG: dict[str, tuple[Case, list[str]]] = {
 """What is wrong, and what the message names."""
 
 
+EVERYDAY = ["replica", "mesh", "seed", "data"]
+
+
 @pytest.mark.slow
-def test_error_is_named_on_every_rank(tmp_path: Path) -> None:
-    ranks = on_ranks(4, outcomes, tmp_path, [case for case, _ in WRONG.values()])
-    for (name, (_, named)), *found in zip(WRONG.items(), *ranks, strict=True):
+@pytest.mark.parametrize(
+    "names",
+    [EVERYDAY, pytest.param([name for name in WRONG if name not in EVERYDAY], marks=pytest.mark.campaign)],
+    ids=["everyday", "others"],
+)
+def test_error_is_named_on_every_rank(names: list[str], tmp_path: Path) -> None:
+    ranks = on_ranks(4, outcomes, tmp_path, [WRONG[name][0] for name in names])
+    for name, *found in zip(names, *ranks, strict=True):
+        named = WRONG[name][1]
         assert [part for part in named if part not in found[0]] == [], (name, found[0])
         assert "self-check" in found[0]
         assert "run.selfcheck=false" in found[0]

@@ -108,6 +108,8 @@ def test_stop_before_the_first_step(place: str, ranks: int, tmp_path: Path) -> N
     gate = Gate(tmp_path / "gate", place)
     stopped = start(tmp_path / "run", LONG, f"nproc={ranks}", *FAULTY, variables=gate.variables)
     wait_until(gate.is_reached, "its place before the first step")
+    for pid in stopped.pids:
+        wait_until_it_catches(pid, signal.SIGTERM)
     stopped.signal(signal.SIGTERM)
     assert stopped.wait(together=False).codes == [75] * ranks, stopped.err
     assert "Traceback" not in stopped.err
@@ -134,13 +136,13 @@ def test_a_notice_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / "run" / "notice").touch()
     # The file is looked for once a second.
     fault = Fault(tmp_path / "notes", {"step 2": "sleep 2", "step 3": "sleep 2"})
-    stopped = start(tmp_path / "run", LONG, "nproc=2", *FAULTY, variables=fault.variables)
+    stopped = start(tmp_path / "run", LONG, *FAULTY, variables=fault.variables)
     wait_for_step(stopped, 5)
     assert stopped.is_running, stopped.err
     (tmp_path / "run" / "notice").touch()
     assert_stopped(stopped.wait(), "notice")
     step = stopped.status["step"]
-    again = run(tmp_path / "run", f"train.steps={step + 1}", "nproc=2", *FAULTY)
+    again = run(tmp_path / "run", f"train.steps={step + 1}", *FAULTY)
     assert [line["resumed_step"] for line in again.of_kind("start")] == [None, step]
 
 
@@ -197,22 +199,25 @@ def test_run_stops_before_its_job_ends(tmp_path: Path) -> None:
 # Launchers
 
 
-def test_launcher_is_stopped_and_later_killed(two: SharedRun, tmp_path: Path) -> None:
-    """With torch's launcher in between: 75 comes through, and no rank survives it."""
-    own = ["nproc=2", LONG, "checkpoint.every=4"]
-    stopped = start(tmp_path / "run", *own, fresh=True)
+def test_stopped_launcher_passes_on_the_exit_code_of_its_ranks(tmp_path: Path) -> None:
+    stopped = start(tmp_path / "run", "nproc=2", LONG, fresh=True)
     wait_for_step(stopped)
     stopped.signal(signal.SIGTERM)
     assert_stopped(stopped.wait(), "SIGTERM")
-    step = stopped.status["step"]
-    killed = start(tmp_path / "run", *own, fresh=True)
-    wait_for_step(killed, step + 1)
+    assert processes_of(tmp_path / "run") == []
+
+
+@pytest.mark.campaign
+def test_no_rank_survives_its_launcher(tmp_path: Path) -> None:
+    killed = start(tmp_path / "run", "nproc=2", LONG, fresh=True)
+    wait_for_step(killed)
     killed.kill()
     wait_until(lambda: processes_of(tmp_path / "run") == [], "no rank is left")
     again = run(tmp_path / "run", "train.steps=1", "nproc=2", "checkpoint.resume=none")
     assert again.status["step"] == 1
 
 
+@pytest.mark.campaign
 def test_run_of_nproc_is_finished_under_torchrun(two: SharedRun, tmp_path: Path) -> None:
     folder = two.copy_to(tmp_path / "run", up_to=8)
     own = [item for item in tiny(*two.overrides) if not item.startswith("nproc=")]
