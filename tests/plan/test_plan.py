@@ -125,11 +125,14 @@ def test_peak_equals_that_of_the_storages(
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
 
 
+FEW_TOKENS = ["data.seq_len=64", "train.global_batch_size=8"]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "overrides"),
     [
-        (2, ["mesh.shard=2", "optim.name=muon", "optim.muon.bucket_mib=0.2"]),
+        (2, ["mesh.shard=2", "optim.name=muon", "optim.muon.bucket_mib=0.2", *FEW_TOKENS]),
         *nightly(
             (2, ["mesh.shard=1", "mesh.replicate=2", "model.dim=256", "model.ffn_dim=1024"]),  # two buckets
             (2, ["mesh.shard=2", "mesh.context=2", "mesh.context_method=gather"]),

@@ -10,7 +10,7 @@ pytest.importorskip("transformers", reason="some of the drawn models are transfo
 
 from tests.fuzz import CONTEXT_MESHES, EXPERT_MESHES, MESHES, draw, parse_seeds, run_case, write_inputs
 
-CAMPAIGN_SEEDS = range(28)
+SEEDS = range(29)
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def test_seeds_are_deterministic_and_cover_all_options(tmp_path: Path) -> None:
     assert parse_seeds("3,8,20-22") == [3, 8, 20, 21, 22]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [28, *(pytest.param(seed, marks=pytest.mark.campaign) for seed in CAMPAIGN_SEEDS)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("seed", SEEDS)
 def test_disturbed_run_equals_the_undisturbed_one(seed: int, inputs: Path, tmp_path: Path) -> None:
     run_case(draw(seed, inputs), tmp_path)

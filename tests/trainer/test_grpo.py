@@ -59,9 +59,10 @@ def texts_of(found: list[dict[str, Any]]) -> dict[int, set[tuple[int, ...]]]:
 
 
 @pytest.mark.slow
-def test_grpo_trains_on_the_same_texts_on_two_ranks_and_after_a_resume(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
+def test_grpo_trains_on_the_same_texts_after_a_resume_on_two_ranks(ranks: int, tmp_path: Path) -> None:
     one = on_ranks(1, train_grpo, tmp_path / "one", 2, [*SMALL, "train.steps=5"])
-    two = on_ranks(2, train_grpo, tmp_path / "two", 2, [*SMALL, "train.steps=4"])
+    two = on_ranks(ranks, train_grpo, tmp_path / "two", 2, [*SMALL, "train.steps=4"])
     resumed = on_ranks(2, train_grpo, tmp_path / "two", 2, [*SMALL, "train.steps=5"])
     assert texts_of(one) == texts_of(two) | texts_of(resumed)
     assert sorted(texts_of(resumed)) == [4]

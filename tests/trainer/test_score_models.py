@@ -59,8 +59,8 @@ def scores_by_transformers(folder: Path, settings: list[str]) -> tuple[torch.Ten
     return found, torch.from_numpy(lengths), batch
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("lora", [[], pytest.param(["lora.rank=4"], marks=pytest.mark.campaign)], ids=["", "lora"])
+@pytest.mark.campaign
+@pytest.mark.parametrize("lora", [[], ["lora.rank=4"]], ids=["", "lora"])
 def test_reward_model_is_exported_for_transformers(lora: list[str], model: Path, tmp_path: Path) -> None:
     pairs = write_pairs(tmp_path / "pairs.jsonl")
     settings = [*settings_of("reward", model, pairs), *QUICK, *lora]
