@@ -240,7 +240,7 @@ def test_a_rank_with_other_data_is_named(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_ranks_refuse_changed_data_together(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
-    run(tmp_path / "run", *settings(path, 2, "nproc=2"))
+    run(tmp_path / "run", *settings(path, 2))
     write(tmp_path / "data", *TEXTS[:4])
     refused = start(tmp_path / "run", *settings(path, 3, "nproc=2")).wait(together=False)
     assert refused.codes == [2, 2]

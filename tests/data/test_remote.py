@@ -185,7 +185,7 @@ def test_shards_on_a_full_disk_are_one_message(tmp_path: Path, folder: Path, ser
 
 @pytest.mark.slow
 def test_losses_equal_those_of_local_shards(tmp_path: Path, folder: Path, server: Server) -> None:
-    common = ("train.steps=3", "model.vocab_size=257", "nproc=2", "data.source=tokens", "data.holdout=0")
+    common = ("train.steps=3", "model.vocab_size=257", "data.source=tokens", "data.holdout=0")
     there = run(tmp_path / "a", *common, f"data.path={server.url}/", f"data.cache_dir={tmp_path / 'cache'}")
     here = run(tmp_path / "b", *common, f"data.path={folder}")
     assert there.train("loss") == here.train("loss")

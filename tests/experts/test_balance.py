@@ -129,6 +129,7 @@ def test_bias_moves_the_choice_and_not_the_weights() -> None:
     assert weights.tolist() == [[pytest.approx(0.2)]]
 
 
+@pytest.mark.campaign
 def test_exact_shares_are_planned_as_a_forward_pass_more() -> None:
     """With full recomputation that makes five passes of four; the shares of the last step, or a bias, cost nothing."""
     large = [

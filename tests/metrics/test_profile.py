@@ -179,7 +179,7 @@ def test_means_are_over_the_steps_that_are_not_profiled(tmp_path: Path) -> None:
     assert last["tokens_per_s"] * last["step_s"] == pytest.approx(2 * (2 + 6 + 7 + 8) / 4), "of steps 2 to 8"
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_two_ranks_from_the_command_line(tmp_path: Path) -> None:
     """With a line on the console. Communication that counts is at most the time in all collectives."""
     own = ["nproc=2", "train.steps=3", "log.profile_steps=[2,3]", "log.profile_ranks=[0,1]", "data.source=synthetic"]

@@ -110,7 +110,9 @@ def test_a_resumed_run_continues_in_its_tracker(keeper: Path, tmp_path: Path) ->
     assert len(calls_in(keeper, "close")) == 2
 
 
-@pytest.mark.parametrize("call", ["open", "write", "close"])
+@pytest.mark.parametrize(
+    "call", ["write", *(pytest.param(call, marks=pytest.mark.campaign) for call in ("open", "close"))]
+)
 def test_a_tracker_that_fails_is_one_warning(
     call: str, keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

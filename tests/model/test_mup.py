@@ -179,6 +179,7 @@ def test_activations_do_not_grow_with_the_width(tmp_path: Path) -> None:
     assert plain > 4 * small
 
 
+@pytest.mark.campaign
 def test_a_resume_keeps_the_base_model(tmp_path: Path) -> None:
     """Another one changes the rates, and so must be allowed."""
     base = "optim.base_model={dim: 16, num_heads: 2, num_kv_heads: 2, ffn_dim: 48}"

@@ -17,7 +17,7 @@ def words_of(text: str) -> set[str]:
     return set(re.split(r"[\s:,]+", text))
 
 
-@pytest.mark.parametrize("columns", [80, 60, 40])
+@pytest.mark.parametrize("columns", [40, *(pytest.param(n, marks=pytest.mark.campaign) for n in (80, 60))])
 def test_tables_fit_and_no_word_is_lost(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     wide = meshtrainer(*PLAN).out
@@ -30,7 +30,7 @@ def test_tables_fit_and_no_word_is_lost(columns: int, monkeypatch: pytest.Monkey
     assert words_of(wide) - broken <= words_of(narrow)
 
 
-@pytest.mark.parametrize("columns", [100, 40])
+@pytest.mark.parametrize("columns", [40, pytest.param(100, marks=pytest.mark.campaign)])
 def test_list_of_checkpoints_fits(columns: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fit(tmp_path, "train.steps=2", "checkpoint.every=1", "checkpoint.keep_last=0", "eval.every=1")
     monkeypatch.setenv("COLUMNS", str(columns))

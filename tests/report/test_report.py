@@ -151,8 +151,8 @@ def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "lines",
     [
-        ONE_ATTEMPT[:1],
-        [*ONE_ATTEMPT[1:], {"kind": "unheard of"}],
+        pytest.param(ONE_ATTEMPT[:1], marks=pytest.mark.campaign),
+        pytest.param([*ONE_ATTEMPT[1:], {"kind": "unheard of"}], marks=pytest.mark.campaign),
         [start_line(1.0, world_size=None, mesh=None, parameters=None), train_line(1, 2.0, loss=None, step_s=None)],
         [start_line(1.0), train_line(1, loss=-3.0, grad_norm=0.0, lr=0.0), train_line(2, loss=1e30, grad_norm=1e-30)],
     ],

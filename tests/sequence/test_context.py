@@ -124,7 +124,7 @@ def test_the_method_follows_from_heads_and_nodes() -> None:
 LLAMA = ["model.name=llama", "model.dim=32", "model.num_layers=2", "model.num_heads=4", "model.ffn_dim=64"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("model", "ranks", "method"),
     [

@@ -323,7 +323,8 @@ def fill_each(shape: tuple[int, ...], cases: tuple[str, ...]) -> list[str]:
 @pytest.mark.parametrize(
     ("shape", "cases"),
     [
-        ((4,), ("odd", "llama tied")),
+        ((2,), ("odd", "llama tied")),
+        pytest.param((4,), ("odd", "llama tied"), marks=pytest.mark.campaign),
         *(pytest.param(shape, tuple(SHARDED), marks=pytest.mark.campaign) for shape in ((2,), (2, 2))),
     ],
 )
@@ -531,7 +532,7 @@ def measure_export(name: str, dtype: torch.dtype | None, folder: Path) -> tuple[
     return sum(weight.nbytes for weight in model.parameters()) / 2**20, mib("VmHWM") - before
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("name", "dtype"), [("llama", torch.bfloat16), pytest.param("gpt2", None, marks=pytest.mark.campaign)]
 )
