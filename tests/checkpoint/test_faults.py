@@ -184,7 +184,7 @@ def test_killed_run_continues(place: str, kills: Kills) -> None:
     kills.kill(kind, number)
 
 
-@pytest.mark.slow
+@campaign
 def test_killed_rank_ends_the_others_and_the_run_continues(kills: Kills) -> None:
     kind = Kind("async", ranks=2)
     _, fault = kills.undisturbed(kind)
