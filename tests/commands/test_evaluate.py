@@ -64,6 +64,7 @@ def test_folder_is_evaluated_like_the_run_that_it_is_exported_from(one: SharedRu
     assert of_run["loss"] == pytest.approx(expected.item(), rel=1e-6)
 
 
+@pytest.mark.campaign
 def test_each_source_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.txt").write_text("".join(f"{name} {number}\n" for number in range(2000)))

@@ -26,9 +26,10 @@ from tests.helpers.native_models import (
     tokenizer_json,
 )
 from tests.helpers.runs import SharedRun
-from trainer import Sampling, UserError, generate_batch, load_weights
+from trainer import Sampling, UserError, generate, generate_batch, load_weights
 from trainer.data.tokenizer import ByteTokenizer
 from trainer.generate import open_generator, stream_text
+from trainer.plan.generation import memory_of_generation
 from trainer.sequence import Cache
 
 GREEDY = Sampling(0.0)
@@ -36,6 +37,16 @@ PROMPT = [5, 99, 17, 3, 140]
 PROMPTS = [[5], PROMPT, [17, 3, 200, 41, 6, 5, 5, 90, 31, 12], [88, 2], [9] * 17]
 """Of different lengths."""
 ENDS = frozenset(range(0, 263, 7))
+
+
+@pytest.fixture(autouse=True)
+def no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command cannot estimate its memory, which takes longer than the texts of tiny models."""
+
+    def cannot_be_traced(*arguments: object) -> None:
+        raise RuntimeError("as a model whose code needs data")
+
+    monkeypatch.setattr(generate, "memory_of_generation", cannot_be_traced)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -283,7 +294,8 @@ def refused(*arguments: object) -> str:
     return re.sub(r"^memory: .*\n", "", ended.err)
 
 
-def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path) -> None:
+def test_prompt_is_continued_and_a_seed_repeats_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "memory_of_generation", memory_of_generation)
     folder = speaking(tmp_path / "folder", eos_token_id=[])
     model = load_weights(folder)
     expected = [token for token in continued(model, [3, 5], 12) if token < len(WORDS)]

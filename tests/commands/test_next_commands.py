@@ -64,6 +64,7 @@ def check_each(commands: Sequence[str], cwd: Path) -> None:
         assert ended.code == 0, (command, ended.err)
 
 
+@pytest.mark.campaign
 def test_commands_work_for_a_custom_model_and_a_folder_with_spaces(tmp_path: Path) -> None:
     (tmp_path / "my_models.py").write_text(MODEL)
     own = ["recipe=llama_small", "model.name=my_models:tiny", "run.dir=runs/it's a run"]

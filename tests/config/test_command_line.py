@@ -15,7 +15,9 @@ import pytest
 import yaml
 
 import trainer
-from tests.helpers.launch import REPOSITORY, Run, command, fork, launch, run_script, tiny
+from tests.helpers.commands import Ended
+from tests.helpers.commands import meshtrainer as command
+from tests.helpers.launch import REPOSITORY, Run, fork, launch, run_script, tiny
 from tests.helpers.launch import run as train
 from tests.helpers.runs import SharedRun
 from trainer import load_config, run
@@ -190,10 +192,13 @@ def test_inheriting_from_a_run_takes_neither_its_name_nor_its_folders(tmp_path: 
 # Runs: their names, dry runs, and custom scripts
 
 
-@pytest.mark.slow
-def test_finished_run_does_not_block_a_different_one(tmp_path: Path) -> None:
-    def train_unnamed(*overrides: str, code: int = 0) -> Run:
-        return command("trainer.run", "recipe=llama_small", *tiny(*overrides), cwd=tmp_path, code=code)
+def test_finished_run_does_not_block_a_different_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def train_unnamed(*overrides: str, code: int = 0) -> Ended:
+        ended = command("run", "recipe=llama_small", *tiny(*overrides))
+        assert ended.code == code, ended.err
+        return ended
 
     def folders() -> list[str]:
         return sorted(path.name for path in (tmp_path / "runs").iterdir())

@@ -220,6 +220,75 @@ report none
 data
 """
 """Mistakes whose message proposes no argument that could be typed instead. Think twice before you add one."""
+VARIATIONS = """
+# a recipe, a key or the form
+recipe=conf/llama_smal.yaml
+Train.Steps=5
+train.lr=0.1
+eval.interval=5
+--model.dim=64
+train.steps==5
+train.steps:5
+recipe=tab.yaml
+recipe=dotted.yaml
+recipe=no_colon.yaml
+recipe=variable.yaml
+eval.batch_size=4
+recipe=part.yaml
+recipe=arguments.yaml
+recipe=reference.yaml
+train.seed=5
+log.dir=here
+# a type, a limit or a choice
+train.steps=1.5
+train.steps=10k
+optim.lr=inf
+optim.betas=0.9,0.95
+log.wandb=true
+fsdp.reshard_after_forward=true
+checkpoint.resume=nowhere
+run.name=../a
+optim.max_grad_norm=0
+train.steps=1e3
+train.steps=010
+optim.lr=0,001
+run.timeout_s=30m
+checkpoint.allow_changes=all
+fsdp.cpu_offload=maybe
+optim.eps=0
+optim.betas=[0.9,1.1]
+train.ema=1
+schedule.min_lr_ratio=2
+run.deadline=tomorrow
+run.device=gpu
+fsdp.param_dtype=bf16
+fsdp.wrap=size:big
+train.micro_batch_size=all
+checkpoint.every=often
+# numbers that must fit each other
+nproc=4 mesh.replicate=3
+nproc=2 mesh.expert=2
+mesh.shard=-1 mesh.replicate=-1
+nproc=2000 train.global_batch_size=2048
+nproc=4 fsdp.reshard_after_forward=[always,never]
+model.num_kv_heads=5
+model.dim=97 model.num_heads=1 model.num_kv_heads=1
+recipe=gpt2 data.source=synthetic data.seq_len=2048
+# data, a model or other trainers
+data.path=short.txt
+data.path=empty
+data.path=part-00000.bin
+data.path=strings.jsonl
+model.name=:llama
+recipe=sft model.path=Qwen3-0.6B data.path=x.jsonl
+train.learning_rate=1e-4
+train.per_device_train_batch_size=4
+sharding_strategy=FULL_SHARD
+val_set_size=0.01
+trainer.devices=2
+parallelism.tensor_parallel_degree=2
+"""
+"""Those of the mistakes above that only the campaign makes: another one has the same cause."""
 INPUT = {
     "text.txt": "hi there. " * 100,
     "long.txt": "some text to train on. " * 200,
@@ -384,7 +453,14 @@ def mistake_in(words: Sequence[str], message: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("line", [*lines(PROPOSING), *lines(PROPOSING_NOTHING)], ids=lambda line: line[:60])
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=pytest.mark.campaign) if line in lines(VARIATIONS) else line
+        for line in lines(PROPOSING) + lines(PROPOSING_NOTHING)
+    ],
+    ids=lambda line: line[:60],
+)
 def test_mistake_is_one_message_and_its_advice_works(line: str, folder: Path) -> None:
     words, before = words_of(line), contents(folder)
     answered = answer(words)

@@ -163,7 +163,7 @@ CAMPAIGN = pytest.mark.campaign
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "kind", ["text", "packed", *(pytest.param(kind, marks=CAMPAIGN) for kind in ("stdlib", "chats", "pairs"))]
+    "kind", ["text", *(pytest.param(kind, marks=CAMPAIGN) for kind in ("stdlib", "chats", "packed", "pairs"))]
 )
 @pytest.mark.parametrize("bits", [0, pytest.param(40, marks=CAMPAIGN)])
 def test_a_damaged_file_of_a_cache_changes_no_sample(tmp_path: Path, kind: str, bits: int) -> None:

@@ -109,6 +109,7 @@ def load(folder: Path, *own: str) -> int | None:
         trainer.close()
 
 
+@pytest.mark.campaign
 def test_other_windows_of_the_same_data_need_only_their_key(tmp_path: Path) -> None:
     path = write(tmp_path / "data", *TEXTS[:3])
     fit(tmp_path / "run", *settings(path))

@@ -18,6 +18,12 @@ from trainer.data.opening import open_source
 VALID = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
 """The valid rest of a template."""
 
+EVERYDAY = (
+    *("division by zero", "invalid syntax", "refusal", "not UTF-8", "white space"),
+    *("a file of the machine", "an escape from the sandbox", "an escape by format", "a change of the messages"),
+)
+"""A template for each way to break; the campaign tries them all."""
+
 BROKEN: dict[str, str | bytes] = {
     "division by zero": "{{ 1/0 }}",
     "invalid syntax": "{% for m in messages %}{{ m.content }}",
@@ -53,7 +59,9 @@ def is_one_message(ended: Ended) -> bool:
     return (ended.code, ended.out, ended.err.count("error: ")) == (2, "", 1) and "Traceback" not in ended.err
 
 
-@pytest.mark.parametrize("kind", BROKEN)
+@pytest.mark.parametrize(
+    "kind", [kind if kind in EVERYDAY else pytest.param(kind, marks=pytest.mark.campaign) for kind in BROKEN]
+)
 def test_a_broken_or_forbidden_template_is_one_message(kind: str, tmp_path: Path) -> None:
     template, path = BROKEN[kind], tmp_path / "own.jinja"
     path.write_bytes(template if isinstance(template, bytes) else template.encode("utf-8", "surrogatepass"))

@@ -173,6 +173,7 @@ class Growing(Trainer):
             yield {"tokens": tokens, "targets": targets}
 
 
+@pytest.mark.campaign
 def test_means_are_over_the_steps_that_are_not_profiled(tmp_path: Path) -> None:
     found = tests.helpers.tiny.fit(tmp_path, *PROFILED, "log.every=8", kind=Growing)
     last = of("train", found)[-1]

@@ -186,10 +186,8 @@ def trackio_rows(folder: Path) -> list[tuple[int, float]]:
 READERS = {"tensorboard": tensorboard_rows, "mlflow": mlflow_rows, "trackio": trackio_rows}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["tensorboard", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("mlflow", "trackio"))]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["tensorboard", "mlflow", "trackio"])
 def test_client_gets_each_step_once_from_a_run_that_is_killed_and_resumed(name: str, tmp_path: Path) -> None:
     pytest.importorskip(name)
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 6")

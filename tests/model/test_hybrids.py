@@ -147,6 +147,7 @@ def losses_of(folder: Path, out: Path, *more: str, packed: bool = True, name: st
 ADAPTERS = ["lora.rank=4", "lora.targets=all-linear"]
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("kind", "name", "more"),
     [

@@ -194,7 +194,7 @@ def test_torch_that_converts_bytes_is_refused(base: Path, tmp_path: Path, monkey
 # On ranks
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("ranks", "own", "packing"),
     [

@@ -41,21 +41,28 @@ def test_the_page_lists_every_kind_and_feature_and_each_pair_once() -> None:
     assert compatibility.page(stated()) == text, "the page was edited by hand: python -m tests.compatibility --write"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data and weights for the pairs of this file."""
+    path = tmp_path_factory.mktemp("compatibility")
+    compatibility.prepare(path, dict.fromkeys(pair.kind for pair in REFUSED))
+    return path
+
+
 @pytest.mark.slow
-def test_a_refusal_prints_the_sentence_of_the_page(tmp_path: Path) -> None:
-    compatibility.prepare(tmp_path, dict.fromkeys(pair.kind for pair in REFUSED))
+def test_a_refusal_prints_the_sentence_of_the_page(folder: Path) -> None:
     page = stated()
     for pair in REFUSED:
         with pytest.raises(UserError) as refusal:
-            check_config(compatibility.config_of(pair, tmp_path), pair.num_ranks, pair.num_ranks)
-        assert compatibility.first_line(refusal.value, tmp_path) == page[pair], pair
+            check_config(compatibility.config_of(pair, folder), pair.num_ranks, pair.num_ranks)
+        assert compatibility.first_line(refusal.value, folder) == page[pair], pair
 
 
 @pytest.mark.slow
-def test_pairs_that_ranks_try_do_what_the_page_says() -> None:
+def test_pairs_that_ranks_try_do_what_the_page_says(folder: Path) -> None:
     """One that works, and one that is refused only when the model has been built."""
     pairs = [Pair("llama", ("masked", "ema")), Pair("llama", ("lora_experts",))]
-    results, page = compatibility.try_all(pairs), stated()
+    results, page = compatibility.try_pairs(pairs, folder), stated()
     assert results == {pair: page[pair] for pair in pairs}
     assert [result == WORKS for result in results.values()] == [True, False]
 

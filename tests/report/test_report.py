@@ -95,6 +95,12 @@ def report(folder: Path) -> Page:
     return Page((folder / "report.html").read_text())
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Page:
+    """The page of a finished run."""
+    return report(write(tmp_path_factory.mktemp("plain") / "run", ONE_ATTEMPT, "finished"))
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # One run
 
@@ -114,8 +120,8 @@ def test_page_of_a_run_needs_no_other_file(one: SharedRun, tmp_path: Path) -> No
     assert any("step_00000012" in each for each in page.refers), "leads to the checkpoint"
 
 
-def test_goodput_attempts_sources_and_logged_values_are_on_the_page(tmp_path: Path) -> None:
-    assert "30.0%" in report(write(tmp_path / "one", ONE_ATTEMPT, "finished")).text, "6 s of 20"
+def test_goodput_attempts_sources_and_logged_values_are_on_the_page(plain: Page, tmp_path: Path) -> None:
+    assert "30.0%" in plain.text, "6 s of 20"
     shape = {"world_size": 16, "mesh": {"replicate": 4, "shard": 4}}
     own = {"loss_web": 3.125, "epoch_web": 0.25, "accuracy": 0.375}
     lines = [
@@ -133,9 +139,8 @@ def test_goodput_attempts_sources_and_logged_values_are_on_the_page(tmp_path: Pa
 EVIL = "<script>alert(1)</script> & \"$x_1$ '"
 
 
-def test_text_of_a_run_is_escaped(tmp_path: Path) -> None:
+def test_text_of_a_run_is_escaped(plain: Page, tmp_path: Path) -> None:
     """Whoever wrote the run's folder cannot run code in the reader's browser."""
-    plain = report(write(tmp_path / "plain", ONE_ATTEMPT, "finished"))
     config = f"run:\n  name: {json.dumps(EVIL)}\nmodel:\n  name: '<b>'\ntrain:\n  steps: 9\n"
     start = ONE_ATTEMPT[0] | {"device": "<em>", "torch": "<u>", "mesh": {"<s>": 1}}
     sample = {"kind": "sample", "step": 4, "prompt": EVIL, "text": "<script>"}

@@ -164,7 +164,7 @@ def test_documents_do_not_influence_each_other(name: str, lengths: list[list[int
     assert influence[there].abs().max() == 0.0 < influence[~there].abs().max()
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_compiled_blocks_accept_documents_of_any_length() -> None:
     """Without a graph per batch: torch recompiles only a few times before it gives up."""
     plain, model = build("llama"), build("llama")

@@ -112,7 +112,9 @@ def test_cache_continues_a_text(rule: str) -> None:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["whole rows", "documents"])
-@pytest.mark.parametrize(("count", "method"), [(2, "gather"), (4, "gather"), (4, "heads")])
+@pytest.mark.parametrize(
+    ("count", "method"), [(2, "gather"), pytest.param(4, "gather", marks=pytest.mark.campaign), (4, "heads")]
+)
 @pytest.mark.parametrize("rule", RULES)
 def test_slices_equal_the_whole_sequence(
     rule: str, count: int, method: str, packed: bool, monkeypatch: pytest.MonkeyPatch

@@ -368,6 +368,7 @@ def test_a_kind_without_native_recipe_is_built_by_transformers(tmp_path: Path) -
     assert (config.model.name, config.model.vocab_size) == ("hf", 263)
 
 
+@pytest.mark.campaign
 def test_dropouts_of_gpt2_are_in_the_same_places_as_in_transformers(tmp_path: Path) -> None:
     """With the same random numbers, drawn in the same order, training gives the same logits."""
     pytest.importorskip("transformers")

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.commands import meshtrainer
+from tests.helpers.hf_models import kinds
 from tests.helpers.native_models import folder_of
 from trainer import UserError, load_config, run
 
@@ -60,7 +61,7 @@ def words(folder: Path, recipe: str, *more: str) -> list[str]:
     return [f"recipe={recipe}", f"model.path={folder}", *data, *quick, *more]
 
 
-@pytest.mark.parametrize("how", WITHOUT)
+@pytest.mark.parametrize("how", kinds(WITHOUT, ["pickle", "partial download"]))
 def test_fine_tuning_needs_the_folders_weights(how: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without_weights(model, how)
     for name in ("auto", "hf"):
@@ -94,15 +95,6 @@ def test_new_model_is_built_from_config_json_alone(model: Path) -> None:
 def test_fresh_excludes_init_from(model: Path) -> None:
     with pytest.raises(UserError, match=rf"^model\.fresh=true: .*train\.init_from={model}"):
         load_config("llama_small", ["model.name=auto", f"train.init_from={model}", "model.fresh=true"])
-
-
-@pytest.mark.slow
-def test_run_resumes_without_its_initial_weights(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run.main(words(model, "sft")) == 0
-    without_weights(model)
-    assert run.main(words(model, "sft", "train.steps=2")) == 0
-    lines = (model.parent / "run" / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line).get("resumed_step") for line in lines if '"start"' in line] == [None, 1]
 
 
 def test_a_plan_needs_no_weights_but_evaluations_and_texts_do(model: Path) -> None:

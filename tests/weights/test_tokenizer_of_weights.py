@@ -115,6 +115,7 @@ def test_tokenizer_of_a_run_is_used_with_its_weights(model: Path) -> None:
         config_of(run, name="next")
 
 
+@pytest.mark.campaign
 def test_a_run_of_bytes_resumes_and_exports_no_tokenizer(model: Path) -> None:
     train(config_of(model, "data.tokenizer=bytes", ALLOWED))
     assert config_of(model, "train.steps=2").data.tokenizer == "bytes"
