@@ -229,7 +229,6 @@ def points(count: int) -> list[float]:
 @pytest.mark.parametrize(
     ("kind", "when"),
     [
-        ("prepare", 1 / 2),
         ("chats", 1 / 2),
         *(pytest.param("prepare", share, marks=CAMPAIGN) for share in points(40)),
         *(pytest.param("text", share, marks=CAMPAIGN) for share in points(40)),

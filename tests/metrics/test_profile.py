@@ -211,6 +211,7 @@ def test_on_a_gpu(tmp_path: Path) -> None:
 # Runs that do not get through
 
 
+@pytest.mark.campaign
 def test_run_that_is_shorter_and_leftovers_of_a_killed_attempt(tmp_path: Path) -> None:
     """It profiles the steps that there are. Half a trace of this rank is removed; another rank's is its own."""
     (tmp_path / "profile").mkdir()
