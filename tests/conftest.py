@@ -47,6 +47,30 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------
+# What every test has
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models here are so small that a second thread only waits; and two may add up in another order each time."""
+    import torch  # not at the top: `limit_spinning` comes first
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make no plans for runs in the test's own process; the tests of plans override this (`helpers/no_plan.py`)."""
+    from tests.helpers.no_plan import refuse
+    from trainer.plan import forecast
+
+    monkeypatch.setattr(forecast, "make_plan", refuse)
+
+
+# ---------------------------------------------------------------------------------------------------------------
 # Restoring shared state
 
 

@@ -390,8 +390,9 @@ def test_files_that_are_no_answers_are_not_touched(folder: Path, tmp_path: Path)
         ("bom.txt", b"\xef\xbb\xbfw1\nw2 w3\n"),
         ("array.json", b'[{"prompt": "w1"},\n {"prompt": "w2 w3"}]'),
         ("table.csv", b"prompt\nw1\nw2 w3\n"),
-        ("lines.jsonl.gz", gzip.compress(b'{"prompt": "w1"}\n{"prompt": "w2 w3"}\n')),
+        ("lines.jsonl.gz", gzip.compress(b'{"prompt": "w1"}\n{"prompt": "w2 w3"}\n', mtime=0)),
     ],
+    ids=["bom.txt", "array.json", "table.csv", "lines.jsonl.gz"],
 )
 def test_files_of_prompts(name: str, content: bytes, folder: Path, tmp_path: Path) -> None:
     """In the forms that chats have too, with the byte order mark that editors write."""

@@ -1,7 +1,7 @@
 """Each row of the table trains on its mesh as on one rank, and a checkpoint of one rank is resumed there exactly.
 
-Three steps here, after which the same Trainer goes back to the checkpoint. The campaign takes twenty, on more meshes, and
-resumes in the middle with a Trainer of its own.
+Three steps here, after which the same Trainer goes back to the checkpoint. The campaign takes twenty, on more meshes,
+and resumes in the middle with a Trainer of its own.
 """
 
 from __future__ import annotations
