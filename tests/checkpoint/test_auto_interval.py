@@ -45,7 +45,8 @@ def steps_of(files: list[str]) -> list[int]:
 
 
 def test_all_ranks_save_the_same_steps(tmp_path: Path) -> None:
-    fault = Fault(tmp_path / "notes", below=tmp_path / "run" / "checkpoints")
+    pauses = {f"step {step}": "sleep 0.1" for step in range(1, 1000)}  # so that it need not train while it waits
+    fault = Fault(tmp_path / "notes", pauses, below=tmp_path / "run" / "checkpoints")
     own = merged(OFTEN, ["nproc=2", "checkpoint.keep_last=0"])
     ran = start(tmp_path / "run", *own, variables=fault.variables)
     wait_until(lambda: len(ran.of_kind("checkpoint")) >= 2 or not ran.is_running, "two saves")

@@ -188,7 +188,7 @@ def reference_with_adapters() -> None:
 # The optimizer
 
 
-@defect("ranks", TABLE, "muon and trains and not normuon and not hf_dense")
+@defect("ranks", TABLE, "muon and not normuon and trains")
 def muon_rows_of_next_rank() -> None:
     box = Division.box
 

@@ -189,25 +189,23 @@ _GROUPS = (
 
 ROWS = [
     # Each kind of model, most of them with an optimizer or another feature that suits any kind
-    Row("llama", overrides=_RAGGED),
+    Row("llama, base model", overrides=(*_RAGGED, "optim.base_model={{dim: 32, num_heads: 2, num_kv_heads: 1}}")),
     Row("gpt2, sgd", "gpt2", overrides=(*_RAGGED, "optim.name=sgd", "optim.lr=0.1")),
     Row("qwen3, groups", "qwen3", overrides=(*_RAGGED, *_GROUPS)),
     Row("qwen3_next, averaged weights", "qwen3_next", ("ema",), _RAGGED),
     Row("gpt_oss, 8-bit moments", "gpt_oss", ("int8",), _RAGGED),
-    Row("hf_dense, muon", "hf_dense", ("muon",), (*_RAGGED, *_MUON)),
+    Row("hf_dense, bf16 weights", "hf_dense", overrides=(*_RAGGED, "train.weights_dtype=bfloat16")),
     # Its gradients are so large that rounding grows from step to step: the norm from 3e-7 at step 2 to 2e-6 at step 3.
     Row("hf_hybrid", "hf_hybrid", overrides=(*_RAGGED, "optim.lr=1e-4"), tolerance=1e-5),
     Row("replicas", overrides=_RAGGED, mesh=("mesh.replicate=2",), ranks=4),
     Row("whole replicas", overrides=_RAGGED, mesh=("mesh.replicate=2", "mesh.shard=1")),
     # Data
-    Row("best fit", features=("masked",), overrides=("data.fit=best",)),
+    Row("best fit, sharded accumulation", features=("masked", "sharded"), overrides=("data.fit=best",)),
     Row("two sources, units by size", overrides=_TWO_SOURCES, mesh=("fsdp.wrap=size:5000",)),
     Row("packed chats", overrides=_CHATS),
     # Optimizers
     Row("muon", features=("muon",), overrides=(*_RAGGED, *_MUON)),
     Row("normuon with experts", "qwen3_moe", ("muon",), (*_RAGGED, *_MUON, *_NORMUON), mesh=_EXCHANGE),
-    Row("bf16 weights", overrides=(*_RAGGED, "train.weights_dtype=bfloat16")),
-    Row("base model", overrides=(*_RAGGED, "optim.base_model={{dim: 32, num_heads: 2, num_kv_heads: 1}}")),
     # Adapters
     Row("adapters", features=("lora",), overrides=_RAGGED),
     Row("adapters of experts", "qwen3_moe", ("lora_experts",), _RAGGED, mesh=_EXCHANGE),
@@ -217,7 +215,6 @@ ROWS = [
     Row("parameters on the host", features=("cpu_offload",), overrides=_RAGGED),
     Row("activations on the host", features=("activations",), overrides=_RAGGED),
     Row("recomputation by a budget", features=("budget",), overrides=_RAGGED),
-    Row("sharded accumulation", features=("sharded",), overrides=_RAGGED),
     Row(
         "resharding by unit",
         overrides=_RAGGED,

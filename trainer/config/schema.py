@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from omegaconf import OmegaConf
+import yaml
 
 from trainer import gguf_model, hub
 from trainer.errors import masked, masked_command
@@ -787,7 +787,21 @@ class RunConfig:
         """Return the configuration as YAML: a valid recipe file, except that secrets are masked."""
         plain = self.to_dict()
         plain["model"] = {"name": self.model.name, **plain["model"]}
-        return OmegaConf.to_yaml(OmegaConf.create(plain))
+        return yaml.dump(plain, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False)
+
+
+class _Dumper(yaml.SafeDumper):  # type: ignore[misc]  # the library has no types
+    """Quotes text that OmegaConf would read as a number where YAML 1.1 does not, such as 1e3."""
+
+    def represent_text(self, text: str) -> yaml.ScalarNode:
+        try:
+            float(text)
+        except ValueError:
+            return self.represent_str(text)
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style="'")
+
+
+_Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def name_of_source(path: str) -> str:
