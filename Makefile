@@ -1,7 +1,8 @@
 # The two main commands: `make check` runs linters and type checks, `make test` runs the tests.  See tests/README.md.
 PYTHON ?= python3
-# Number of pytest workers, each of which needs 1 GB of memory: one more than there are cores, since some tests wait.
-WORKERS ?= $(shell $(PYTHON) -c 'import os; print(min(4, 1 + (os.cpu_count() or 2)))')
+# Number of pytest workers, each of which needs 1 GB of memory. With one more than there are cores, the tests need a fifth
+# more CPU time, and end no sooner.
+WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(4, os.cpu_count() or 2)))')
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 
 # The tests start many interpreters: keep their bytecode, even if the environment disables that.

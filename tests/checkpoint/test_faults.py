@@ -375,7 +375,7 @@ def test_all_checkpoints_are_damaged(one: SharedRun, tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@campaign
 def test_verifying_sizes_finds_truncation(one: SharedRun, tmp_path: Path) -> None:
     for number, original in enumerate(files_of(step_folder(one.folder, 12))):
         folder = one.copy_to(tmp_path / str(number))
@@ -489,8 +489,8 @@ def test_disk_is_full_when_a_run_resumes(one: SharedRun, tmp_path: Path) -> None
         assert stamps(folder) == before
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), *in_campaign((2, "async"), (1, "async"), (2, "sync"))])
+@campaign
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), (2, "async"), (1, "async"), (2, "sync")])
 def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     """Permanently: the run fails as `checkpoint.max_failures` says, and earlier checkpoints are readable."""
     own = [f"checkpoint.dir={disk}/saved", f"checkpoint.mode={mode}"]

@@ -77,6 +77,7 @@ def test_each_source_of_a_mixture_is_evaluated(tmp_path: Path) -> None:
     assert all(again[field] == of_run[field] for field in ("loss", "loss_a", "loss_b"))
 
 
+@pytest.mark.campaign
 def test_adapters_are_evaluated_on_their_base(chat: SharedRun) -> None:
     ended = command("trainer.evaluate", chat.folder, "--json")
     assert json.loads(ended.out)["loss"] == chat.of_kind("eval")[-1]["loss"]

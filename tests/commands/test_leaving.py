@@ -8,7 +8,7 @@ from tests.helpers.commands import meshtrainer
 from tests.helpers.runs import SharedRun
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_runs_lists_a_run(one: SharedRun) -> None:
     listed = meshtrainer("runs", one.folder.parent)
     assert listed.code == 0, listed.err

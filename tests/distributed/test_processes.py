@@ -97,6 +97,7 @@ def test_steps_that_are_not_finite_are_skipped_on_all_ranks(tmp_path: Path) -> N
     assert skipped.train("step") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.campaign
 def test_too_many_steps_that_are_not_finite_end_the_run(tmp_path: Path) -> None:
     limit = "train.max_skipped_updates=2"
     failed = run(tmp_path / "run", *MLP, f"{OWN}mlp_nonfinite", "nproc=2", limit, *SMALL, code=1)

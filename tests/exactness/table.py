@@ -155,6 +155,8 @@ class Row:
     ranks: int = 2
     tolerance: float = 1e-6
     """The largest relative difference of losses, gradient norms and evaluations, and of the weights as a whole."""
+    everyday: bool = True
+    """Whether `make test` trains it, not only the campaign."""
 
     @property
     def weights(self) -> set[str]:
@@ -220,6 +222,7 @@ ROWS = [
         overrides=_RAGGED,
         mesh=("fsdp.reshard_after_forward=[never,2,always,4]", "fsdp.prefetch_forward=2", "fsdp.prefetch_backward=2"),
         ranks=4,
+        everyday=False,
     ),
     # Axes
     Row("context by gather", overrides=_RAGGED, mesh=("mesh.context=2", "mesh.context_method=gather")),
@@ -232,6 +235,6 @@ ROWS = [
     # Objectives
     Row("preferences", features=("dpo",)),
     Row("labelled answers", features=("kto",)),
-    Row("rewards", features=("reward",)),
+    Row("rewards", features=("reward",), everyday=False),
     Row("distillation", features=("distill",), overrides=("objective.teacher={folder}/weights/qwen3",)),
 ]

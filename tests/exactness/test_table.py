@@ -53,7 +53,7 @@ class Case:
         return self.row, folder, f"{name} {'-'.join(mesh)}", overrides, self.steps, save_at, resume, go_back_to
 
 
-EVERYDAY = [Case(row, row.ranks, row.mesh) for row in ROWS]
+EVERYDAY = [Case(row, row.ranks, row.mesh) for row in ROWS if row.everyday]
 
 
 def _long(row: Row, ranks: int, mesh: tuple[str, ...]) -> Case:

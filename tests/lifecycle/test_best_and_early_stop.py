@@ -76,7 +76,7 @@ def test_several_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert trained(tmp_path / "run", "checkpoint.keep_best=3", "train.steps=11").steps_saved == [4, 6, 10, 11]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_best_existing_checkpoint_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One that could not be saved, or was deleted, does not count."""
     with small_disk(tmp_path / "disk", "4m") as disk:

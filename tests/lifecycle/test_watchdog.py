@@ -62,8 +62,8 @@ def assert_named(ran: Run, rank: int, phase: str) -> None:
 @pytest.mark.parametrize(
     ("place", "rank", "nproc"),
     [
-        *[("forward 3", 1, 2), ("save 3", 1, 2), ("data 3", 0, 1)],
-        *in_campaign(("file 2", 1, 2), ("data 3", 1, 2), ("backward 3", 1, 2), ("step 3", 1, 2)),
+        *[("forward 3", 1, 2), ("data 3", 0, 1)],
+        *in_campaign(("save 3", 1, 2), ("file 2", 1, 2), ("data 3", 1, 2), ("backward 3", 1, 2), ("step 3", 1, 2)),
         *in_campaign(("evaluation 2", 1, 2), ("data 3", 0, 2), ("file 2", 0, 2)),
     ],
 )

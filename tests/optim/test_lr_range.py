@@ -131,7 +131,7 @@ def test_diverged_range_test_counts_as_finished(kind: type[Trainer], tmp_path: P
 NOTE = 'echo "$RUN_DIR $STATE $EXIT_CODE $STEP" >> "$RUN_DIR/../told"'
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_end_command_gets_the_outcome_once(tmp_path: Path) -> None:
     """On rank 0, after the end record, however the run ends."""
     folder = tmp_path / "run"

@@ -44,6 +44,7 @@ def test_cache_and_temporaries_are_those_of_a_generation() -> None:
     assert plan <= 1.3 * peak
 
 
+@pytest.mark.campaign
 def test_a_generation_that_does_not_fit_is_reported() -> None:
     """The weights are gathered in the dtype of the computation; what the message proposes just fits."""
     own = ["recipe=llama3_8b", "model.num_layers=2", "ranks=8", "data.seq_len=2048", "train.compile=false"]

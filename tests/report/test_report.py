@@ -184,7 +184,7 @@ def test_a_million_records_make_a_small_page(tmp_path: Path) -> None:
 # Running runs
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_watched_page_is_rewritten_until_its_run_ends(tmp_path: Path) -> None:
     """While the run trains the page says so; once the run has been killed, too, though its files still say running."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "evaluation 2")

@@ -485,7 +485,7 @@ def resume_own_state(folder: Path) -> dict[str, Any]:
     return {"found": found, "is_open": dist.is_initialized()}
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_custom_state_is_restored_on_every_rank_by_successive_trainers(tmp_path: Path) -> None:
     """Each Trainer opens and closes the process group; keys left in the store must not mislead the next one.
 

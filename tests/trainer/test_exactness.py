@@ -131,9 +131,8 @@ def initial_weights(meshes: list[list[str]]) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("ranks", "mesh"), [(3, []), pytest.param(4, ["mesh.replicate=2"], marks=pytest.mark.campaign)], ids=["3", "2x2"]
-)
+@pytest.mark.campaign
+@pytest.mark.parametrize(("ranks", "mesh"), [(3, []), (4, ["mesh.replicate=2"])], ids=["3", "2x2"])
 def test_initial_weights_are_bit_identical_on_every_mesh(ranks: int, mesh: list[str]) -> None:
     """An odd vocabulary gives uneven shards; gpt2 has a tied table."""
     one, other_seed = initial_weights([[], ["run.seed=1"]])

@@ -58,8 +58,8 @@ def texts_of(found: list[dict[str, Any]]) -> dict[int, set[tuple[int, ...]]]:
     return {step: set[tuple[int, ...]]().union(*(each["texts"][step] for each in found)) for step in found[0]["texts"]}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.campaign)])
+@pytest.mark.campaign
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_grpo_trains_on_the_same_texts_after_a_resume_on_two_ranks(ranks: int, tmp_path: Path) -> None:
     one = on_ranks(1, train_grpo, tmp_path / "one", 2, [*SMALL, "train.steps=5"])
     two = on_ranks(ranks, train_grpo, tmp_path / "two", 2, [*SMALL, "train.steps=4"])
