@@ -64,6 +64,7 @@ def test_oldest_checkpoint_is_deleted_first_if_only_two_fit(size_kib: float, tmp
         assert_only_whole(saved)
 
 
+@pytest.mark.campaign
 def test_final_save_waits_for_space(size_kib: float, tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", f"{int(1.5 * size_kib)}k") as disk:
         (disk / "other").write_bytes(bytes(int(size_kib * 1024)))

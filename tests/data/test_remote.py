@@ -196,6 +196,7 @@ def test_a_url_where_nothing_is(tmp_path: Path, server: Server, path: str) -> No
     assert refusal_of(tmp_path, f"{server.url}/{path}")
 
 
+@pytest.mark.campaign
 def test_a_server_and_a_protocol_that_do_not_exist(tmp_path: Path, server: Server) -> None:
     assert "text-00000.bin" in refusal_of(tmp_path, f"{server.url}/text-00000.json"), "the nearest file"
     assert refusal_of(tmp_path, "nowhere://x/y.bin")
@@ -207,6 +208,7 @@ def test_a_server_and_a_protocol_that_do_not_exist(tmp_path: Path, server: Serve
 # Text
 
 
+@pytest.mark.campaign
 def test_text_at_a_url_gives_the_same_shards_as_local_files(tmp_path: Path, folder: Path, server: Server) -> None:
     """Each file is fetched once, and not kept; a later start needs no server."""
     inside = folder / "text"

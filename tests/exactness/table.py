@@ -211,7 +211,7 @@ ROWS = [
     # Adapters
     Row("adapters", features=("lora",), overrides=_RAGGED),
     Row("adapters of experts", "qwen3_moe", ("lora_experts",), _RAGGED, mesh=_EXCHANGE),
-    Row("4-bit base", features=("nf4",), overrides=_RAGGED),
+    Row("4-bit base", features=("nf4",), overrides=_RAGGED, everyday=False),
     Row("4-bit experts", "qwen3_moe", ("nf4", "lora_experts"), _RAGGED),
     # Memory
     Row("parameters on the host", features=("cpu_offload",), overrides=_RAGGED),
@@ -234,7 +234,7 @@ ROWS = [
     Row("exact shares of experts", "qwen3_moe", ("full",), (*_RAGGED, *_EXACT), mesh=("mesh.context=2",)),
     # Objectives
     Row("preferences", features=("dpo",)),
-    Row("labelled answers", features=("kto",)),
+    Row("labelled answers", features=("kto",), everyday=False),
     Row("rewards", features=("reward",), everyday=False),
     Row("distillation", features=("distill",), overrides=("objective.teacher={folder}/weights/qwen3",)),
 ]

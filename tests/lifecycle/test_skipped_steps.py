@@ -114,7 +114,7 @@ def test_weights_of_zero_and_frozen_ones_of_any_size_are_saved(tmp_path: Path) -
     assert saved(tmp_path) == ["01"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_save_due_in_a_streak_is_postponed_to_its_end(tmp_path: Path) -> None:
     """It replaces the due save, also for `keep_every` and after a restart."""
     keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=4"]
@@ -206,7 +206,7 @@ def test_streak_that_begins_during_a_save(tmp_path: Path) -> None:
     assert [line["resumed_step"] for line in again.of_kind("start")] == [None, 2]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_doubtful_checkpoint_is_quarantined_once(tmp_path: Path) -> None:
     """If resuming from the previous one fails too, the checkpoint was not the cause; storage does not fill up."""
     for _ in range(3):

@@ -135,7 +135,7 @@ def test_a_notice_stops_the_run(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "notice").touch()
     # The file is looked for once a second.
-    fault = Fault(tmp_path / "notes", {"step 2": "sleep 2", "step 3": "sleep 2"})
+    fault = Fault(tmp_path / "notes", {"step 2": "sleep 1.2", "step 3": "sleep 1.2"})
     stopped = start(tmp_path / "run", LONG, *FAULTY, variables=fault.variables)
     wait_for_step(stopped, 5)
     assert stopped.is_running, stopped.err

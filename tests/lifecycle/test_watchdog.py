@@ -81,6 +81,7 @@ def test_hanging_rank_is_named(place: str, rank: int, nproc: int, tmp_path: Path
         assert "faults.py" in ran.err
 
 
+@pytest.mark.campaign
 def test_rank_that_is_gone_without_a_word_ends_the_others(tmp_path: Path) -> None:
     """While a save is on its way too: they do not wait for it as long as storage may take, which is an hour."""
     fault = Fault(tmp_path / "notes", {"step 4 of rank 1": "SIGSTOP"})

@@ -69,7 +69,7 @@ def test_only_a_trainer_of_objectives_accepts_pairs(base: Path, tmp_path: Path) 
         kind(config_of(base, tmp_path / "run", "lora.rank=4"))
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_one_command_trains_a_model_folder_on_a_file_of_pairs(tmp_path: Path) -> None:
     folder = hf_models.folder_of(tmp_path / "model", "llama", vocab_size=128)
     write_tokenizer(folder, CHATML, eos_token="<|im_end|>")
