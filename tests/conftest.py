@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import hashlib
 import os
 import signal
 import sys
@@ -33,7 +34,9 @@ def pytest_configure() -> None:
         if signal.getsignal(number) is signal.SIG_IGN:
             signal.signal(number, lambda *_: None)
     # A cache folder of the tests' own, kept between runs: a calibration in the user's cache would change plans.
-    folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}"
+    # Each checkout has its own, since another commit may have written other things under the same names.
+    checkout = hashlib.sha256(str(launch.REPOSITORY).encode()).hexdigest()[:8]
+    folder = Path(tempfile.gettempdir()) / f"meshtrainer-tests-{os.getuid()}-{checkout}"
     folder.mkdir(exist_ok=True)
     os.environ["XDG_CACHE_HOME"] = str(folder)
     os.environ["HF_HUB_OFFLINE"] = "1"  # a test that uses the Hub starts its own server

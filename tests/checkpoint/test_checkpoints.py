@@ -140,7 +140,7 @@ def test_remote_storage(kind: str, ranks: int, tmp_path: Path) -> None:
 
 @slow
 def test_storage_in_memory(tmp_path: Path) -> None:
-    options = ["train.steps=4", "checkpoint.dir=memory://checkpoints", "checkpoint.keep_last=1"]
+    options = ["train.steps=4", f"checkpoint.dir=memory://{tmp_path.name}", "checkpoint.keep_last=1"]
     fit(tmp_path, *options)
     again = Trainer(tiny_config(tmp_path, *options))
     assert again.load_checkpoint() == 4

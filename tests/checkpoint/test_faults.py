@@ -1,6 +1,6 @@
 """Checkpoints survive kills, damage, full or hanging storage, and failing ranks. See tests/helpers/faults.py.
 
-`make test` runs a selection, and `python -m tests.campaign faults` everything. Random cases are seeded, and each
+`make test` runs a selection, and `python -m tests.campaign faults` the rest. Random cases are seeded, and each
 failure names its case, so that it can be repeated.
 """
 
@@ -125,7 +125,7 @@ class Kills:
         killed = start(folder, *kind.settings, variables=fault.variables).wait(together=False)
         case = f"{folder}: {kind}, {whom} of rank {rank} at {fault.files(rank)[-1]}"
         assert killed.codes[rank] == -9, f"{case}: {killed.codes} {killed.err}"
-        cut_newest_file(folder / "checkpoints", random.Random(case))
+        cut_newest_file(folder / "checkpoints", random.Random(f"{kind} {number} {whom} {rank}"))
         return self.restart(kind, killed, case)
 
     def restart(self, kind: Kind, killed: Run, case: str) -> Run:
@@ -171,7 +171,7 @@ def numbers_of(files: list[str], event: str) -> list[int]:
 @pytest.mark.slow
 @pytest.mark.parametrize("place", ["while tensors are written", "at the publication", "while an old one is pruned"])
 def test_killed_run_continues(place: str, kills: Kills) -> None:
-    kind = Kind("sync")
+    kind = Kind("async" if place == "while tensors are written" else "sync")
     _, fault = kills.undisturbed(kind)
     files = fault.files()
     if place == "while tensors are written":
@@ -489,8 +489,8 @@ def test_disk_is_full_when_a_run_resumes(one: SharedRun, tmp_path: Path) -> None
         assert stamps(folder) == before
 
 
-@campaign
-@pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), (2, "async"), (1, "async"), (2, "sync")])
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "mode"), [(1, "sync"), *in_campaign((2, "async"), (1, "async"), (2, "sync"))])
 def test_checkpoint_folder_becomes_read_only(ranks: int, mode: str, disk: Path, tmp_path: Path) -> None:
     """Permanently: the run fails as `checkpoint.max_failures` says, and earlier checkpoints are readable."""
     own = [f"checkpoint.dir={disk}/saved", f"checkpoint.mode={mode}"]
@@ -537,7 +537,7 @@ def test_save_that_falls_due_waits_for_the_one_in_flight(tmp_path: Path) -> None
     gate, fault = Gate(tmp_path / "gate", "file 2"), Fault(tmp_path / "notes", below=tmp_path / "run" / "checkpoints")
     own = with_("checkpoint.mode=async", "checkpoint.when_busy=wait", "checkpoint.keep_last=0")
     started = start(tmp_path / "run", *own, variables=fault.variables | gate.variables)
-    wait_until(lambda: last_step(started) == 2 * EVERY, "the next save falls due")
+    wait_until(lambda: last_step(started) >= 2 * EVERY or not started.is_running, "the next save falls due")
     gate.open()
     assert started.wait().codes == [0], started.err
     assert started.steps_saved == [2, 4, 6, 8]
@@ -622,7 +622,7 @@ def test_exit_during_a_background_save(how: str, ranks: int, code: int, tmp_path
     fault = Fault(tmp_path / "notes", at, below=folder / "checkpoints")
     own = with_("train.steps=3" if how == "nothing" else "train.steps=1000000", "checkpoint.every=2", ranks=ranks)
     started = start(folder, *own, variables=fault.variables | gate.variables)
-    wait_until(lambda: last_step(started) >= 3, "the step after which it ends")
+    wait_until(lambda: last_step(started) >= 3 or not started.is_running, "the step after which it ends")
     gate.open()
     started.wait(together=False)
     assert started.codes == [code] * ranks, started.err
@@ -640,7 +640,7 @@ def test_folder_belongs_to_one_run(tmp_path: Path) -> None:
     """A second start is refused and changes nothing; a dead owner blocks nobody."""
     folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "step 3")
     first = start(folder, *with_("checkpoint.mode=sync"), variables=gate.variables)
-    wait_until(gate.is_reached, "step 3")
+    wait_until(lambda: gate.is_reached() or not first.is_running, "step 3")
     before = stamps(folder)
     second = run(folder, *with_("run.seed=1"), code=2)
     assert f"run.dir={folder}: another run owns it" in second.err
@@ -703,7 +703,7 @@ CHANGES = {
 
 
 @pytest.mark.slow
-def test_changed_model_is_rejected(saved: Path, tmp_path: Path) -> None:
+def test_changed_model_is_rejected(saved: Path) -> None:
     """With all differences, of which a long list is written to a file; nothing is loaded, and nothing is written."""
     before = stamps(saved)
     for change, named in CHANGES.items():

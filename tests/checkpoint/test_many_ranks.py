@@ -24,8 +24,7 @@ def test_each_rank_writes_an_equal_share(four: SharedRun) -> None:
     assert max(sizes) < 1.5 * min(sizes)
 
 
-@pytest.mark.campaign
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.campaign)])
 def test_rank_reads_only_its_own_rows(ranks: int, tmp_path: Path) -> None:
     """And what all ranks have alike, which the first one has written."""
     folder, own = tmp_path / "run", merged(RUN, [f"nproc={ranks}", "train.global_batch_size=4"])

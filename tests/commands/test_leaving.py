@@ -15,11 +15,6 @@ def test_runs_lists_a_run(one: SharedRun) -> None:
     assert one.folder.name in listed.out
 
 
-@pytest.mark.parametrize("command", ["runs", "submit", "sweep", "widths", "teach"])
-def test_help(command: str) -> None:
-    assert meshtrainer(command, "--help").code == 0
-
-
 @pytest.mark.parametrize("command", ["submit", "sweep", "widths", "teach"])
 def test_without_arguments_it_is_a_mistake(command: str) -> None:
     refused = meshtrainer(command)

@@ -155,9 +155,3 @@ def test_nproc_must_equal_the_launchers_world_size(tmp_path: Path) -> None:
 @pytest.mark.campaign
 def test_exit_code_of_workers_is_that_of_nproc(tmp_path: Path) -> None:
     run(tmp_path / "run", *MLP, f"{OWN}mlp_unfilled", "nproc=2", fresh=True, code=2)
-
-
-@pytest.mark.campaign
-def test_run_whose_job_has_ended_stops_at_once(tmp_path: Path) -> None:
-    past = {"SLURM_JOB_END_TIME": "1700000000"}
-    run(tmp_path / "run", "train.steps=5", "nproc=2", fresh=True, variables=past, code=75)

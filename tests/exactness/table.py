@@ -209,9 +209,10 @@ ROWS = [
     Row("muon", features=("muon",), overrides=(*_RAGGED, *_MUON)),
     Row("normuon with experts", "qwen3_moe", ("muon",), (*_RAGGED, *_MUON, *_NORMUON), mesh=_EXCHANGE),
     # Adapters
-    Row("adapters", features=("lora",), overrides=_RAGGED),
+    Row("adapters, selective recomputation", features=("lora", "selective"), overrides=_RAGGED),
     Row("adapters of experts", "qwen3_moe", ("lora_experts",), _RAGGED, mesh=_EXCHANGE),
     Row("4-bit base", features=("nf4",), overrides=_RAGGED, everyday=False),
+    Row("8-bit base", features=("fp8",), overrides=_RAGGED),
     Row("4-bit experts", "qwen3_moe", ("nf4", "lora_experts"), _RAGGED),
     # Memory
     Row("parameters on the host", features=("cpu_offload",), overrides=_RAGGED),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -142,9 +143,11 @@ def differences(found: dict[str, Any], expected: dict[str, Any], first_step: int
     one, other = torch.load(found["weights"]), torch.load(expected["weights"])
     assert one.keys() == other.keys()
     squares = sum(float((one[name].double() - other[name].double()).square().sum()) for name in other)
+    assert math.isfinite(squares), squares
     result["weights"] = (squares / sum(float(other[name].double().square().sum()) for name in other)) ** 0.5
     return result
 
 
 def _relative(one: float, other: float) -> float:
+    assert math.isfinite(one), one
     return 0.0 if one == other else abs(one - other) / max(abs(other), 1e-30)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 def relative(found: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference of two lists of the same length."""
     assert len(found) == len(expected) > 0
+    assert all(map(math.isfinite, found)), found  # `max` may overlook a NaN
     return max(abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True))
 
 

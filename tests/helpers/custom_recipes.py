@@ -268,7 +268,6 @@ register(Recipe("undecided", MlpConfig, Undecided, UNITS))
 register(Recipe("wayward", WaywardConfig, Wayward, UNITS))
 register(Recipe("greedy", MlpConfig, Mlp, UNITS, trainer=OutOfMemoryTrainer))
 register(Recipe("mlp_unfilled", MlpConfig, _unfilled_buffer, UNITS))
-register(Recipe("mlp_wrong_units", MlpConfig, Mlp, ["table", "hiden.*"]))
 register(Recipe("mlp_parted_tie", MlpConfig, _tied, UNITS))
 register(Recipe("mlp_faulty", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:FaultyTrainer"))
 register(Recipe("mlp_repeating", MlpConfig, Mlp, UNITS, trainer="tests.helpers.faults:RepeatingTrainer"))
@@ -291,9 +290,9 @@ def _units(model: nn.Module) -> list[str]:
 
 
 register(Recipe("llama_whole_logits", LlamaConfig, whole_logits, _units))
-for _name, _recipe in (("llama_faulty", "llama"), ("moe_faulty", "qwen3_moe")):
-    _faulty = {"name": _name, "trainer": "tests.helpers.faults:FaultyTrainer", "hf": None}  # folders name the originals
-    register(dataclasses.replace(find_recipe(_recipe), **_faulty))
+_FAULTY = "tests.helpers.faults:FaultyTrainer"
+# Without `hf`: folders of Hugging Face name the original.
+register(dataclasses.replace(find_recipe("llama"), name="llama_faulty", trainer=_FAULTY, hf=None))
 
 
 def attending_within_slices(config: LlamaConfig) -> nn.Module:

@@ -11,7 +11,6 @@ import base64
 import hashlib
 import http.server
 import json
-import os
 import re
 import threading
 import time
@@ -311,8 +310,3 @@ class _Handler(http.server.BaseHTTPRequestHandler):
                 files.pop(value["path"], None)
         commit = repository.commit(files, revision)
         self._json({"success": True, "commitOid": commit, "commitUrl": f"{self.hub.url}/{repo}/commit/{commit}"})
-
-
-def cleared_environment() -> dict[str, str]:
-    """Return this process's environment without settings of the Hub."""
-    return {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "HUGGING"))}

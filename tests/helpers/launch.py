@@ -166,9 +166,6 @@ class Run:
     def err(self) -> str:
         return self._all_printed(".err")
 
-    def out_of(self, rank: int) -> str:
-        return self._printed_by(f"{rank}.out")
-
     def err_of(self, rank: int) -> str:
         return self._printed_by(f"{rank}.err")
 

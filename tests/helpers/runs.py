@@ -127,7 +127,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
 
 
 @pytest.fixture(scope="session")
-def chat(one: SharedRun, tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
+def chat(tmp_path_factory: pytest.TempPathFactory) -> SharedRun:
     """A model folder fine-tuned on chats with adapters (LoRA), on one rank: 12 steps, saved at 4, 8 and 12."""
     base = _shared_folder(tmp_path_factory) / "shared-chat-input"
     with open(base.with_suffix(".lock"), "w") as lock:

@@ -9,21 +9,13 @@ import time
 import torch
 
 from tests.helpers.gate import pass_gate
-from trainer import RunConfig, Trainer, register
-from trainer.metrics.follower import Follower
+from trainer import Trainer, register
 from trainer.metrics.record import Record
 from trainer.recipe import find_recipe
 
 
 class SlowTrainer(Trainer):
-    """Pauses for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate if there is one.
-
-    MESHTRAINER_TEST_PATIENCE_S is how many seconds it waits for a tracker at the end.
-    """
-
-    def __init__(self, config: RunConfig) -> None:
-        Follower.FINISH_TIMEOUT_S = float(os.environ.get("MESHTRAINER_TEST_PATIENCE_S", Follower.FINISH_TIMEOUT_S))
-        super().__init__(config)
+    """Pauses for MESHTRAINER_TEST_REST_S seconds after each step, and waits at a gate if there is one."""
 
     def on_step(self, record: Record) -> None:
         time.sleep(float(os.environ.get("MESHTRAINER_TEST_REST_S", "0")))

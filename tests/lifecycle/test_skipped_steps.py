@@ -114,7 +114,7 @@ def test_weights_of_zero_and_frozen_ones_of_any_size_are_saved(tmp_path: Path) -
     assert saved(tmp_path) == ["01"]
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 def test_save_due_in_a_streak_is_postponed_to_its_end(tmp_path: Path) -> None:
     """It replaces the due save, also for `keep_every` and after a restart."""
     keep = ["checkpoint.keep_last=1", "checkpoint.keep_every=4"]

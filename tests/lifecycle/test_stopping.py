@@ -72,9 +72,9 @@ def test_second_interrupt_ends_a_stuck_run(tmp_path: Path) -> None:
     """Without saving, but with its outcome on record, and the folder is free."""
     gate = Gate(tmp_path / "gate", "evaluation 2")
     stuck = start(tmp_path / "run", LONG, "eval.every=2", "eval.steps=1", *FAULTY, variables=gate.variables)
-    wait_until(gate.is_reached, "the evaluation, in which it stays")
+    wait_until(lambda: gate.is_reached() or not stuck.is_running, "the evaluation, in which it stays")
     stuck.signal(signal.SIGINT)
-    wait_until(lambda: "Ctrl-C" in stuck.err, "the answer, before the step ends")
+    wait_until(lambda: "Ctrl-C" in stuck.err or not stuck.is_running, "the answer, before the step ends")
     stuck.signal(signal.SIGINT)
     assert stuck.wait().code == 1
     assert (stuck.status["state"], stuck.status["exit_code"]) == ("failed", 1)
@@ -87,7 +87,7 @@ def test_stop_aborts_an_evaluation_and_the_next_start_makes_up_for_it(tmp_path: 
     own = ["train.steps=4", "checkpoint.every=4", "eval.every=2", "eval.steps=9", *FAULTY]
     gate = Gate(tmp_path / "gate", "evaluation 4")
     stopped = start(tmp_path / "run", *own, variables=gate.variables)
-    wait_until(gate.is_reached, "the last evaluation")
+    wait_until(lambda: gate.is_reached() or not stopped.is_running, "the last evaluation")
     stopped.signal(signal.SIGTERM)
     passed = gate.num_passed
     gate.open()
@@ -107,7 +107,7 @@ def test_stop_before_the_first_step(place: str, ranks: int, tmp_path: Path) -> N
     """There is nothing to save, so nothing is waited for: neither work in progress nor a rank that is missing."""
     gate = Gate(tmp_path / "gate", place)
     stopped = start(tmp_path / "run", LONG, f"nproc={ranks}", *FAULTY, variables=gate.variables)
-    wait_until(gate.is_reached, "its place before the first step")
+    wait_until(lambda: gate.is_reached() or not stopped.is_running, "its place before the first step")
     for pid in stopped.pids:
         wait_until_it_catches(pid, signal.SIGTERM)
     stopped.signal(signal.SIGTERM)

@@ -57,7 +57,7 @@ def weights_of(config: StoredConfig) -> Memory:
     return Memory(StoredTensor(config.vocab_size).state_dict())
 
 
-STORED = register(
+register(
     Recipe("stored", StoredConfig, lambda config: StoredTensor(config.vocab_size), resolve=settle, weights=weights_of)
 )
 

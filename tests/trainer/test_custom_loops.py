@@ -397,15 +397,6 @@ def test_custom_loop_resumes_and_logs(tmp_path: Path, plain: list[dict[str, Any]
     assert of("checkpoint", found, "step") == [2]
 
 
-def test_finished_custom_loop_records_its_end(tmp_path: Path) -> None:
-    """One `end` record per attempt, and a final status, once the Trainer is closed."""
-    trainer = Trainer(tiny_config(tmp_path))
-    list(trainer.steps())
-    trainer.close()
-    assert len(of("end", lines(tmp_path), "step")) == 1
-    assert json.loads((tmp_path / "status.json").read_text())["state"] != "running"
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Checkpoints
 
