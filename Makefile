@@ -1,7 +1,7 @@
 # The two main commands: `make check` runs linters and type checks, `make test` runs the tests.  See tests/README.md.
 PYTHON ?= python3
-# Number of pytest workers, each of which needs 1 GB of memory. With one more than there are cores, the tests need a fifth
-# more CPU time, and end no sooner.
+# Number of pytest workers, each of which needs 1 GB of memory, and 10 CPU seconds to import everything. Most tests start
+# ranks, so that as many workers as there are cores keep these busy.
 WORKERS ?= $(shell $(PYTHON) -c 'import os; print(max(2, min(4, os.cpu_count() or 2)))')
 PYTEST = $(PYTHON) -m pytest -q -n $(WORKERS) --dist worksteal
 

@@ -119,7 +119,7 @@ def test_what_is_not_there_is_one_message(fake: FakeHub, setting: str, named: li
     assert all(words in str(caught.value) for words in named)
 
 
-def test_pinned_fetched_once_and_found_offline(fake: FakeHub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_pinned_fetched_once_and_found_offline(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     commit = fake.repositories["dataset", "tiny/texts"].refs["main"]
     config = config_of(BASE)
     assert config.data.path == f"{BASE}@{commit}"

@@ -189,7 +189,7 @@ def test_message_without_scontrol(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-def test_message_if_scontrol_fails(scontrol: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_message_if_scontrol_fails(scontrol: Path) -> None:
     program = scontrol.parent / "bin" / "scontrol"
     program.write_text("#!/bin/sh\necho 'slurm_load_jobs error: Unable to contact slurm controller' >&2\nexit 1\n")
     assert subprocess.run([program], capture_output=True).returncode == 1

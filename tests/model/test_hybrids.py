@@ -152,12 +152,12 @@ ADAPTERS = ["lora.rank=4", "lora.targets=all-linear"]
     ("kind", "name", "more"),
     [
         pytest.param("lfm2", "hf", ADAPTERS, id="adapters"),
-        pytest.param("nemotron_h", "hf", ADAPTERS, marks=pytest.mark.campaign, id="state space"),
-        pytest.param("qwen3_next", "hf", [], marks=pytest.mark.campaign, id="delta rule"),
-        pytest.param("falcon_h1", "hf", ADAPTERS, marks=pytest.mark.campaign, id="in parallel"),
-        pytest.param("qwen3_5", "hf", ["train.freeze=['*embed*','*norm*']"], marks=pytest.mark.campaign, id="frozen"),
-        pytest.param("qwen3_next", "auto", [], marks=pytest.mark.campaign, id="native"),
-        pytest.param("qwen3_next", "auto", ADAPTERS, marks=pytest.mark.campaign, id="native adapters"),
+        pytest.param("nemotron_h", "hf", ADAPTERS, id="state space"),
+        pytest.param("qwen3_next", "hf", [], id="delta rule"),
+        pytest.param("falcon_h1", "hf", ADAPTERS, id="in parallel"),
+        pytest.param("qwen3_5", "hf", ["train.freeze=['*embed*','*norm*']"], id="frozen"),
+        pytest.param("qwen3_next", "auto", [], id="native"),
+        pytest.param("qwen3_next", "auto", ADAPTERS, id="native adapters"),
     ],
 )
 def test_runs_on_packed_documents_equal_runs_on_documents_apart(

@@ -62,14 +62,10 @@ NUM_LAYERS = 6
 PACKED = ["lora.rank=4", "lora.base_dtype=nf4", "fsdp.param_dtype=float32"]
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("recipe", "overrides"),
-    [
-        pytest.param("llama_small", PACKED, marks=pytest.mark.campaign),
-        pytest.param("llama_small", [], marks=pytest.mark.campaign),
-        pytest.param("hf.yaml", [], marks=pytest.mark.campaign),
-    ],
+    [("llama_small", PACKED), ("llama_small", []), ("hf.yaml", [])],
     ids=["packed", "plain", "hf"],
 )
 def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(

@@ -200,11 +200,11 @@ def test_torch_that_converts_bytes_is_refused(base: Path, tmp_path: Path, monkey
     ("ranks", "own", "packing"),
     [
         (2, ["fsdp.param_dtype=bfloat16"], "nf4"),
-        pytest.param(1, [], "fp8", marks=pytest.mark.campaign),
-        pytest.param(3, ["train.global_batch_size=12"], "nf4", marks=pytest.mark.campaign),
-        pytest.param(2, ["train.activation_checkpoint=full"], "fp8", marks=pytest.mark.campaign),
-        pytest.param(2, ["mesh.context=2", "mesh.context_method=gather"], "nf4", marks=pytest.mark.campaign),
-        pytest.param(4, ["mesh.replicate=2", "train.global_batch_size=16"], "nf4", marks=pytest.mark.campaign),
+        (1, [], "fp8"),
+        (3, ["train.global_batch_size=12"], "nf4"),
+        (2, ["train.activation_checkpoint=full"], "fp8"),
+        (2, ["mesh.context=2", "mesh.context_method=gather"], "nf4"),
+        (4, ["mesh.replicate=2", "train.global_batch_size=16"], "nf4"),
     ],
 )
 def test_ranks_hold_and_gather_the_bytes_of_packed_weights(

@@ -146,7 +146,7 @@ ATTENTION, EXPERTS = "lora.targets=[o_proj]", "lora.targets=[o_proj,experts]"
 
 
 @pytest.mark.campaign
-@pytest.mark.parametrize("targets", [pytest.param(ATTENTION, marks=pytest.mark.campaign), EXPERTS])
+@pytest.mark.parametrize("targets", [ATTENTION, EXPERTS])
 @pytest.mark.parametrize("kind", kinds(SIZES, ["gpt_oss"]))
 def test_exports_are_the_function_that_was_trained(kind: str, targets: str, tmp_path: Path) -> None:
     """In transformers too; and the adapter on the rounded base, in peft."""

@@ -123,7 +123,7 @@ def parts_held(folder: Path, expert_dim: int) -> list[str]:
     ("expert_dim", "expected"),
     [
         (26, "w1 (0, 2), w2 (0, 2)"),  # each of the two experts is split by rows between two ranks
-        pytest.param(25, "w1 (2, 1), w2 (0, 2)", marks=pytest.mark.campaign),  # 25 rows are odd
+        (25, "w1 (2, 1), w2 (0, 2)"),  # 25 rows are odd
     ],
 )
 def test_ranks_hold_what_is_planned(tmp_path: Path, expert_dim: int, expected: str) -> None:

@@ -472,7 +472,7 @@ def clip_on_each(meshes: list[list[str]]) -> list[list[tuple[float, float, list[
     ("ranks", "meshes"),
     [
         (2, [[], ["mesh.shard=1", "mesh.replicate=2"]]),
-        pytest.param(4, [[], ["mesh.replicate=2"]], marks=pytest.mark.campaign),
+        (4, [[], ["mesh.replicate=2"]]),
     ],
     ids=["2", "4"],
 )

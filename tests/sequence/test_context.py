@@ -129,8 +129,8 @@ LLAMA = ["model.name=llama", "model.dim=32", "model.num_layers=2", "model.num_he
     ("model", "ranks", "method"),
     [
         (LLAMA, 2, GATHER),
-        pytest.param(["model.name=qwen3_next"], 4, GATHER, marks=pytest.mark.campaign),
-        pytest.param(["model.name=qwen3_next"], 4, HEADS, marks=pytest.mark.campaign),
+        (["model.name=qwen3_next"], 4, GATHER),
+        (["model.name=qwen3_next"], 4, HEADS),
     ],
     ids=["gather", "hybrid gather", "hybrid heads"],
 )

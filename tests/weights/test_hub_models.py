@@ -116,7 +116,7 @@ def test_each_revision_of_a_model_stays_with_its_own_commit(hub: FakeHub, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_plan_fetches_no_weights(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_a_plan_fetches_no_weights(hub: FakeHub, folder: Path) -> None:
     planned = meshtrainer(
         "plan", "recipe=llama_small", "model.name=auto", f"model.path={NAME}", "device=cpu", "data.seq_len=64"
     )
