@@ -244,7 +244,6 @@ train.steps=1.5
 train.steps=10k
 optim.lr=inf
 optim.betas=0.9,0.95
-log.wandb=true
 fsdp.reshard_after_forward=true
 checkpoint.resume=nowhere
 run.name=../a

@@ -10,7 +10,7 @@ import fcntl
 import json
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,17 @@ class Case:
         self, folder: Path, mesh: tuple[str, ...], save_at: int = 0, resume: str = "", go_back_to: str = ""
     ) -> tuple[Any, ...]:
         """Return the arguments of `walk.train`."""
-        name = f"{self.row.name} {self.ranks} {'resumed' if resume else 'saved' if save_at else 'mesh'}"
+        name = f"{self.row.name} {'-'.join(self.mesh)} {'resumed' if resume else 'saved' if save_at else 'mesh'}"
         overrides = (*mesh, f"train.global_batch_size={self.sequences}")
-        return self.row, folder, f"{name} {'-'.join(mesh)}", overrides, self.steps, save_at, resume, go_back_to
+        return self.row, folder, name, overrides, self.steps, save_at, resume, go_back_to
 
 
 EVERYDAY = [Case(row, row.ranks, row.mesh) for row in ROWS if row.everyday]
 
 
 def _long(row: Row, ranks: int, mesh: tuple[str, ...]) -> Case:
+    # At the rate of the three steps rounding grows: after twenty, the norm of qwen3_next would differ by 2e-3.
+    row = replace(row, overrides=(*row.overrides, "optim.lr=1e-4"))
     return Case(
         row, ranks, mesh, steps=20, saved_step=10, sequences=12, tolerance=10 * row.tolerance, resumes_anew=True
     )
