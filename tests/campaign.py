@@ -10,6 +10,7 @@ The most important parts come first. Parts that use the machine as a cluster run
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import subprocess
 import sys
@@ -64,9 +65,8 @@ _NAMED = [
 
 def _others() -> tuple[str, ...]:
     named = {name for part in _NAMED for name in part.files}
-    paths = [
-        path.relative_to(TESTS) for path in sorted(TESTS.rglob("test_*.py")) if "mark.campaign" in path.read_text()
-    ]
+    has_some = re.compile(r"mark\.campaign|in_campaign\(")
+    paths = [path.relative_to(TESTS) for path in sorted(TESTS.rglob("test_*.py")) if has_some.search(path.read_text())]
     return tuple(str(path) for path in paths if str(path) not in named and path.parts[0] not in named)
 
 
@@ -74,7 +74,10 @@ PARTS = [*_NAMED[:6], Part("others", _others(), 28.0), *_NAMED[6:]]
 
 
 def run(parts: Sequence[Part], minutes: float) -> int:
-    """Run the parts that fit into `minutes`, print a summary, and return 1 if a part failed."""
+    """Run the parts that fit into `minutes`, print a summary, and return 1 if a part failed.
+
+    In CI a part whose tests were all skipped has failed: what they need is installed there.
+    """
     start_time, pace = time.monotonic(), 1.0
     rows, failed, num_run = [], False, 0
     for part in parts:
@@ -92,7 +95,7 @@ def run(parts: Sequence[Part], minutes: float) -> int:
         minutes_taken = (time.monotonic() - part_start_time) / 60
         # This machine may be slower than the one on which the minutes were measured.
         pace = max(pace, minutes_taken / part.minutes)
-        failed |= outcome.startswith("exit")
+        failed |= outcome.startswith("exit") or (outcome.startswith("nothing") and bool(os.environ.get("CI")))
         rows.append((part.name, f"{minutes_taken:.1f} min", outcome))
     print("\nThe campaign:")
     for name, duration, outcome in rows:

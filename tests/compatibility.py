@@ -147,7 +147,7 @@ def available_features() -> list[str]:
 def prepare(folder: Path, kinds: Iterable[str] = tuple(KINDS)) -> None:
     """Write the data, and the weights of these kinds, that attempts read."""
     inputs.write_data(folder)
-    written = on_each(1, inputs.write_weights, {kind: (kind, folder) for kind in kinds}, folder)
+    written = on_each(1, functools.partial(inputs.write_weights, folder), {kind: kind for kind in kinds}, folder)
     assert not any(isinstance(result, str) for result in written.values()), written
 
 
@@ -195,10 +195,10 @@ def attempt(pair: Pair, folder: Path) -> str:
         torch._dynamo.reset()
 
 
-def attempt_in(pair: Pair, folder: str) -> str:
+def attempt_in(folder: Path, pair: Pair) -> str:
     """Do what `attempt` does, with kernels that are quick to build."""
     with quick_kernels():
-        return attempt(pair, Path(folder))
+        return attempt(pair, folder)
 
 
 def worst(results: Sequence[str]) -> str:
@@ -211,7 +211,7 @@ def try_pairs(pairs: Sequence[Pair], folder: Path) -> dict[Pair, str]:
     found: dict[Pair, str] = {}
     for ranks in sorted({pair.num_ranks for pair in pairs}):
         same = {str(pair): pair for pair in pairs if pair.num_ranks == ranks}
-        results = on_each(ranks, attempt_in, {name: (pair, str(folder)) for name, pair in same.items()}, folder)
+        results = on_each(ranks, functools.partial(attempt_in, folder), same, folder)
         for name, result in results.items():
             died = isinstance(result, str)
             found[same[name]] = f"! the ranks died: {result.splitlines()[0]}" if died else worst(result)

@@ -7,6 +7,10 @@ import io
 import json
 from pathlib import Path
 
+import torch
+
+from tests.helpers.launch import Run
+from trainer import load_weights
 from trainer.checkpoints import command_line
 
 EVERY, STEPS = 2, 8
@@ -50,6 +54,23 @@ def show_checkpoints(*arguments: object) -> tuple[int, str]:
     with contextlib.redirect_stdout(printed):
         code = command_line([str(argument) for argument in arguments])
     return code, printed.getvalue()
+
+
+def resumed_steps(ran: Run) -> list[int | None]:
+    """Return the step from which each attempt of a run went on; None for one that began anew."""
+    return [line["resumed_step"] for line in ran.of_kind("start")]
+
+
+def weights_of(checkpoint: Path | str) -> dict[str, torch.Tensor]:
+    """Return the weights of a checkpoint by name."""
+    return load_weights(checkpoint, allow_import=["tests.helpers.custom_recipes"]).state_dict()
+
+
+def assert_same_weights(one: Path | str, other: Path | str) -> None:
+    """Assert that two checkpoints have the same weights, bit for bit."""
+    left, right = weights_of(one), weights_of(other)
+    assert left.keys() == right.keys()
+    assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
 def step_folder(folder: Path, step: int) -> Path:

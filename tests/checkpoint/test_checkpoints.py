@@ -14,29 +14,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.checkpoint.runs import show_checkpoints, step_folder
+from tests.checkpoint.runs import assert_same_weights, resumed_steps, show_checkpoints, step_folder, weights_of
+from tests.helpers.cases import in_campaign
 from tests.helpers.launch import Run, merged, on_ranks, run, tiny
 from tests.helpers.runs import SharedRun
 from tests.helpers.tiny import fit, tiny_config
-from trainer import Trainer, UserError, load_config, load_weights
+from trainer import Trainer, UserError, load_config
 from trainer.export import command_line as export
 from trainer.prepare import command_line as prepare
 
 slow, campaign = pytest.mark.slow, pytest.mark.campaign
-
-
-def weights_of(path: Path | str) -> dict[str, torch.Tensor]:
-    return load_weights(path).state_dict()
-
-
-def assert_same_weights(one: Path | str, other: Path | str) -> None:
-    left, right = weights_of(one), weights_of(other)
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
-
-
-def resumed_steps(ran: Run) -> list[int | None]:
-    return [line["resumed_step"] for line in ran.of_kind("start")]
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -118,9 +105,7 @@ def test_checkpoint_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypat
 
 
 @slow
-@pytest.mark.parametrize(
-    ("kind", "ranks"), [("file", 1), *(pytest.param(kind, 2, marks=campaign) for kind in ("file", "local"))]
-)
+@pytest.mark.parametrize(("kind", "ranks"), [("file", 1), *in_campaign(("file", 2), ("local", 2))])
 def test_remote_storage(kind: str, ranks: int, tmp_path: Path) -> None:
     """`local://` is accessed through fsspec, like an object store: a checkpoint that is not complete does not count."""
     elsewhere = tmp_path / "elsewhere"

@@ -24,7 +24,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.checkpoint.runs import EVERY, RUN, STEPS, assert_only_whole, show_checkpoints, step_folder
+from tests.checkpoint.runs import (
+    EVERY,
+    RUN,
+    STEPS,
+    assert_only_whole,
+    assert_same_weights,
+    resumed_steps,
+    show_checkpoints,
+    step_folder,
+)
+from tests.helpers.cases import in_campaign
 from tests.helpers.faults import Fault, fill, small_disk
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import Run, merged, on_ranks, run, start, tiny
@@ -39,27 +49,8 @@ def with_(*overrides: str, ranks: int = 1) -> list[str]:
     return [*merged(RUN, overrides), f"nproc={ranks}"]
 
 
-def in_campaign(*cases: Any) -> list[Any]:
-    """Return cases of a test that only the campaign runs."""
-    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=campaign) for case in cases]
-
-
-def resumed_steps(ran: Run) -> list[int | None]:
-    return [line["resumed_step"] for line in ran.of_kind("start")]
-
-
 def last_step(ran: Run) -> int:
     return max(ran.train("step"), default=0)
-
-
-def weights_of(path: Path) -> dict[str, torch.Tensor]:
-    return load_weights(path, allow_import=["tests.helpers.custom_recipes"]).state_dict()
-
-
-def assert_same_weights(one: Path, other: Path) -> None:
-    left, right = weights_of(one), weights_of(other)
-    assert left.keys() == right.keys()
-    assert [name for name in left if not torch.equal(left[name], right[name])] == []
 
 
 # ---------------------------------------------------------------------------------------------------------------

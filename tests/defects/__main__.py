@@ -106,7 +106,8 @@ def controls() -> list[Defect]:
         same = [defect for defect in DEFECTS.values() if defect.file == file]
         words = " or ".join(sorted({f"({defect.words})" for defect in same})) if all(d.words for d in same) else ""
         acts_in: Kind = "ranks" if any(defect.acts_in == "ranks" for defect in same) else "tests"
-        found.append(Defect(NOTHING, lambda: None, acts_in, file, words))
+        timeout_s = 0 if any(not d.timeout_s for d in same) else max(d.timeout_s for d in same)
+        found.append(Defect(NOTHING, lambda: None, acts_in, file, words, timeout_s))
     return found
 
 

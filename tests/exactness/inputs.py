@@ -36,7 +36,7 @@ def write_data(folder: Path) -> None:
     write_tokenizer(folder / "tokenizer", CHATML)
 
 
-def write_weights(name: str, folder: Path) -> None:
+def write_weights(folder: Path, name: str) -> None:
     """Write weights of a kind of model into `folder / "weights"`, in Hugging Face's format. Needs the data."""
     from tests.helpers import hf_models
     from trainer import Trainer, load_config

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ pytest.importorskip("transformers", reason="three of the models are those of tra
 
 from tests.exactness import inputs
 from tests.exactness.table import FEATURES, ROWS, Row
-from tests.exactness.walk import attempt, differences, on_each
+from tests.exactness.walk import Training, attempt, differences, on_each
 
 CHUNK = 6
 """Cases that share their ranks, one after another. Other workers train other chunks meanwhile."""
@@ -45,21 +46,22 @@ class Case:
     def __str__(self) -> str:
         return f"{self.row.name}, {self.ranks} ranks, {' '.join(self.mesh) or 'all shards'}, {self.steps} steps"
 
-    def arguments(
+    def training(
         self, folder: Path, mesh: tuple[str, ...], save_at: int = 0, resume: str = "", go_back_to: str = ""
-    ) -> tuple[Any, ...]:
-        """Return the arguments of `walk.train`."""
+    ) -> Training:
+        """Return what is trained, on one rank or on the mesh."""
         name = f"{self.row.name} {'-'.join(self.mesh)} {'resumed' if resume else 'saved' if save_at else 'mesh'}"
         overrides = (*mesh, f"train.global_batch_size={self.sequences}")
-        return self.row, folder, name, overrides, self.steps, save_at, resume, go_back_to
+        return Training(self.row, folder, name, overrides, self.steps, save_at, resume, go_back_to)
 
 
 EVERYDAY = [Case(row, row.ranks, row.mesh) for row in ROWS if row.everyday]
 
 
 def _long(row: Row, ranks: int, mesh: tuple[str, ...]) -> Case:
-    # At the rate of the three steps rounding grows: after twenty, the norm of qwen3_next would differ by 2e-3.
-    row = replace(row, overrides=(*row.overrides, "optim.lr=1e-4"))
+    if not any(item.startswith("optim.lr=") for item in row.overrides):
+        # At the default rate rounding grows: after twenty steps, the norm of qwen3_next would differ by 2e-3.
+        row = replace(row, overrides=(*row.overrides, "optim.lr=1e-4"))
     return Case(
         row, ranks, mesh, steps=20, saved_step=10, sequences=12, tolerance=10 * row.tolerance, resumes_anew=True
     )
@@ -104,17 +106,17 @@ class Table:
         shutil.rmtree(folder, ignore_errors=True)  # left by an attempt that failed
         folder.mkdir()
         inputs.write_data(folder)
-        kinds = {kind: (kind, folder) for kind in sorted({kind for case in cases for kind in case.row.weights})}
-        for written in on_each(1, inputs.write_weights, kinds, folder).values():
+        kinds = {kind: kind for case in cases for kind in sorted(case.row.weights)}
+        for written in on_each(1, partial(inputs.write_weights, folder), kinds, folder).values():
             assert not isinstance(written, str), written
-        saving = {str(case): case.arguments(folder, (), save_at=case.saved_step) for case in cases}
+        saving = {str(case): case.training(folder, (), save_at=case.saved_step) for case in cases}
         alone = {name: _of_first_rank(found) for name, found in on_each(1, attempt, saving, folder).items()}
         training, resuming = {}, {}
         for case in cases:
             saved, name = alone[str(case)].get("saved", ""), str(case)
-            training[name] = case.arguments(folder, case.mesh, go_back_to="" if case.resumes_anew else saved)
+            training[name] = case.training(folder, case.mesh, go_back_to="" if case.resumes_anew else saved)
             if case.resumes_anew and saved:
-                resuming[f"{name} resumed"] = case.arguments(folder, case.mesh, resume=saved)
+                resuming[f"{name} resumed"] = case.training(folder, case.mesh, resume=saved)
         on_mesh = on_each(cases[0].ranks, attempt, training | resuming, folder)
         found = {name: _of_first_rank(results) for name, results in on_mesh.items()}
         return {

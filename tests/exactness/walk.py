@@ -6,7 +6,8 @@ import json
 import math
 import os
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,8 +36,8 @@ SETTINGS = (
 # Many items on the same ranks
 
 
-def on_each(ranks: int, function: Callable[..., Any], items: Mapping[str, tuple[Any, ...]], folder: Path) -> Any:
-    """Return, by name, what `function(*item)` returned on each rank, or the text of the error that ended the ranks.
+def on_each(ranks: int, function: Callable[[Any], Any], items: Mapping[str, Any], folder: Path) -> Any:
+    """Return, by name, what `function(item)` returned on each rank, or the text of the error that ended the ranks.
 
     One group of forked ranks takes one item after the other. If the ranks die, others go on with the rest.
     """
@@ -59,10 +60,10 @@ def on_each(ranks: int, function: Callable[..., Any], items: Mapping[str, tuple[
     return found
 
 
-def _call_each(function: Callable[..., Any], items: Mapping[str, tuple[Any, ...]], folder: str) -> None:
+def _call_each(function: Callable[[Any], Any], items: Mapping[str, Any], folder: str) -> None:
     with open(Path(folder) / f"results{os.environ['RANK']}.jsonl", "a") as file:
         for name, item in items.items():
-            file.write(json.dumps([name, function(*item)]) + "\n")
+            file.write(json.dumps([name, function(item)]) + "\n")
             file.flush()
 
 
@@ -74,39 +75,56 @@ def _read_results(path: Path) -> dict[str, Any]:
 # Training
 
 
-def train(
-    row: Row, folder: Path, name: str, mesh: Sequence[str], steps: int, save_at: int, resume: str, go_back_to: str
-) -> dict[str, Any]:
-    """Train a row on this rank, and return what the run reports; its final weights are in a file.
+@dataclass(frozen=True)
+class Training:
+    """What each rank is to train."""
 
-    name: the name of its run folder.
-    save_at: the step whose state is saved; 0 for none.
-    resume: a checkpoint with which the run starts; empty for none.
-    go_back_to: a checkpoint that is loaded after the last step, and from which it then trains to the end again, as
-        `resumed`; empty for none.
+    row: Row
+    folder: Path
+    """Contains the data and the weights, and receives the run."""
+    name: str
+    """The name of the run folder."""
+    mesh: tuple[str, ...]
+    """Overrides in addition to the row's."""
+    steps: int
+    save_at: int = 0
+    """The step whose state is saved; 0 for none."""
+    resume: str = ""
+    """A checkpoint with which the run starts; empty for none."""
+    go_back_to: str = ""
+    """A checkpoint that is loaded after the last step; from there it is trained to the end again. Empty for none."""
+
+
+def train(task: Training) -> dict[str, Any]:
+    """Train on this rank, and return what the run reports; its final weights are in a file.
+
+    What is trained again after going back is in `resumed`.
     """
     own = [
-        *row.overrides,
-        *mesh,
+        *task.row.overrides,
+        *task.mesh,
         *SETTINGS,
-        f"train.steps={steps}",
-        *([f"checkpoint.resume={resume}"] if resume else []),
-        f"run.dir={folder / 'runs' / name}",
+        f"train.steps={task.steps}",
+        *([f"checkpoint.resume={task.resume}"] if task.resume else []),
+        f"run.dir={task.folder / 'runs' / task.name}",
     ]
     make_no_plan()
-    config = configure(row.kind, row.features, folder, *own)
+    config = configure(task.row.kind, task.row.features, task.folder, *own)
     trainer = config.trainer_class(Trainer)(config)
-    found = train_to_the_end(trainer, save_at, folder / f"{name}.pt")
-    if go_back_to:
-        trainer.load_checkpoint(go_back_to)
-        found["resumed"] = train_to_the_end(trainer, 0, folder / f"{name} resumed.pt")
+    found = train_to_the_end(trainer, task.save_at, task.folder / f"{task.name}.pt")
+    if task.go_back_to:
+        trainer.load_checkpoint(task.go_back_to)
+        found["resumed"] = train_to_the_end(trainer, 0, task.folder / f"{task.name} resumed.pt")
     trainer.close()
     torch._dynamo.reset()
     return found
 
 
 def train_to_the_end(trainer: Trainer, save_at: int, weights: Path) -> dict[str, Any]:
-    """Train on, and return what `train` returns."""
+    """Train on, and return what `train` returns.
+
+    save_at: the step whose state is saved; 0 for none.
+    """
     records, saved = [], ""
     for record in trainer.steps():
         records.append({field: record[field] for field in FIELDS})
@@ -123,10 +141,10 @@ def train_to_the_end(trainer: Trainer, save_at: int, weights: Path) -> dict[str,
     }
 
 
-def attempt(*arguments: Any) -> dict[str, Any]:
+def attempt(task: Training) -> dict[str, Any]:
     """Do what `train` does. A single rank returns an error; several end with it, since the others may wait for one."""
     try:
-        return train(*arguments)
+        return train(task)
     except Exception:
         if os.environ["WORLD_SIZE"] != "1":
             raise

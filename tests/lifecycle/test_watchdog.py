@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.faults import Fault
 from tests.helpers.gate import wait_until
 from tests.helpers.launch import Run, merged, run, start
@@ -38,10 +39,6 @@ PLACES = {
     "file 2": "save",
 }
 """Where the rank hangs, and the phase that the message names."""
-
-
-def in_campaign(*cases: tuple[str, int, int]) -> list[object]:
-    return [pytest.param(*case, marks=pytest.mark.campaign) for case in cases]
 
 
 def assert_named(ran: Run, rank: int, phase: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.gate import Gate, wait_until
 from tests.helpers.launch import REPOSITORY, run, start
 from tests.helpers.tiny import fit
@@ -110,9 +111,7 @@ def test_a_resumed_run_continues_in_its_tracker(keeper: Path, tmp_path: Path) ->
     assert len(calls_in(keeper, "close")) == 2
 
 
-@pytest.mark.parametrize(
-    "call", ["write", *(pytest.param(call, marks=pytest.mark.campaign) for call in ("open", "close"))]
-)
+@pytest.mark.parametrize("call", ["write", *in_campaign("open", "close")])
 def test_a_tracker_that_fails_is_one_warning(
     call: str, keeper: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("tokenizers", reason="a model's tokenizer is read with the l
 import torch
 from transformers import AutoModelForSequenceClassification
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.chats import CHATML, write_tokenizer
 from tests.helpers.hf_models import folder_of, kinds
 from tests.helpers.objectives import write_records
@@ -35,8 +36,7 @@ def settings_of(folder: Path, kind: str, name: str) -> list[str]:
     ("kind", "name"),
     [
         ("gemma2", "hf"),
-        pytest.param("deepseek_v3", "auto", marks=pytest.mark.campaign),
-        *(pytest.param(kind, "hf", marks=pytest.mark.campaign) for kind in OTHERS),
+        *in_campaign(("deepseek_v3", "auto"), *((kind, "hf") for kind in OTHERS)),
     ],
 )
 def test_scores_are_those_of_the_export(kind: str, name: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.adapters import config_of, overrides_of, plain_loop, trained
+from tests.helpers.cases import in_campaign
 from tests.helpers.launch import tiny
 from tests.helpers.native_models import BESIDE, GPT2, LLAMA, SOURCE, TINY, edit, folder_of
 from tests.helpers.tiny import lines
@@ -301,9 +302,7 @@ MODELS: dict[str, tuple[Recipe, Any, str, list[str]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["llama", *(pytest.param(name, marks=pytest.mark.campaign) for name in list(MODELS)[1:])]
-)
+@pytest.mark.parametrize("name", ["llama", *in_campaign(*list(MODELS)[1:])])
 def test_peft_computes_the_same_and_loads_the_merged_export(name: str, tmp_path: Path) -> None:
     """Four steps from the same adapters; then both kinds of export, bit for bit."""
     pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.tiny import full, tiny_config
 from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.config import check_config
@@ -145,7 +146,7 @@ def test_overwritten_saved_tensor_is_an_error(tmp_path: Path) -> None:
 
 CHECKPOINTING = [
     "none",
-    *(pytest.param(how, marks=pytest.mark.campaign) for how in ("selective", "full", "budget:0.5", "2")),
+    *in_campaign("selective", "full", "budget:0.5", "2"),
 ]
 
 

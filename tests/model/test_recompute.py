@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.launch import merged, tiny
 from tests.helpers.plan_truth import measure
 from tests.helpers.tiny import tiny_config
@@ -33,7 +34,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[float, float]]
     "policy",
     [
         *("full", "budget:0.2"),
-        *(pytest.param(policy, marks=pytest.mark.campaign) for policy in ("selective", "budget:0", "budget:1", "2")),
+        *in_campaign("selective", "budget:0", "budget:1", "2"),
     ],
 )
 def test_recomputation_changes_no_bit(policy: str, plain: list[tuple[float, float]], tmp_path: Path) -> None:

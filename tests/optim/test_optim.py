@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.launch import tiny
 from tests.helpers.plain_model import plain_model
 from tests.helpers.tiny import full
@@ -265,9 +266,7 @@ def train(config: RunConfig, kind: type[Trainer] = OneBatchTrainer, save_at: int
     return {"losses": losses, "weights": torch.cat(weights)}
 
 
-@pytest.mark.parametrize(
-    "name", ["muon", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("adamw", "sgd"))]
-)
+@pytest.mark.parametrize("name", ["muon", *in_campaign("adamw", "sgd")])
 def test_configured_rates_override_stored_ones(name: str, tmp_path: Path) -> None:
     train(tiny_config(tmp_path, f"optim.name={name}", "optim.lr=0.01"), save_at=4)
     changed = tiny_config(

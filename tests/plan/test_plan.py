@@ -11,11 +11,11 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.commands import meshtrainer
 from tests.helpers.launch import REPOSITORY, TORCHRUN, command, launch, on_ranks, run, tiny
 from tests.helpers.plan_truth import (
@@ -40,10 +40,6 @@ NEVER, ALWAYS = "fsdp.reshard_after_forward=never", "fsdp.reshard_after_forward=
 MIXED = "fsdp.reshard_after_forward=[always,always,8,8,2,never,never,never]"
 
 
-def nightly(*cases: tuple[Any, ...]) -> list[Any]:
-    return [pytest.param(*case, marks=pytest.mark.campaign) for case in cases]
-
-
 # ---------------------------------------------------------------------------------------------------------------
 # Memory and collectives
 
@@ -53,7 +49,7 @@ def nightly(*cases: tuple[Any, ...]) -> list[Any]:
     ("recipe", "overrides", "sizes"),
     [
         ("llama_small", [], (1, 2)),
-        *nightly(
+        *in_campaign(
             ("llama3_1b", SHALLOW, (1, 8)),
             ("llama3_1b", [*SHALLOW, "model.tie_embeddings=false", NEVER], (1, 4)),
             ("llama3_1b", [*SHALLOW, "model.tie_embeddings=false", "fsdp.param_dtype=float32"], (1, 8)),
@@ -93,7 +89,7 @@ PACKED = [*SHALLOW, "lora.rank=16", "lora.base_dtype=nf4"]
     ("recipe", "overrides", "sizes", "micro_batches"),
     [
         ("llama_small", [*WAYWARD, "model.way=left out"], (1, 4), 3),
-        *nightly(
+        *in_campaign(
             ("llama_small", ["model.num_layers=3"], (1, 4), 2),
             ("llama_small", SMALL, (1, 4), 3),
             ("llama_small", ODD, (1, 4), 2),
@@ -133,7 +129,7 @@ FEW_TOKENS = ["data.seq_len=64", "train.global_batch_size=8"]
     ("ranks", "overrides"),
     [
         (2, ["mesh.shard=2", "optim.name=muon", "optim.muon.bucket_mib=0.2", *FEW_TOKENS]),
-        *nightly(
+        *in_campaign(
             (2, ["mesh.shard=1", "mesh.replicate=2", "model.dim=256", "model.ffn_dim=1024"]),  # two buckets
             (2, ["mesh.shard=2", "mesh.context=2", "mesh.context_method=gather"]),
             (4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=24"]),
@@ -275,7 +271,7 @@ EVERY_TIME = ("qwen3_30b_a3b",)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recipe", [*EVERY_TIME, *nightly(*((n,) for n in sorted({*recipe_files()} - {*EVERY_TIME})))])
+@pytest.mark.parametrize("recipe", [*EVERY_TIME, *in_campaign(*sorted({*recipe_files()} - {*EVERY_TIME}))])
 def test_recipe_fits_the_machine_in_its_first_line(recipe: str, tmp_path: Path) -> None:
     overrides = [write_1b(tmp_path), "model.fresh=true"] if trains_a_folder(recipe) else []
     if recipe == "distill":

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.helpers.cases import in_campaign
 from tests.helpers.comparing import differing, load_tensors, relative
 from tests.helpers.launch import on_ranks, run, tiny
 from tests.helpers.runs import MESHES, STEPS, SharedRun
@@ -148,7 +149,7 @@ def test_initial_weights_are_bit_identical_on_every_mesh(ranks: int, mesh: list[
 # Resumes
 
 
-@pytest.mark.parametrize("name", ["two", *(pytest.param(name, marks=pytest.mark.campaign) for name in ("one", "four"))])
+@pytest.mark.parametrize("name", ["two", *in_campaign("one", "four")])
 def test_resume_is_bit_identical(name: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """From step 8, as after a crash: losses, weights and moments."""
     straight: SharedRun = request.getfixturevalue(name)
@@ -161,7 +162,7 @@ def test_resume_is_bit_identical(name: str, tmp_path: Path, request: pytest.Fixt
     assert differing(found, expected) == []
 
 
-@pytest.mark.parametrize("to", ["two", *(pytest.param(to, marks=pytest.mark.campaign) for to in ("one", "four"))])
+@pytest.mark.parametrize("to", ["two", *in_campaign("one", "four")])
 def test_checkpoint_of_four_ranks_resumes_on_other_meshes(
     to: str, tmp_path: Path, four: SharedRun, one: SharedRun
 ) -> None:
