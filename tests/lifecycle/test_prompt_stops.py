@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.chats import conversation
-from tests.helpers.faults import processes_of, wait_until_it_catches
+from tests.helpers.faults import Fault, processes_of, wait_until_it_catches
 from tests.helpers.gate import wait_until
 from tests.helpers.launch import on_ranks, run, start, tiny
 from tests.helpers.runs import write_chat_model, write_chats
@@ -64,19 +64,19 @@ def half_files(folder: Path) -> list[Path]:
 
 
 def test_chats_are_tokenized_on_after_a_stop(tmp_path: Path) -> None:
-    """What is there already is used again, and the run is as if there had been no stop."""
+    """A part that is complete stays, and the run is as if there had been no stop."""
     write_chats(tmp_path, 800)
-    own = [*settings_of("chats", tmp_path), "train.steps=3"]
+    cache = tmp_path / "own-cache"
+    own = [*settings_of("chats", tmp_path), "model.name=tests.helpers.custom_recipes:llama_faulty", "train.steps=3"]
     plain = run(tmp_path / "plain", *own, f"data.cache_dir={tmp_path / 'plain-cache'}")
-    again = [*own, f"data.cache_dir={tmp_path / 'own-cache'}"]
-    stopped = start(tmp_path / "run", *again)
-    wait_until(lambda: (tmp_path / "own-cache").exists() or not stopped.is_running, "the work has begun")
-    stopped.signal(signal.SIGTERM)
-    assert stopped.wait().code == 75, stopped.err
+    # The next file after the first part is that of its tokens.
+    fault = Fault(tmp_path / "notes", {"file 5": "SIGTERM"}, below=cache)
+    stopped = run(tmp_path / "run", *own, f"data.cache_dir={cache}", code=75, variables=fault.variables)
     assert "Traceback" not in stopped.err
     assert half_files(tmp_path) == []
-    assert run(tmp_path / "run", *again).train("loss") == plain.train("loss")
-    assert not list((tmp_path / "own-cache").glob("*.part-*"))
+    assert [path.name[-11:] for path in cache.glob("*.part-*")] == [".part-00000"]
+    assert run(tmp_path / "run", *own, f"data.cache_dir={cache}").train("loss") == plain.train("loss")
+    assert not list(cache.glob("*.part-*"))
 
 
 @pytest.mark.campaign
