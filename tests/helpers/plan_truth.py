@@ -206,9 +206,9 @@ class CollectiveLog(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def measure(overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
+def measure(recipe: str, overrides: list[str]) -> tuple[int, Counter[tuple[str, int, int]]]:
     """Train three steps of a real run; return the peak of tensors and the collectives of the third."""
-    trainer = Trainer(load_config("llama_small", overrides))
+    trainer = Trainer(load_config(recipe, overrides))
     meter, log = StorageMeter(), CollectiveLog()
     batches = iter(trainer.loader)
     for number in range(3):

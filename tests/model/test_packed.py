@@ -235,7 +235,7 @@ def measure_packed(overrides: list[str]) -> tuple[int, int, int, Counter[Any]]:
     held = sum(local(parameter).nbytes for parameter in packed.values())
     weights = sum(parameter.shape[0] * packings[name].width for name, parameter in packed.items())
     trainer.close()
-    return (held, weights, *measure(overrides))
+    return (held, weights, *measure("llama_small", overrides))
 
 
 # ---------------------------------------------------------------------------------------------------------------
