@@ -133,15 +133,24 @@ GATHERED_EXPERTS = ["mesh.expert=2", "mesh.expert_method=gather", "model.balance
         ("llama_small", 2, ["mesh.shard=2", "optim.name=muon", "optim.muon.bucket_mib=0.2", *FEW_TOKENS]),
         ("deepseek_v3_small", 2, ["mesh.shard=2", *GATHERED_EXPERTS, *FEW_TOKENS]),
         *in_campaign(
-            ("llama_small", 2, ["mesh.shard=1", "mesh.replicate=2", "model.dim=256", "model.ffn_dim=1024"]),  # two buckets
+            # Two buckets
+            ("llama_small", 2, ["mesh.shard=1", "mesh.replicate=2", "model.dim=256", "model.ffn_dim=1024"]),
             ("llama_small", 2, ["mesh.shard=2", "mesh.context=2", "mesh.context_method=gather"]),
             ("llama_small", 4, ["mesh.replicate=2", "mesh.shard=2", "train.global_batch_size=24"]),
             ("llama_small", 4, ["mesh.shard=4", NEVER, "fsdp.param_dtype=bfloat16"]),
             ("llama_small", 4, ["mesh.shard=4", "fsdp.separate_reduce=true"]),
             ("llama_small", 4, ["mesh.shard=4", "fsdp.reshard_after_forward=2", FULL, "train.global_batch_size=16"]),
-            ("llama_small", 4, ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"]),
+            (
+                "llama_small",
+                4,
+                ["mesh.replicate=2", "mesh.shard=2", "fsdp.accumulate=sharded", "train.global_batch_size=24"],
+            ),
             ("llama_small", 4, ["mesh.shard=4", "mesh.context=2", "mesh.context_method=heads"]),
-            ("llama_small", 3, ["mesh.shard=3", "train.global_batch_size=6", "optim.name=muon", "optim.muon.variant=normuon"]),
+            (
+                "llama_small",
+                3,
+                ["mesh.shard=3", "train.global_batch_size=6", "optim.name=muon", "optim.muon.variant=normuon"],
+            ),
         ),
     ],
 )
