@@ -73,6 +73,16 @@ class Counting(Trainer):
         return model
 
 
+class Inflating(Trainer):
+    """Has experts in the second layer whose gradients are 1.3 times what they should be."""
+
+    def build_model(self, config: Any = None) -> Any:
+        model = super().build_model(config)
+        inflated = model.get_submodule("layers.1.moe.experts")
+        inflated.register_forward_hook(lambda experts, args, output: output + 0.3 * (output - output.detach()))
+        return model
+
+
 def errors_at_the_start(folder: Path, kinds: list[type[Trainer]], method: list[str]) -> list[str]:
     """Return the error that ends the start of each kind of Trainer; empty if it starts."""
     make_no_plan()
@@ -95,9 +105,12 @@ def errors_at_the_start(folder: Path, kinds: list[type[Trainer]], method: list[s
     "method", [EXCHANGE, pytest.param(GATHER, marks=pytest.mark.campaign)], ids=["exchange", "gather"]
 )
 def test_wrong_experts_are_refused_before_the_first_step(method: list[str], tmp_path: Path) -> None:
-    for right, wrong in on_ranks(2, errors_at_the_start, tmp_path, [Trainer, Counting], method):
+    kinds = [Trainer, Counting, Inflating]
+    for right, counting, inflating in on_ranks(2, errors_at_the_start, tmp_path, kinds, method):
         assert right == ""
-        assert "layers.0.moe.experts" in wrong
+        assert "layers.0.moe.experts" in counting
+        assert "layers.0" not in inflating
+        assert "layers.1.moe.experts" in inflating
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -15,11 +15,13 @@ from torch import nn
 
 from tests.helpers.launch import tiny
 from trainer import Trainer, UserError, load_config
+from trainer.model.placement import Division
 from trainer.optim.muon import (
     COEFFICIENTS,
     POLAR,
     Matrix,
     Muon,
+    Ownership,
     assign_owners,
     bucket_matrices,
     orthogonalize,
@@ -133,8 +135,26 @@ def test_cautious_decay_shrinks_only_what_the_update_shrinks() -> None:
     torch.testing.assert_close(cautious.detach(), expected.detach())
 
 
+class FlagOnGPU(torch.Tensor):
+    """A scalar in main memory that says that it is on a GPU. The host must not read it, since it would wait for it."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor) -> FlagOnGPU:
+        return torch.Tensor._make_subclass(cls, value)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda")
+
+    def __bool__(self) -> bool:
+        raise AssertionError("the host waits for the GPU")
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, FlagOnGPU])
 @pytest.mark.parametrize("variant", ["muon", "normuon"])
-def test_non_finite_step_changes_nothing(variant: str) -> None:
+def test_non_finite_step_changes_nothing(variant: str, kind: type[torch.Tensor]) -> None:
     weights = parameters()
     optimizer = Muon(weights, lr=0.02, variant=variant)
     take_steps([optimizer], [weights])
@@ -142,7 +162,7 @@ def test_non_finite_step_changes_nothing(variant: str) -> None:
     state = [{k: v.clone() for k, v in optimizer.state[w].items()} for w in weights]
     for weight in weights:
         weight.grad = torch.full_like(weight, math.nan)
-    optimizer.found_inf = torch.ones(())  # type: ignore[attr-defined]
+    optimizer.found_inf = kind(torch.ones(()))  # type: ignore[attr-defined]
     optimizer.step()
     for weight, old, values in zip(weights, before, state, strict=True):
         assert torch.equal(weight, old)
@@ -193,6 +213,16 @@ def test_buckets_are_full_and_have_matrices_of_one_shape() -> None:
     shapes = [(matrices[i].rows, matrices[i].columns) for bucket in buckets for i in bucket]
     assert len({a for a, b in itertools.pairwise(shapes) if a != b}) < len(set(shapes))
     assert [len(bucket) for bucket in bucket_matrices(matrices, 1)] == [1] * len(matrices), "too large alone, too"
+
+
+@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 4), (4, 2)])
+def test_messages_bring_the_ranks_no_more_than_a_bucket(replicate: int, shard: int) -> None:
+    """On average over the ranks: as owners of matrices and as holders of pieces."""
+    shapes, limit, ranks = [(256, 256)] * 64, 3 * 256 * 256, replicate * shard
+    matrices = [matrix for number, shape in enumerate(shapes) for matrix in split_into_matrices(number, shape)]
+    ownership = Ownership(shapes, [Division(parts=shard)] * len(shapes), matrices, replicate, shard, limit)
+    for buckets in zip(*map(ownership.costs, range(ranks)), strict=True):
+        assert sum(costs.owned + costs.held for costs in buckets) / ranks <= limit
 
 
 # ---------------------------------------------------------------------------------------------------------------
