@@ -25,8 +25,10 @@ KV_BYTES = 3 * 2 * 2 * 16 * 4
 
 def test_cache_and_temporaries_are_those_of_a_generation() -> None:
     own = tiny(*SHAPE[:-1], "model.num_kv_heads=2", "fsdp.param_dtype=float32", "train.micro_batch_size=1")
-    found = planned("recipe=llama_small", *own, "device=cpu", "ranks=1", GENERATE)["memory"]["generation"]
+    whole, sharded = (planned("recipe=llama_small", *own, "device=cpu", f"ranks={n}", GENERATE) for n in (1, 4))
+    found = whole["memory"]["generation"]
     assert found["weights"] == 0, "they are not sharded"
+    assert sharded["memory"]["generation"]["weights"] == 4 * sharded["parameters"]
     assert found["cache"] >= TEXTS * (PROMPT + COMPLETION) * KV_BYTES
     config = load_config("llama_small", own)
     model = build_network(config)
