@@ -235,7 +235,7 @@ ROWS = [
     Row("exact shares of experts", "qwen3_moe", ("full",), (*_RAGGED, *_EXACT), mesh=("mesh.context=2",)),
     # Objectives
     Row("preferences", features=("dpo",)),
-    Row("labelled answers", features=("kto",), everyday=False),
+    Row("labelled answers", features=("kto",)),
     Row("rewards", features=("reward",), everyday=False),
     Row("distillation", features=("distill",), overrides=("objective.teacher={folder}/weights/qwen3",)),
 ]

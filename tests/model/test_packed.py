@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests.helpers.adapters import config_of, overrides_of, trained
+from tests.helpers.cases import in_campaign
 from tests.helpers.hf_models import folder_of as hf_folder_of
 from tests.helpers.hf_models import load_with_transformers, overrides
 from tests.helpers.launch import REPOSITORY, command, merged, on_ranks, run, tiny
@@ -195,16 +196,18 @@ def test_torch_that_converts_bytes_is_refused(base: Path, tmp_path: Path, monkey
 # On ranks
 
 
-@pytest.mark.campaign
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "own", "packing"),
     [
         (2, ["fsdp.param_dtype=bfloat16"], "nf4"),
-        (1, [], "fp8"),
-        (3, ["train.global_batch_size=12"], "nf4"),
-        (2, ["train.activation_checkpoint=full"], "fp8"),
-        (2, ["mesh.context=2", "mesh.context_method=gather"], "nf4"),
-        (4, ["mesh.replicate=2", "train.global_batch_size=16"], "nf4"),
+        *in_campaign(
+            (1, [], "fp8"),
+            (3, ["train.global_batch_size=12"], "nf4"),
+            (2, ["train.activation_checkpoint=full"], "fp8"),
+            (2, ["mesh.context=2", "mesh.context_method=gather"], "nf4"),
+            (4, ["mesh.replicate=2", "train.global_batch_size=16"], "nf4"),
+        ),
     ],
 )
 def test_ranks_hold_and_gather_the_bytes_of_packed_weights(

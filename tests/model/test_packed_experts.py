@@ -58,9 +58,14 @@ class Stack(nn.Module):
             self.register_parameter(name, nn.Parameter(torch.randn(shape) / 14))
 
 
-@pytest.mark.parametrize("with_adapters", [False, True])
+@pytest.mark.parametrize(("with_adapters", "in_pieces"), [(False, False), (True, False), (False, True)])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_packed_products_follow_the_formula_and_only_bytes_are_saved(is_transposed: bool, with_adapters: bool) -> None:
+def test_packed_products_follow_the_formula_and_only_bytes_are_saved(
+    is_transposed: bool, with_adapters: bool, in_pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large stacks are unpacked in pieces of some of their rows."""
+    if in_pieces:
+        monkeypatch.setattr("trainer.experts.grouped._PIECE_WEIGHTS", 3 * 40 * (64 if is_transposed else 192))
     torch.manual_seed(0)
     stack, ends = Stack(is_transposed), torch.tensor([3, 3, 8], dtype=torch.int32)
     if with_adapters:
