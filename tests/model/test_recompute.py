@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.helpers.cases import in_campaign
 from tests.helpers.launch import merged, tiny
@@ -58,7 +59,7 @@ def test_memory_grows_with_the_budget(tmp_path: Path) -> None:
     def peak(policy: str) -> int:
         own = [f"train.activation_checkpoint={policy}", "model.num_layers=4", "model.vocab_size=64", "data.seq_len=128"]
         own += ["data.source=synthetic", "train.global_batch_size=2", f"run.dir={tmp_path}"]
-        return measure(merged(tiny(), own))[0]
+        return measure("llama_small", merged(tiny(), own))[0]
 
     full, selective, everything = (peak(policy) for policy in ("full", "selective", "none"))
     shares = (0.0, 0.2, 0.5, 1.0)
@@ -69,6 +70,21 @@ def test_memory_grows_with_the_budget(tmp_path: Path) -> None:
     assert peaks[-1] <= selective < everything
     for share, found in zip(shares, peaks, strict=True):
         assert found <= full + share * (everything - full) + 0.02 * everything, share
+
+
+def test_a_budget_keeps_what_costs_most_to_recompute(tmp_path: Path) -> None:
+    """Per byte: three tenths of the memory spare more than half of the FLOPs."""
+
+    def flops(policy: str) -> int:
+        trainer = Trainer(tiny_config(tmp_path, "model.num_layers=3", f"train.activation_checkpoint={policy}"))
+        batches = iter(trainer.loader)
+        with FlopCounterMode(display=False) as counter:
+            trainer.train_step([next(batches) for _ in range(trainer.num_micro_batches)])
+        trainer.close()
+        return counter.get_total_flops()
+
+    kept, within_budget, recomputed = map(flops, ("none", "budget:0.3", "full"))
+    assert kept < within_budget < (kept + recomputed) / 2
 
 
 @pytest.mark.parametrize(("value", "legal"), [("half", "0.5"), ("nan", "0.5"), ("1.5", "1"), ("-0.1", "0")])
