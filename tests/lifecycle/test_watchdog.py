@@ -72,6 +72,8 @@ def test_hanging_rank_is_named(place: str, rank: int, nproc: int, tmp_path: Path
         more += ["train.steps=1000000"]  # a hang of the storage alone does not stop the training
     ran = run(tmp_path / "run", *merged(RUN, [*LIMITS, *more, f"nproc={nproc}"]), code=1, variables=fault.variables)
     assert_named(ran, rank, PLACES[place])
+    if place in ("data 3", "forward 3", "backward 3"):
+        assert LIMITS[0].replace("=", ", ") in ran.err, "the limit of a later step"
     if place != "file 2":
         assert "of step 3" in ran.status["reason"] or place == "evaluation 2"
         assert "in hang" in ran.err, "where it is in the code"
