@@ -154,4 +154,6 @@ def test_nproc_must_equal_the_launchers_world_size(tmp_path: Path) -> None:
 
 @pytest.mark.campaign
 def test_exit_code_of_workers_is_that_of_nproc(tmp_path: Path) -> None:
-    run(tmp_path / "run", *MLP, f"{OWN}mlp_unfilled", "nproc=2", fresh=True, code=2)
+    run(tmp_path / "refused", *MLP, f"{OWN}mlp_unfilled", "nproc=2", fresh=True, code=2)
+    fault = Fault(tmp_path / "notes", {"step 2 of rank 1": "SIGTERM"})
+    run(tmp_path / "stopped", *FAULTY, "nproc=2", fresh=True, variables=fault.variables, code=75)
