@@ -26,11 +26,15 @@ SECRET = "hunter2"
         ("https://host:8080/run@2?versionId=3", False),
     ],
 )
-def test_credentials_in_a_url_are_not_printed(url: str, is_secret: bool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_credentials_in_a_url_are_not_shown(url: str, is_secret: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither printed nor in the configuration that runs, checkpoints and trackers keep."""
     code = run.main(["recipe=llama_small", f"train.init_from={url}", "--print-config"])
     printed = "".join(capsys.readouterr())
     assert SECRET not in printed
     assert is_secret or (code == 0 and url in printed)
+    stored = str(load_config("llama_small", [f"train.init_from={url}"]).to_dict())
+    assert (url in stored) != is_secret
+    assert SECRET not in stored
 
 
 @pytest.mark.slow
