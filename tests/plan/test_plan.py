@@ -123,7 +123,7 @@ def test_peak_equals_that_of_the_storages(
 
 FEW_TOKENS = ["data.seq_len=64", "train.global_batch_size=8"]
 GATHERED_EXPERTS = ["mesh.expert=2", "mesh.expert_method=gather", "model.balance_shares=exact"]
-GATHERED_EXPERTS += ["model.num_layers=8", "model.num_dense_layers=2"]
+GATHERED_EXPERTS += ["model.balance=0.1", "model.num_layers=8", "model.num_dense_layers=2"]
 """The first two blocks have none, so that no other may be planned like them. Exact shares take a forward pass more."""
 
 
