@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers.hf_models import kinds
+from tests.helpers.cases import campaign_except
 from tests.helpers.launch import tiny
 from tests.helpers.runs import SharedRun
 from trainer import RunConfig, UserError, load_config, run
@@ -32,12 +32,8 @@ from trainer.config import (
 from trainer.recipe import find_recipe
 
 FOR_A_FOLDER = ("name: auto", "recipe: dpo", "recipe: sft")
-RECIPES = [
-    pytest.param(name, marks=[] if name == "gpt2" or name.endswith("_small") else pytest.mark.campaign)
-    for name, path in recipe_files().items()
-    if not any(text in path.read_text() for text in FOR_A_FOLDER)
-]
-"""Recipes that define a model, the small ones in `make test`; the others need a model folder."""
+RECIPES = [name for name, path in recipe_files().items() if not any(text in path.read_text() for text in FOR_A_FOLDER)]
+"""Recipes that define a model; the others need a model folder."""
 
 
 def recipe(folder: Path, text: str) -> str:
@@ -188,7 +184,7 @@ def test_legal_values_of_the_contract_are_accepted() -> None:
 # Printed and written
 
 
-@pytest.mark.parametrize("name", kinds(RECIPES, ["llama_small", "deepseek_v3_small"]))
+@pytest.mark.parametrize("name", campaign_except(RECIPES, ["llama_small", "deepseek_v3_small"]))
 def test_print_config_prints_a_recipe_of_the_same_configuration(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

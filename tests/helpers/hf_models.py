@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
 from tests.helpers.launch import merged
@@ -161,11 +159,6 @@ SETTINGS = [
 def overrides(folder: Path, *more: str, name: str = "hf") -> list[str]:
     """Return the overrides of such a run on the model of a folder; `name` is the recipe."""
     return [f"model.name={name}", f"model.path={folder}", *merged(SETTINGS, more)]
-
-
-def kinds(names: Iterable[str], everyday: Collection[str]) -> list[Any]:
-    """Return a parameter for each kind; those that are not for every day are left to the campaign."""
-    return [pytest.param(kind, marks=[] if kind in everyday else pytest.mark.campaign) for kind in names]
 
 
 def load_with_transformers(folder: Path) -> tuple[Any, dict[str, Any]]:

@@ -114,8 +114,9 @@ def folder_of(path: Path, recipe: Recipe = LLAMA, config: Any = SOURCE, **change
 def edit(folder: Path, **changes: Any) -> None:
     """Change entries of config.json; None removes one."""
     file = folder / "config.json"
+    removed = {key for key, value in changes.items() if value is None}
     content = json.loads(file.read_text()) | changes
-    file.write_text(json.dumps({key: value for key, value in content.items() if value is not None}, indent=2))
+    file.write_text(json.dumps({key: value for key, value in content.items() if key not in removed}, indent=2))
 
 
 # ---------------------------------------------------------------------------------------------------------------

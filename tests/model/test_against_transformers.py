@@ -13,7 +13,8 @@ import torch
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.helpers import hf_models, native_models
-from tests.helpers.hf_models import MIXTURES, kinds, load_with_transformers, overrides, plain_losses
+from tests.helpers.cases import campaign_except
+from tests.helpers.hf_models import MIXTURES, load_with_transformers, overrides, plain_losses
 from trainer import Trainer, TrainLoader, load_config, load_weights
 from trainer.data.opening import open_source
 from trainer.export import command_line as export
@@ -50,7 +51,7 @@ def train(config: Any) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("model", kinds([*NATIVE, *(f"hf {kind}" for kind in OF_TRANSFORMERS)], EVERYDAY))
+@pytest.mark.parametrize("model", campaign_except([*NATIVE, *(f"hf {kind}" for kind in OF_TRANSFORMERS)], EVERYDAY))
 def test_steps_and_the_export_equal_those_of_transformers(model: str, tmp_path: Path) -> None:
     """With two micro-batches a step. The loop knows nothing of them, nor of this project."""
     source, settings = source_of(model, tmp_path / "source")
@@ -74,7 +75,7 @@ def test_steps_and_the_export_equal_those_of_transformers(model: str, tmp_path: 
     assert [name for name, weight in here.items() if not torch.equal(weight, again[name])] == []
 
 
-@pytest.mark.parametrize("model", kinds(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
+@pytest.mark.parametrize("model", campaign_except(["qwen3_moe", "gpt_oss"], ["qwen3_moe"]))
 def test_experts_are_balanced_over_the_global_batch(model: str, tmp_path: Path) -> None:
     """As transformers balances them with the whole batch at once, although each micro-batch has a quarter of it."""
     source, settings = source_of(model, tmp_path / "source", output_router_logits=True, router_aux_loss_coef=0.5)

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.helpers import hf_models
 from tests.helpers.adapters import config_of, plain_loop
-from tests.helpers.hf_models import kinds
+from tests.helpers.cases import campaign_except
 from tests.helpers.native_models import MODELS, folder_of
 from trainer import Trainer, UserError, load_config, load_weights
 from trainer.config import LoraSection
@@ -159,7 +159,7 @@ def load(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options)
 
 
-@pytest.mark.parametrize("case", kinds(CASES, ["native"]))
+@pytest.mark.parametrize("case", campaign_except(CASES, ["native"]))
 def test_peft_computes_the_same_and_loads_the_export(case: str, tmp_path: Path) -> None:
     """Losses and gradients from the same adapters; then logits of the exports, and merged weights."""
     pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")

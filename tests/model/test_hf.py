@@ -16,7 +16,8 @@ import torch
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.helpers import launch
-from tests.helpers.hf_models import KINDS, folder_of, kinds, load_with_transformers, overrides
+from tests.helpers.cases import campaign_except
+from tests.helpers.hf_models import KINDS, folder_of, load_with_transformers, overrides
 from tests.helpers.tiny import lines
 from trainer import (
     Sampling,
@@ -92,7 +93,7 @@ def model_of(folder: Path) -> Any:
 # The model
 
 
-@pytest.mark.parametrize("kind", kinds([*TRAINED, "gpt_oss"], (*EVERYDAY, "gemma2", "qwen3_moe", "gpt_oss")))
+@pytest.mark.parametrize("kind", campaign_except([*TRAINED, "gpt_oss"], (*EVERYDAY, "gemma2", "qwen3_moe", "gpt_oss")))
 def test_logits_and_loss_equal_those_of_transformers(kind: str, folders: Folders, tokens: torch.Tensor) -> None:
     """Also if logits are processed after the head: then the loss is not computed in chunks."""
     model, (there, _) = model_of(folders(kind)), load_with_transformers(folders(kind))
@@ -106,7 +107,7 @@ def test_logits_and_loss_equal_those_of_transformers(kind: str, folders: Folders
     assert (type(model.lm_head).__name__ == "Linear") == (kind in WHOLE_LOGITS)
 
 
-@pytest.mark.parametrize("kind", kinds([kind for kind in TRAINED if kind not in WHOLE_LOGITS], EVERYDAY))
+@pytest.mark.parametrize("kind", campaign_except([kind for kind in TRAINED if kind not in WHOLE_LOGITS], EVERYDAY))
 def test_documents_in_a_row_are_isolated(kind: str, folders: Folders, tokens: torch.Tensor) -> None:
     model, one = model_of(folders(kind)), tokens[:1]
     documents = torch.tensor([[4] * 9 + [7] * 15])
@@ -175,7 +176,7 @@ def test_generated_text_equals_that_of_transformers(folders: Folders, tokens: to
     assert generate_batch(model, [tokens[0].tolist()], 8)[0].tokens == expected[0, -8:].tolist()
 
 
-@pytest.mark.parametrize("kind", kinds(["gemma3", "qwen3", "gpt2"], ["gemma3"]))
+@pytest.mark.parametrize("kind", campaign_except(["gemma3", "qwen3", "gpt2"], ["gemma3"]))
 def test_texts_of_a_batch_equal_those_generated_alone(kind: str, folders: Folders) -> None:
     """With transformers' cache, prompts of different lengths, and texts that end at different tokens."""
     model = model_of(folders(kind))

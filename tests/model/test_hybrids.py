@@ -12,7 +12,8 @@ import torch
 
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from tests.helpers.hf_models import HYBRIDS, folder_of, kinds, model_of, overrides
+from tests.helpers.cases import campaign_except
+from tests.helpers.hf_models import HYBRIDS, folder_of, model_of, overrides
 from tests.helpers.tiny import lines
 from trainer import Source, Trainer, TrainLoader, UserError, load_config
 from trainer.loss import IGNORE
@@ -43,7 +44,7 @@ def batch_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": targets, "documents": documents}
 
 
-@pytest.mark.parametrize("kind", kinds([*HYBRIDS], EVERYDAY))
+@pytest.mark.parametrize("kind", campaign_except([*HYBRIDS], EVERYDAY))
 def test_packed_documents_equal_documents_apart(kind: str) -> None:
     """Loss and gradients."""
     model, batch = build(kind), batch_of(LENGTHS)

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.helpers import adapters
-from tests.helpers.hf_models import kinds, load_with_transformers
+from tests.helpers.cases import campaign_except
+from tests.helpers.hf_models import load_with_transformers
 from tests.helpers.launch import on_ranks
 from tests.helpers.native_models import MODELS, folder_of
 from trainer import Trainer, UserError, load_weights
@@ -152,7 +153,7 @@ ATTENTION, EXPERTS = "lora.targets=[o_proj]", "lora.targets=[o_proj,experts]"
 
 @pytest.mark.campaign
 @pytest.mark.parametrize("targets", [ATTENTION, EXPERTS])
-@pytest.mark.parametrize("kind", kinds(SIZES, ["gpt_oss"]))
+@pytest.mark.parametrize("kind", campaign_except(SIZES, ["gpt_oss"]))
 def test_exports_are_the_function_that_was_trained(kind: str, targets: str, tmp_path: Path) -> None:
     """In transformers too; and the adapter on the rounded base, in peft."""
     peft = pytest.importorskip("peft", reason="the library that adapters are for: pip install peft")

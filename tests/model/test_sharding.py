@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.hf_models import kinds
+from tests.helpers.cases import campaign_except
 from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.no_plan import make_no_plan
 from tests.helpers.plan_truth import CollectiveLog
@@ -283,7 +283,9 @@ def sharded(recipe: str, overrides: list[str], *more: str) -> Trainer:
     return Trainer(load_config(recipe, [*overrides, *more, SHARDED, "run.dir=never_written"]))
 
 
-@pytest.mark.parametrize("wrap", kinds(WRAPS, ["block", HERE + "by_predicate", HERE + "by_mixture", "size:8000"]))
+@pytest.mark.parametrize(
+    "wrap", campaign_except(WRAPS, ["block", HERE + "by_predicate", HERE + "by_mixture", "size:8000"])
+)
 def test_units_are_those_asked_for_in_the_order_of_the_forward_pass(wrap: str) -> None:
     trainer = sharded("llama_small", LLAMA, f"fsdp.wrap={wrap}")
     began: list[str] = []

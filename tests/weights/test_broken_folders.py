@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers.broken_folders import CASES, CHAT, weights_with, write_valid_folder
-from tests.helpers.hf_models import kinds
+from tests.helpers.cases import campaign_except
 from tests.helpers.launch import fork, run_module
 from tests.helpers.native_models import MODELS, build, export_model
 from trainer import UserError, load_config, load_weights
@@ -37,7 +37,7 @@ def broken(tmp_path: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", kinds(AT_ONCE, [name for name in AT_ONCE if name != "config: 100 MB"]))
+@pytest.mark.parametrize("name", campaign_except(AT_ONCE, [name for name in AT_ONCE if name != "config: 100 MB"]))
 def test_broken_folder_is_rejected_at_once(name: str, tmp_path: Path) -> None:
     """From metadata alone: no model is built, and no weights are read."""
     folder = broken(tmp_path, name)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.cases import campaign_except
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.commands import meshtrainer
-from tests.helpers.hf_models import kinds
 from tests.helpers.native_models import folder_of
 from trainer import UserError, load_config, run
 
@@ -61,7 +61,7 @@ def words(folder: Path, recipe: str, *more: str) -> list[str]:
     return [f"recipe={recipe}", f"model.path={folder}", *data, *quick, *more]
 
 
-@pytest.mark.parametrize("how", kinds(WITHOUT, ["pickle", "partial download"]))
+@pytest.mark.parametrize("how", campaign_except(WITHOUT, ["pickle", "partial download"]))
 def test_fine_tuning_needs_the_folders_weights(how: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     without_weights(model, how)
     for name in ("auto", "hf"):
