@@ -34,7 +34,7 @@ from trainer.plan.estimates import (
 )
 from trainer.plan.machine import GIB, Machine
 from trainer.plan.muon import MuonUpdate
-from trainer.plan.probe import Probe, find_probe
+from trainer.plan.probe import Probe
 from trainer.plan.step import Kind, Layout, Teacher
 from trainer.plan.trace import Trace
 
@@ -178,9 +178,9 @@ class Plan:
 def make_plan(config: RunConfig, mesh: MeshShape, machine: Machine, probe: Probe | None = None) -> Plan:
     """Plan `config`, which must not contain `auto`, on `mesh`.
 
-    `probe` is an existing probe of the same model, units and dtypes.
+    `probe` is an existing probe of the same model, units and dtypes; by default a new one is created.
     """
-    probe = probe or find_probe(config, machine.device_type, machine.imbalance)
+    probe = probe or Probe(config, machine.device_type, machine.imbalance)
     train = config.train
     offload = offloaded_fraction(train.offload_activations)
     trace = probe.trace(int(train.micro_batch_size), train.activation_checkpoint, offload)

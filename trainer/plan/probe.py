@@ -45,30 +45,6 @@ from trainer.plan.trace import Event, EventKind, MemoryMeter, ParameterInfo, Rec
 from trainer.sequence import use_slices
 
 
-def find_probe(config: RunConfig, device_type: str, imbalance: float = 1.0) -> Probe:
-    """Return a probe for these arguments of `Probe`: an earlier one of this process, if a trace would be the same.
-
-    A search makes many plans, and a process may train many runs in turn: each model is then traced once.
-    """
-    train = {name: value for name, value in vars(config.train).items() if name not in _UNTRACED}
-    data = config.data if config.data.arrangement == "masked" else config.data.seq_len
-    groups = (config.context, config.expert, config.mesh.expert_method, config.rows_per_sample)
-    model = (config.recipe, config.model, config.lora, config.fsdp, config.optim)
-    key = repr((model, train, data, groups, device_type, imbalance))
-    if key not in _probes:
-        _probes[key] = Probe(config, device_type, imbalance)
-    if len(_probes) > _MAX_PROBES:
-        del _probes[next(iter(_probes))]
-    return _probes[key]
-
-
-_UNTRACED = ("steps", "epochs", "global_batch_size", "micro_batch_size", "activation_checkpoint")
-"""Settings of `train` that no trace depends on, or that are arguments of `Probe.trace`."""
-
-_MAX_PROBES = 32
-_probes: dict[str, Probe] = {}
-
-
 class Probe:
     """Builds a configuration's model once, on the meta device, and traces it on micro-batches."""
 
