@@ -199,7 +199,12 @@ def test_weights_read_by_the_owners_of_experts_are_exported_bit_for_bit(kind: st
 LARGE = [
     *("model.dim=2048", "model.num_layers=8", "model.num_heads=16", "model.num_kv_heads=4", "model.head_dim=128"),
     *("model.expert_dim=2048", "model.num_experts=64", "model.num_chosen=4", "fsdp.param_dtype=bfloat16"),
-    *("data.seq_len=1024", "train.activation_checkpoint=full", "train.global_batch_size=16"),
+    *(
+        "data.seq_len=1024",
+        "train.activation_checkpoint=full",
+        "train.global_batch_size=16",
+        "train.micro_batch_size=1",
+    ),
 ]
 
 

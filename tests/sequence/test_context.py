@@ -143,7 +143,7 @@ def test_rank_needs_the_memory_of_a_sequence_of_its_length(model: list[str], ran
     shared += ["log.sample_tokens=0", "model.vocab_size=257", "run.dir=never_written", f"mesh.shard={ranks}"]
     own = ["data.seq_len=256", f"train.global_batch_size={ranks}"]
     part = [f"data.seq_len={256 * ranks}", "train.global_batch_size=1", f"mesh.context={ranks}", method]
-    expected, found = (on_ranks(ranks, measure, [*shared, *more]) for more in (own, part))
+    expected, found = (on_ranks(ranks, measure, "llama_small", [*shared, *more]) for more in (own, part))
     for (peak, _), (peak_of_own, _) in zip(found, expected, strict=True):
         assert peak <= 1.05 * peak_of_own
 
