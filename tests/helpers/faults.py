@@ -10,7 +10,7 @@ Places, all on rank 0 unless they end with `of rank N`:
 
     start           before the ranks are connected          build           before the model is built
     data 3          the data of step 3 is read              forward 3       the loss of step 3 is computed
-    backward 3      its backward pass begins                step 3          step 3 has ended
+    backward 3      the embedding has its gradient          step 3          step 3 has ended
     evaluation 3    the loss of an evaluation               save 3          the state after step 3 is collected
     file 17         file operation 17 in the folder `below`, counted from 0 in each process
 
@@ -149,6 +149,8 @@ class FaultyTrainer(Trainer):
         reach("start")
         super().__init__(config)
         self.state.add("places", _Saved(self))
+        tables = (module for module in self.model.modules() if isinstance(module, torch.nn.Embedding))
+        next(tables).register_forward_hook(self._watch_gradient)
 
     def build_model(self, config: RunConfig | None = None) -> torch.nn.Module:
         reach("build")
@@ -166,15 +168,19 @@ class FaultyTrainer(Trainer):
         step = self.state.step + 1
         is_nan = reach(f"forward {step}")
         loss = super().loss(batch)
-
-        def before_backward(gradient: torch.Tensor) -> None:
-            reach(f"backward {step}")
-
-        loss.register_hook(before_backward)
         return loss * float("nan") if is_nan else loss
 
     def on_step(self, record: Record) -> None:
         reach(f"step {record.step}", self)
+
+    def _watch_gradient(self, table: torch.nn.Module, inputs: object, output: torch.Tensor) -> None:
+        step = self.state.step + 1
+
+        def on_gradient(gradient: torch.Tensor) -> None:
+            reach(f"backward {step}")
+
+        if output.requires_grad:
+            output.register_hook(on_gradient)
 
 
 class RepeatingTrainer(FaultyTrainer):

@@ -45,7 +45,6 @@ def assert_named(ran: Run, rank: int, phase: str) -> None:
     """Assert that one rank is blamed, once, in the output and in what the run leaves."""
     assert set(ran.codes) == {1}, ran.err
     assert ran.err.count("watchdog:") == 1, ran.err
-    assert "no progress within" in ran.err
     assert "Traceback" not in ran.err
     reason = ran.status["reason"]
     assert (ran.status["state"], ran.status["exit_code"]) == ("failed", 1)
@@ -75,6 +74,7 @@ def test_hanging_rank_is_named(place: str, rank: int, nproc: int, tmp_path: Path
     if place in ("data 3", "forward 3", "backward 3"):
         assert LIMITS[0].replace("=", ", ") in ran.err, "the limit of a later step"
     if place != "file 2":
+        assert "no progress within" in ran.err
         assert "of step 3" in ran.status["reason"] or place == "evaluation 2"
         assert "in hang" in ran.err, "where it is in the code"
         assert "faults.py" in ran.err
