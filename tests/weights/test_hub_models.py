@@ -225,4 +225,5 @@ def test_killed_ten_times_on_the_way(hub: FakeHub, folder: Path, tmp_path: Path)
     (blob,) = (path for path in blobs.iterdir() if path.stat().st_size == len(content))
     assert blob.read_bytes() == content
     lost = hub.sent["model.safetensors"] - len(content)
-    assert 0 <= lost < 10 * (1 << 16), "what was on its way when a process died is sent again, and nothing else"
+    # Sockets hold up to some 100 KB that are on their way when a process dies. From the last start, it would be 256 KB.
+    assert 0 <= lost < 10 * (1 << 17)
