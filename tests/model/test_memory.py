@@ -85,7 +85,8 @@ def test_ranks_that_load_a_folder_hold_their_shards_and_one_unit(
     for grown, shards, whole in on_ranks(2, build, small, large, recipe, tmp_path / "run"):
         print(f"grown by {grown:.0f} MiB: {shards:.0f} of shards, of a model of {whole:.0f}")
         assert whole > 130
-        assert grown < shards + whole / NUM_LAYERS
+        # malloc may keep the memory of a unit that is freed
+        assert grown < shards + 2 * whole / NUM_LAYERS
 
 
 @pytest.mark.campaign
