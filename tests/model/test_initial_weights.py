@@ -85,13 +85,12 @@ register(Recipe("draws", OwnConfig, Own, ["table", "layers.*"]))
 
 def digests(folder: Path, *overrides: str) -> dict[str, tuple[float, float, bool]]:
     """Return for each parameter of both models what tells whether a bit differs, without sending it to the test."""
-    own = folder / "own.yaml"
-    own.write_text(f"model:\n  name: {Own.__module__}:draws\ndata:\n  source: synthetic\n")
-    common = ["data.seq_len=8", "train.global_batch_size=12", "train.micro_batch_size=2", f"run.dir={folder / 'run'}"]
+    own = [f"model.name={Own.__module__}:draws", "data.source=synthetic", "data.seq_len=8", "run.device=cpu"]
+    own += ["train.global_batch_size=12", "train.micro_batch_size=2", "run.threads=1", f"run.dir={folder / 'run'}"]
     found = {}
     for config in (
         tiny_config(folder / "run", "train.global_batch_size=12", *overrides),
-        load_config(str(own), [*common, "run.device=cpu", "run.threads=1", *overrides]),
+        load_config("llama_small", [*own, *overrides]),
     ):
         trainer = Trainer(config)
         for name, parameter in trainer.model.named_parameters():
