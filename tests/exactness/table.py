@@ -155,6 +155,8 @@ class Row:
     ranks: int = 2
     tolerance: float = 1e-6
     """The largest relative difference of losses, gradient norms and evaluations, and of the weights as a whole."""
+    norm_tolerance: float = 0.0
+    """That of gradient norms, if it is another one."""
     everyday: bool = True
     """Whether `make test` trains it, not only the campaign."""
 
@@ -197,8 +199,8 @@ ROWS = [
     Row("qwen3_next, averaged weights", "qwen3_next", ("ema",), _RAGGED),
     Row("gpt_oss, 8-bit moments", "gpt_oss", ("int8",), _RAGGED),
     Row("hf_dense, bf16 weights", "hf_dense", overrides=(*_RAGGED, "train.weights_dtype=bfloat16")),
-    # Its gradients are so large that rounding grows from step to step: the norm from 3e-7 at step 2 to 2e-6 at step 3.
-    Row("hf_hybrid", "hf_hybrid", overrides=(*_RAGGED, "optim.lr=1e-4"), tolerance=1e-5),
+    # Its gradients are so steep that weights which differ by 6e-8 have norms that differ by up to 2e-4.
+    Row("hf_hybrid", "hf_hybrid", overrides=(*_RAGGED, "optim.lr=1e-4"), norm_tolerance=1e-4),
     Row("replicas", overrides=_RAGGED, mesh=("mesh.replicate=2",), ranks=4),
     Row("whole replicas", overrides=_RAGGED, mesh=("mesh.replicate=2", "mesh.shard=1")),
     # Data
