@@ -91,6 +91,7 @@ class TextGenerator:
     template: the name or path of the chat template, as for `data.chat_template`.
     settings: the entries of generation_config.json; `eos_token_id` may come from config.json.
     bos: the run's `data.bos`; None for a Hugging Face folder.
+    special_tokens: the run's `data.special_tokens`; empty for a Hugging Face folder.
     turn_ends: ids of the tokens with which the model was trained to end its chat turns.
     """
 
@@ -102,6 +103,7 @@ class TextGenerator:
     settings: Mapping[str, Any]
     bos: bool | None = None
     turn_ends: frozenset[int] = frozenset()
+    special_tokens: tuple[str, ...] = ()
 
     @cached_property
     def model(self) -> nn.Module:
@@ -175,6 +177,7 @@ def open_generator(
         _generation_settings(model_files.files),
         config.data.bos,
         turn_ends,
+        config.data.special_tokens,
     )
 
 
@@ -299,9 +302,10 @@ def _stream(
 ) -> None:
     """Print the completion of `--prompt`, or the response to `--chat`, as it is generated."""
     if options.chat is None:
-        prompt = prompt_tokens(options.prompt, tokenizer)
+        prompt = prompt_tokens(options.prompt, tokenizer, text_generator.tokenizer, text_generator.special_tokens)
     else:
-        prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", text_generator.template)
+        template, special_tokens = text_generator.template, text_generator.special_tokens
+        prompt = chat_prompt_tokens(options.chat, text_generator.tokenizer, "--chat", template, special_tokens)
     max_len = max_seq_len(text_generator.build()) or sys.maxsize
     if len(prompt) >= max_len:
         key, text = ("--prompt", options.prompt) if options.chat is None else ("--chat", options.chat)
@@ -447,10 +451,12 @@ def _read_prompts(
     chats: ChatPrompts | None = None
     for location, record in read_prompts(path, "--prompts"):
         if "messages" in record:
-            chats = chats or ChatPrompts(text_generator.tokenizer, "--prompts", path, text_generator.template)
+            template, special_tokens = text_generator.template, text_generator.special_tokens
+            chats = chats or ChatPrompts(text_generator.tokenizer, "--prompts", path, template, special_tokens)
             tokens = chats.tokens(record["messages"], record.get("tools") or ())
         else:
-            tokens = prompt_tokens(record["prompt"], tokenizer)
+            setting, special_tokens = text_generator.tokenizer, text_generator.special_tokens
+            tokens = prompt_tokens(record["prompt"], tokenizer, setting, special_tokens)
         if len(tokens) >= max_len:
             rule = f"{location}: is {len(tokens)} tokens long, but the model has positions for {max_len}"
             raise setting_error("--prompts", path, rule, fix="shorten the prompt, or leave it out")

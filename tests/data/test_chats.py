@@ -484,7 +484,11 @@ CHAT, PLAIN = {"messages": ANSWERED}, {"prompt": "Hi", "completion": " Yes"}
 WRITTEN_OUT = {"messages": conversation("<|im_start|>user\nHi<|im_end|>", "Yes")}
 UNUSUAL: dict[str, tuple[str | None, list[Any], list[str]]] = {
     "plain text beside a template": (CHATML, [PLAIN, PLAIN], ["note: 2 "]),
-    "a template applied twice": (CHATML, [CHAT, WRITTEN_OUT, CHAT, WRITTEN_OUT], ["warning: 2 ", "chats.jsonl:4"]),
+    "a template applied twice": (
+        CHATML,
+        [CHAT, WRITTEN_OUT, CHAT, WRITTEN_OUT],
+        ["warning: ", "<|im_end|> in 2 ", "chats.jsonl:4"],
+    ),
     "plain text that spells a template": (
         None,
         [{"prompt": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n", "completion": "Yes"}],
@@ -495,12 +499,15 @@ UNUSUAL: dict[str, tuple[str | None, list[Any], list[str]]] = {
         [CHAT],
         ["add_generation_prompt", "<|im_start|>"],
     ),
-    "an end that is a word": (CHATML.replace("<|im_end|>", " now"), [CHAT], ["warning: ", "now"]),
+    "a token that the template never writes": (
+        CHATML,
+        [{"messages": conversation("What is [INST]?", "Yes")}, CHAT],
+        ["warning: ", "50.0%", 'data.special_tokens=["[INST]"]'],
+    ),
 }
 USUAL: list[tuple[str | None, Any]] = [
     (CHATML, CHAT),
     (None, PLAIN),
-    (CHATML, {"messages": conversation("What is [INST]?", "Yes")}),  # a token that the template never writes
 ]
 
 

@@ -436,6 +436,7 @@ _CHAT_DEFAULTS: dict[str, object] = {
     "labels": "none",
     "chat_template": MODEL,
     "train_on": "assistant",
+    "special_tokens": (),
     "too_long": "auto",
     "trim_rows": False,
 }

@@ -394,6 +394,11 @@ class DataSection:
         "(every token), or completion (the assistant turns after the last user message); end: the last position, which "
         "a reward model or classifier scores; set by train.objective",
     )
+    special_tokens: tuple[str, ...] = declare(
+        (),
+        "with source=chat: special tokens that are read as such where a message or completion spells them out; all "
+        "others are read as text",
+    )
     too_long: Literal["auto", "drop", "truncate", "error"] = declare(
         "auto",
         "with source=chat: how to treat conversations longer than a sequence; auto: drop them, but refuse to start if "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,87 +11,91 @@ from trainer.data.tokenizer import Tokenizer
 from trainer.errors import importing, setting_error
 
 
-def prompt_tokens(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the tokenizer's start tokens and the tokens of `text`, or the end-of-document token if both are empty."""
-    return [*tokenizer.start_ids, *tokenizer.encode(text).tolist()] or [tokenizer.end_id]
+def prompt_tokens(
+    text: str, tokenizer: Tokenizer, setting: str = "bytes", special_tokens: Sequence[str] = ()
+) -> list[int]:
+    """Return the tokenizer's start tokens and the tokens of `text`, or the end-of-document token if both are empty.
+
+    setting, special_tokens: the values of `data.tokenizer` and `data.special_tokens`.
+    """
+    ids = tokenizer.encode(text)
+    if special_tokens:
+        from trainer.data.chat.masking import ChatTokenizer
+
+        ids = ChatTokenizer(setting, accepted=special_tokens).encode_message(text)
+    return [*tokenizer.start_ids, *ids.tolist()] or [tokenizer.end_id]
 
 
 def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
-    """Return the tokens at which generation with a chat model stops.
-
-    These are the tokenizer's end-of-document token, which ends completions, and the template's end-of-turn token, if
-    there is a template and this token is one of the tokenizer's added tokens.
+    """Return the tokens at which generation with a chat model stops; see `Encoder.stop_tokens`.
 
     tokenizer: the value of `data.tokenizer`.
     template: the value of `data.chat_template`.
 
     Raises UserError if the tokenizer or the template cannot be read, or if a library that templates need is missing.
     """
-    from trainer.data.chat.formats import BadChat, Conversation
-
     with importing("data.chat_template", template):
         from trainer.data.chat.masking import ChatTokenizer, Encoder
         from trainer.data.chat.template import find_template
 
-    chat_template, chat_tokenizer = find_template(template, tokenizer), ChatTokenizer(tokenizer)
-    end_ids, system = {chat_tokenizer.plain.end_id}, {"role": "system", "content": "Hi"}
-    exchange = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hi"}]
-    for messages in (exchange, [system, *exchange]) if chat_template is not None else ():
-        with suppress(BadChat):  # a template may require a system message, or reject one
-            encoded = Encoder(chat_tokenizer, chat_template, "last").encode(Conversation(messages))
-            last_targets = set(encoded.ids[encoded.loss_mask][-1:].tolist())
-            end_ids |= last_targets.intersection(chat_tokenizer.added_tokens.values())
-    return end_ids
+    chat_tokenizer = ChatTokenizer(tokenizer)
+    stop_tokens = Encoder(chat_tokenizer, find_template(template, tokenizer), "last").stop_tokens
+    return {chat_tokenizer.plain.end_id, *stop_tokens.values()}
 
 
-def chat_prompt_tokens(text: str, tokenizer: str, key: str, template: str = "model") -> list[int]:
+def chat_prompt_tokens(
+    text: str, tokenizer: str, key: str, template: str = "model", special_tokens: Sequence[str] = ()
+) -> list[int]:
     """Return the tokens of a user message rendered with the chat template, including the generation prompt.
 
     text: the user message.
-    tokenizer: the value of `data.tokenizer`.
+    tokenizer, template, special_tokens: the values of `data.tokenizer`, `data.chat_template`, `data.special_tokens`.
     key: the setting or option that contains the message, for error messages.
-    template: the value of `data.chat_template`.
 
     Raises UserError in the same cases as `ChatPrompts`, and if the template rejects the message.
     """
-    return ChatPrompts(tokenizer, key, text, template).tokens([{"role": "user", "content": text}])
+    return ChatPrompts(tokenizer, key, text, template, special_tokens).tokens([{"role": "user", "content": text}])
 
 
 class ChatPrompts:
-    """Encodes conversations for the model to answer, rendered with a chat template and its generation prompt."""
+    """Encodes conversations for the model to answer, rendered with a chat template and its generation prompt.
 
-    def __init__(self, tokenizer: str, key: str, value: object, template: str = "model") -> None:
+    Messages, calls and tools are treated as in training data.
+    """
+
+    def __init__(
+        self, tokenizer: str, key: str, value: object, template: str = "model", special_tokens: Sequence[str] = ()
+    ) -> None:
         """Load the template and the tokenizer.
 
-        tokenizer: the value of `data.tokenizer`.
+        tokenizer, template, special_tokens: the values of `data.tokenizer`, `data.chat_template`,
+            `data.special_tokens`.
         key: the setting or option to name in error messages.
         value: its value, for error messages.
-        template: the value of `data.chat_template`.
 
         Raises UserError if there is no template, if the template or the tokenizer cannot be read, or if a library that
         templates need is missing.
         """
         with importing(key, value):
-            from trainer.data.chat.masking import ChatTokenizer
+            from trainer.data.chat.masking import ChatTokenizer, Encoder
             from trainer.data.chat.template import find_template
 
         chat_template = find_template(template, tokenizer, key=key)
         if chat_template is None:
             raise setting_error(key, value, f"data.tokenizer={tokenizer} has no chat template", fix="--prompt TEXT")
-        self._template, self._tokenizer = chat_template, ChatTokenizer(tokenizer)
+        self._encoder = Encoder(ChatTokenizer(tokenizer, accepted=special_tokens), chat_template, "all")
         self._key, self._value = key, value
 
     def tokens(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = ()) -> list[int]:
-        """Return the tokens of a conversation.  Raises UserError if the template rejects it."""
-        from trainer.data.chat.formats import BadChat
+        """Return the tokens of a conversation.  Raises UserError if it is invalid or the template rejects it."""
+        from trainer.data.chat.formats import BadChat, Conversation, Format
 
-        quoted = self._tokenizer.quoted
         try:
-            rendered = self._template.render(quoted(messages), quoted(tools), add_generation_prompt=True).text
+            chat = Format("messages").read({"messages": list(messages), "tools": tools})
+            assert isinstance(chat, Conversation)
+            return self._encoder.encode_prompt(chat)
         except BadChat as error:
             raise setting_error(self._key, self._value, str(error), fix=error.fix) from error
-        ids, _ = self._tokenizer.encode(rendered)
-        return [int(token) for token in ids]
 
 
 def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:

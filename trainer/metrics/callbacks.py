@@ -167,10 +167,8 @@ class Samples(Callback):
         if not self._config.log.prompts:
             return []
         if data.source == "chat":
-            return [
-                (text, chat_prompt_tokens(text, data.tokenizer, "log.prompts", data.chat_template))
-                for text in self._config.log.prompts
-            ]
+            settings = (data.tokenizer, "log.prompts", data.chat_template, data.special_tokens)
+            return [(text, chat_prompt_tokens(text, *settings)) for text in self._config.log.prompts]
         tokenizer = find_tokenizer(data.tokenizer)
         return [(text, prompt_tokens(text, tokenizer)) for text in self._config.log.prompts]
 

@@ -11,9 +11,10 @@ import gzip
 import json
 import math
 import os
+import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -27,9 +28,13 @@ if TYPE_CHECKING:
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+FLAGS = ("weight", "loss", "train", "trainable", "loss_mask")
+"""The keys of a message that say whether its tokens may be targets: 0 or false excludes them.  They mean the same."""
+
 Message: TypeAlias = "Mapping[str, Any]"
 """A message: `role` (one of ROLES), `content` (text), and optional keys for the chat template, such as `tool_calls` or
-`reasoning_content`.  A `weight` of 0 excludes the message from the loss, unless `data.train_on=end`."""
+`reasoning_content`.  Whichever of FLAGS the file has, it is called `weight` here; a `weight` of 0 excludes the message
+from the loss, unless `data.train_on=end`."""
 
 
 class BadChat(Exception):
@@ -50,11 +55,13 @@ class Conversation:
 
     first_trainable: assistant turns before this index in `messages` contain no targets; ignored if `data.train_on`
         is `all` or `end`.
+    has_nulls: whether nulls were left out of calls or tools; see `_without_nulls`.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     first_trainable: int = 0
+    has_nulls: bool = False
 
 
 @dataclass(frozen=True)
@@ -190,7 +197,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
             for batch in file.iter_batches(batch_size=1024):
                 for record in _rows(batch, path, row, key):
                     row += 1
-                    yield f"{path.name}:{row}", _without_nulls(record)
+                    yield f"{path.name}:{row}", record
     except (OSError, pyarrow.ArrowException) as error:
         raise setting_error(key, path, f"cannot be read ({error})") from error
 
@@ -211,13 +218,6 @@ def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str
                 rule = f"{path.name}:{num_rows_before + row + 1}: is not UTF-8 ({error.reason})"
                 raise setting_error(key, path, rule, fix="convert it to UTF-8") from error
         raise
-
-
-def _without_nulls(value: Any) -> Any:
-    """Remove the null entries of objects, at any depth: parquet adds them for keys that only other rows have."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -304,7 +304,13 @@ class Format:
 
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
-        values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
+        try:
+            return self._read(record)
+        except RecursionError as error:
+            raise BadChat("is nested too deeply", fix="remove the record") from error
+
+    def _read(self, record: Mapping[str, Any]) -> Sample | Pair:
+        values = {key: _without_nulls(record.get(self._columns.get(key, key))) for key in COLUMNS[self.name]}
         _check_system_key(record, values)
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
@@ -320,6 +326,14 @@ class Format:
                 )
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
+        sample = self._convert(values)
+        if not any(_has_nulls(record.get(self._columns.get(key, key)), key == "tools") for key in values):
+            return sample
+        if isinstance(sample, Pair):
+            return Pair(_with_nulls_noted(sample.chosen), _with_nulls_noted(sample.rejected))
+        return _with_nulls_noted(sample)
+
+    def _convert(self, values: Mapping[str, Any]) -> Sample | Pair:
         match self.name:
             case "messages":
                 return Conversation(_messages(values["messages"], "messages"), _tools(values["tools"]))
@@ -384,6 +398,33 @@ def _mapping_for(record: Mapping[str, Any]) -> str:
     return f"{{messages: {suggested['messages'] or 'dialog'}}}"
 
 
+def _without_nulls(value: Any) -> Any:
+    """Leave out the entries of objects that are null, at any depth.
+
+    Every row of an Arrow table has all keys that any row has, with null for those that it lacks.  So in files written
+    from such a table a null means that there is no such entry, and it has this meaning in all files.  A null in text
+    that is JSON, such as the arguments of a call, stays.
+    """
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+
+
+def _has_nulls(value: Any, in_calls_or_tools: bool) -> bool:
+    """Return whether a null entry of an object is left out within calls or tools; elsewhere nulls are usual."""
+    if isinstance(value, dict):
+        return any(
+            (item is None and in_calls_or_tools)
+            or _has_nulls(item, in_calls_or_tools or key in ("tool_calls", "tools"))
+            for key, item in value.items()
+        )
+    return isinstance(value, list) and any(_has_nulls(item, in_calls_or_tools) for item in value)
+
+
+def _with_nulls_noted(sample: Sample) -> Sample:
+    return replace(sample, has_nulls=True) if isinstance(sample, Conversation) else sample
+
+
 def _check_system_key(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     """Raise BadChat if the record has a `system` key that would be ignored.
 
@@ -406,19 +447,50 @@ def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
         converted = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
         messages = _messages(converted, "conversations", "from", "value")
     system = [{"role": "system", "content": _text(values["system"], "system")}] if values["system"] else []
-    return Conversation([*system, *messages], _tools(values["tools"]))
+    return Conversation([*system, *_join_calls(messages)], _tools(values["tools"]))
 
 
 def _from_sharegpt(turn: Any, location: str) -> Message:
     role, value = _get_required(turn, "from", location), _get_required(turn, "value", location)
-    weight = {"weight": turn["weight"]} if "weight" in turn else {}
+    other_keys = {key: item for key, item in turn.items() if key not in ("from", "value")}
     if role not in ("function_call", "tool_call"):
-        return {"role": _ALIASES.get(str(role), role), "content": value, **weight}
+        return {**other_keys, "role": _ALIASES.get(str(role), role), "content": value}
     try:
-        calls = [{"type": "function", "function": json.loads(value)}]
-        return {"role": "assistant", "content": "", "tool_calls": calls, **weight}
-    except (TypeError, ValueError, RecursionError) as error:
+        calls = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
         raise BadChat(f"{location}.value must be JSON in a tool call ({error})") from error
+    return {**other_keys, "role": "assistant", "content": "", "tool_calls": _as_tool_calls(calls)}
+
+
+def _as_tool_calls(calls: Any) -> list[Any]:
+    """Return a call or a list of calls, in which a function and its arguments may stand directly, as `tool_calls`."""
+    return [
+        call
+        if not isinstance(call, Mapping) or isinstance(call.get("function"), Mapping)
+        else {"type": "function", "function": call}
+        for call in (calls if isinstance(calls, list) else [calls])
+    ]
+
+
+def _join_calls(messages: Sequence[Message]) -> list[Message]:
+    """Join the calls of an assistant's turn with the text or calls before them: ShareGPT writes them as several turns.
+
+    Raises BadChat if only one of the parts is excluded from the loss.
+    """
+    joined: list[Message] = []
+    for number, message in enumerate(messages):
+        last = joined[-1] if joined else {}
+        if not (message.get("tool_calls") and message["role"] == last.get("role") == "assistant"):
+            joined.append(message)
+            continue
+        if message.get("weight", 1) != last.get("weight", 1):
+            rule = (
+                f"conversations[{number}] continues the turn before it, but only one of them is excluded from the loss"
+            )
+            raise BadChat(rule, fix="exclude both, or neither")
+        calls = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        joined[-1] = {**last, **message, "content": last["content"], "tool_calls": calls}
+    return joined
 
 
 def _read_alpaca(values: Mapping[str, Any]) -> Sample:
@@ -460,9 +532,16 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
     return Pair(chosen, rejected)
 
 
-def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """Return the role and the stripped text of each message, to compare messages regardless of white space."""
-    return [(message["role"], message["content"].strip()) for message in messages]
+def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
+    """Return the role, stripped text and calls of each message, to compare messages regardless of white space."""
+    return [
+        (
+            message["role"],
+            message["content"].strip(),
+            json.dumps(message.get("tool_calls"), sort_keys=True, default=str),
+        )
+        for message in messages
+    ]
 
 
 def _join_prompt_and_response(prompt: Any, response: Any, key: str, tools: Sequence[Mapping[str, Any]]) -> Sample:
@@ -528,17 +607,46 @@ def _messages(value: Any, location: str, role_key: str = "role", content_key: st
             nearest_role = _ALIASES.get(str(role), nearest(role, ROLES))
             advice = f"nearest: {nearest_role}" if nearest_role else f"must be one of {', '.join(ROLES)}"
             raise BadChat(f"{message_location}.{role_key}={role!r}; {advice}")
-        if content is None and not message.get("tool_calls"):
+        calls = _calls(message, message_location)
+        if content is None and not calls and role != "tool":
             raise BadChat(f"{message_location} has no {content_key!r}")
         text = _text_of(content, f"{message_location}.{content_key}") if content is not None else ""
-        if not text.strip() and not message.get("tool_calls"):
+        if not text.strip() and not calls and role != "tool":  # a tool may have nothing to say
             raise BadChat(f"{message_location}.{content_key}={text!r} is empty")
-        if (weight := message.get("weight")) not in (None, 0, 1):
-            rule = f"{message_location}.weight={weight!r} must be 0 or 1"
-            raise BadChat(rule, fix="leave it out, or set 0 to exclude it from the loss")
-        _check_calls(message, message_location)
-        messages.append({**message, "content": text})
+        weight = _flag(message, message_location)
+        messages.append(
+            {
+                **{key: item for key, item in message.items() if key not in FLAGS and key != "tool_calls"},
+                "content": text,
+                **({"tool_calls": calls} if calls else {}),
+                **({} if weight is None else {"weight": weight}),
+            }
+        )
     return messages
+
+
+_FLAG_WORDS = re.compile(r"train|loss|mask|weight|supervis|ignore|learn", re.IGNORECASE)
+"""Matches keys of messages that look like flags, such as `train_detail` or `masked`, unless their value is text."""
+
+
+def _flag(message: Mapping[str, Any], location: str) -> int | None:
+    """Return whether a message's tokens may be targets, 0 or 1, or None if none of FLAGS says so.
+
+    Raises BadChat if a flag has another value, if two flags differ, or if another key looks like a flag.
+    """
+    flags: dict[str, int] = {}
+    for key, value in message.items():
+        if key in FLAGS:
+            if not isinstance(value, (bool, int, float)) or value not in (0, 1):
+                rule = f"{location}.{key}={value!r:.60} must be 0 or 1, or true or false"
+                raise BadChat(rule, fix="leave it out, or set 0 to exclude the message from the loss")
+            flags[key] = int(value)
+        elif _FLAG_WORDS.search(key) and not isinstance(value, str):
+            rule = f"{location}.{key}={value!r:.60} looks like a flag, but is not one of {', '.join(FLAGS)}"
+            raise BadChat(rule, fix=f"write {FLAGS[0]}: 0 to exclude the message from the loss, or remove it")
+    if len(set(flags.values())) > 1:
+        raise BadChat(f"{location}: {' and '.join(flags)} differ, but mean the same", fix="keep one of them")
+    return next(iter(flags.values()), None)
 
 
 def _list(value: Any, location: str, alternatives: str = "") -> list[Any]:
@@ -581,8 +689,13 @@ def _text(value: Any, location: str) -> str:
     return value
 
 
-def _check_calls(message: Mapping[str, Any], location: str) -> None:
-    """Raise BadChat unless every tool call of a message names a function."""
+def _calls(message: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]:
+    """Return a message's calls.  Raises BadChat unless each names a function, with an object or text as arguments."""
+    if message.get("function_call"):
+        raise BadChat(
+            f"{location}.function_call is not read",
+            fix='write tool_calls: [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
+        )
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list):
         raise BadChat(f"{location}.tool_calls must be a list, not {json_type(calls)}")
@@ -590,6 +703,14 @@ def _check_calls(message: Mapping[str, Any], location: str) -> None:
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadChat(f"{location}.tool_calls[{number}] does not name a function")
+        arguments = function.get("arguments")
+        if not isinstance(arguments, (str, Mapping, type(None))):
+            rule = f"{location}.tool_calls[{number}]: the arguments must be an object or JSON text"
+            raise BadChat(f"{rule}, not {json_type(arguments)}")
+        if arguments is None and not {"name", "description", "id", "type"}.issuperset(function):
+            rule = f"{location}.tool_calls[{number}] has no 'arguments'; its keys: {', '.join(function)}"
+            raise BadChat(rule, fix="write the arguments under this key")
+    return calls
 
 
 def _tools(value: Any) -> Sequence[Mapping[str, Any]]:

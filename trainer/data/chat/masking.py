@@ -9,24 +9,43 @@ no mask can correct that.
 
 Some templates ignore `add_generation_prompt`.  Every client of such a model, including this project, then ends the
 prompt before the header of the assistant's turn.  The model has to generate the header, so the header is a target.
+
+The last target of every turn is a token at which generation stops: the token with which the template ends the turn, or
+else the token with which the next message begins; see `Encoder.stop_tokens`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.chat.formats import BadChat, Completion, Conversation, Sample
+from trainer.data.chat.calls import ArgumentsForm, convert_arguments, find_arguments_form, find_missing_part
+from trainer.data.chat.formats import BadChat, Completion, Conversation, Message, Sample
 from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, RenderedChat
 from trainer.data.tokenizer import FileTokenizer, Tokenizer, find_tokenizer, tokenizer_file
+from trainer.errors import nearest, setting_error
 from trainer.stopping import raise_if_stop_requested
+
+Notice: TypeAlias = tuple[
+    Literal["spelled out", "read as text", "unread key", "nulls", "converted arguments", "flag without effect"], str
+]
+"""What the user should know about a sample, and a detail:
+
+- spelled out: it spells out a special token, the detail, that the template writes too.
+- read as text: it spells out another special token, the detail.
+- unread key: a message has a key, the detail, that the template does not read.
+- nulls: nulls in its calls or tools, the detail, were left out.
+- converted arguments: the arguments of its calls were converted to the form that the template takes, the detail.
+- flag without effect: a message of a role, the detail, is to be trained on, but only the assistant's can be.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,16 +53,15 @@ class EncodedSample:
     """Token ids and loss mask of a conversation or completion, both of shape (num_tokens,).
 
     loss_mask: True for the tokens that are targets.
-    literal_special_token: a special token that the conversation spells out as text, or "".  Such a token suggests that
-        a chat template has already been applied to the file.
+    notices: what the user should know about the sample.
     """
 
     ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
-    literal_special_token: str = ""
+    notices: frozenset[Notice] = frozenset()
 
     def truncated(self, num_tokens: int, only_last_token: bool) -> EncodedSample:
-        """Return the first `num_tokens` tokens; `literal_special_token` is not kept.
+        """Return the first `num_tokens` tokens, without the notices.
 
         only_last_token: if True, the last of these tokens becomes the only target; otherwise the targets are kept.
         """
@@ -71,12 +89,18 @@ class Encoder:
     ) -> None:
         self.tokenizer, self.template_name = tokenizer, template_name
         self._template, self._train_on = template, train_on
+        self._arguments_forms: dict[bool, ArgumentsForm] = {}
+        self._unread_keys: dict[tuple[str, str], bool] = {}
 
     @property
     def identity(self) -> list[Any]:
         """JSON values that determine the encoding: two encoders with the same identity give the same results."""
         template = self._template
-        return [self.tokenizer.name, self._train_on, [template.sources, template.tokens] if template else None]
+        return [
+            [self.tokenizer.name, sorted(self.tokenizer.accepted)],
+            self._train_on,
+            [template.sources, template.tokens] if template else None,
+        ]
 
     def encode(self, sample: Sample, max_tokens: int | None = None) -> EncodedSample:
         """Encode a conversation or a completion.  Raises BadChat.
@@ -85,17 +109,26 @@ class Encoder:
             renders everything before it again, so a conversation of 20,000 turns would otherwise take minutes.
         """
         if isinstance(sample, Conversation):
-            text, ids, _, loss_mask = self._encode_with_spans(sample, max_tokens)
-            return EncodedSample(ids, loss_mask, self.tokenizer.find_literal_special_token(text))
+            encoded = self._encode_conversation(sample, max_tokens)
+            return EncodedSample(encoded.ids, encoded.loss_mask, encoded.notices)
         # Prompt and completion are encoded separately, so that the prompt has the same tokens as at inference time.
         plain = self.tokenizer.plain
-        prompt = np.array([*plain.start_ids, *plain.encode(sample.prompt)], np.int64)
-        completion = np.array([*plain.encode(sample.completion), *plain.end_ids], np.int64)
+        prompt = np.array([*plain.start_ids, *self.tokenizer.encode_message(sample.prompt)], np.int64)
+        completion = np.array([*self.tokenizer.encode_message(sample.completion), *plain.end_ids], np.int64)
         num_tokens = len(prompt) + len(completion)
         loss_mask = np.arange(num_tokens) >= (0 if self._train_on == "all" else len(prompt))
         loss_mask = last_token_mask(num_tokens) if self.targets_only_last_token else loss_mask
-        literal_special_token = self.tokenizer.find_special_token(sample.prompt + sample.completion)
-        return EncodedSample(np.concatenate([prompt, completion]), loss_mask, literal_special_token)
+        spelled_out = self.tokenizer.find_special_tokens(sample.prompt + sample.completion)
+        notices: set[Notice] = {("read as text", token) for token in spelled_out}
+        return EncodedSample(np.concatenate([prompt, completion]), loss_mask, frozenset(notices))
+
+    def encode_prompt(self, chat: Conversation) -> list[int]:
+        """Return the ids of a conversation for the assistant to continue.  Raises BadChat."""
+        template = self._require_template()
+        prepared = self._prepare(template, chat)
+        text = template.render(prepared.messages, prepared.tools, add_generation_prompt=True).text
+        ids: list[int] = self.tokenizer.encode(text)[0].tolist()
+        return ids
 
     @property
     def targets_only_last_token(self) -> bool:
@@ -108,36 +141,24 @@ class Encoder:
         return self._template is not None
 
     def notes(self) -> list[str]:
-        """Return notes for the user about unusual properties of the chat template."""
+        """Return a note if the chat template ignores `add_generation_prompt`, or nothing."""
         template = self._template
         if template is None:
             return []
         system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
-        response = {"role": "assistant", "content": "Hello"}
         for prompt_messages in ([user], [system, user]):
             try:
                 prompt = template.render(prompt_messages, add_generation_prompt=True).text
-                full = template.render([*prompt_messages, response]).text
-                encoded = Encoder(self.tokenizer, template, "last").encode(Conversation([*prompt_messages, response]))
+                full = template.render([*prompt_messages, {"role": "assistant", "content": "Hello"}]).text
             except BadChat:  # a template may require a system message, or reject one
                 continue
-            notes = []
             header = full[len(prompt) : full.rfind("Hello")] if "Hello" in full[len(prompt) :] else ""
             if prompt == template.render(prompt_messages).text and header.strip():
-                notes.append(
+                return [
                     f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
                     "it has to at inference time"
-                )
-            targets = encoded.ids[encoded.loss_mask]
-            has_response = len(targets) and "Hello" in full  # a template may mark only some turns, or alter the text
-            added_ids = self.tokenizer.added_tokens.values()
-            if has_response and self._train_on != "all" and int(targets[-1]) not in added_ids:
-                end = full[full.rfind("Hello") + 5 :].strip()
-                notes.append(
-                    f"warning: the chat template ends turns with {end!r}, which is not a single token: generation "
-                    "does not stop there"
-                )
-            return notes
+                ]
+            return []
         return []
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
@@ -148,7 +169,8 @@ class Encoder:
                 text, last = sample.prompt + completion, self.tokenizer.token_text(int(self.encode(sample).ids[-1]))
                 return [(text.removesuffix(last), False), (last, True)]
             return [(sample.prompt, self._train_on == "all"), (completion, True)]
-        text, _, spans, loss_mask = self._encode_with_spans(sample)
+        encoded = self._encode_conversation(sample)
+        text, spans, loss_mask = encoded.text, encoded.spans, encoded.loss_mask
         changes = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist()]
         starts = [0, *spans[changes[1:], 0].tolist(), len(text)]
         return [
@@ -156,40 +178,103 @@ class Encoder:
             for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
         ]
 
-    def _encode_with_spans(
-        self, chat: Conversation, max_tokens: int | None = None
-    ) -> tuple[str, NDArray[np.int64], NDArray[np.int64], NDArray[np.bool_]]:
-        """Return a conversation's text, its ids, the character span of each id, and the loss mask.
+    def _encode_conversation(self, chat: Conversation, max_tokens: int | None = None) -> _EncodedConversation:
+        """Render and tokenize a conversation.
 
         max_tokens: the mask may be wrong after this many ids; see `encode`.
         """
-        template = self._template
-        if template is None:
-            raise BadChat(
-                "needs a chat template, and the tokenizer has none", "data.chat_template", fix=_FIX_NO_TEMPLATE
-            )
-        _check_support(chat, template)
-        quoted = self.tokenizer.quoted
+        template = self._require_template()
+        prepared = self._prepare(template, chat)
         try:
-            chat = replace(chat, messages=quoted(chat.messages), tools=quoted(chat.tools))
-            full = template.render(chat.messages, chat.tools)
+            full = template.render(prepared.messages, prepared.tools)
+            unread_keys = self._find_unread_keys(template, prepared, full)
         except RecursionError as error:
             raise BadChat("is nested too deeply", fix="remove the record") from error
-        _check_all_included(chat, full.text)
+        _check_all_included(prepared, full.text, includes_assistant=self._train_on == "all")
+        if not self.targets_only_last_token:
+            full = replace(full, text=self._with_last_stop(template, prepared, full.text))
         ids, spans = self.tokenizer.encode(full.text)
         is_in_turn = np.zeros(len(ids), bool)
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
         with template.shared_limits():
-            for turn in self._turns(chat):
+            for turn in self._turns(prepared):
                 raise_if_stop_requested()
-                turn_spans = _message_spans(template, chat, full, turn)
+                turn_spans = self._message_spans(template, prepared, full, turn)
                 for start, end in turn_spans:
                     is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
                 if turn_spans and turn_spans[0][0] >= needed_chars:
                     break
         if self.targets_only_last_token:
-            return full.text, ids, spans, last_token_mask(len(ids))
-        return full.text, ids, spans, ~is_in_turn if self._train_on == "all" else is_in_turn
+            loss_mask = last_token_mask(len(ids))
+        else:
+            loss_mask = ~is_in_turn if self._train_on == "all" else is_in_turn
+        notices: set[Notice] = {("unread key", key) for key in unread_keys}
+        for token in self.tokenizer.find_quoted_tokens(full.text):
+            notices.add(("spelled out" if token in full.text else "read as text", token))
+        if chat.has_nulls:
+            notices.add(("nulls", "calls or tools"))
+        if converted_to := self._converted_to(chat, prepared):
+            notices.add(("converted arguments", converted_to))
+        for role in self._roles_flagged_in_vain(chat):
+            notices.add(("flag without effect", role))
+        return _EncodedConversation(full.text, ids, spans, loss_mask, frozenset(notices))
+
+    def _require_template(self) -> ChatTemplate:
+        if self._template is None:
+            raise BadChat(
+                "needs a chat template, and the tokenizer has none", "data.chat_template", fix=_FIX_NO_TEMPLATE
+            )
+        return self._template
+
+    def _prepare(self, template: ChatTemplate, chat: Conversation) -> Conversation:
+        """Return a conversation as the template takes it: with converted arguments and quoted special tokens."""
+        _check_support(chat, template)
+        messages: Sequence[Message] = chat.messages
+        if any(message.get("tool_calls") for message in messages):
+            has_tools = bool(chat.tools)
+            if has_tools not in self._arguments_forms:
+                self._arguments_forms[has_tools] = find_arguments_form(template, chat)
+            messages = convert_arguments(messages, self._arguments_forms[has_tools])
+        try:
+            return replace(chat, messages=self.tokenizer.quoted(messages), tools=self.tokenizer.quoted(chat.tools))
+        except RecursionError as error:
+            raise BadChat("is nested too deeply", fix="remove the record") from error
+
+    # -- notices --
+
+    def _find_unread_keys(self, template: ChatTemplate, chat: Conversation, full: RenderedChat) -> set[str]:
+        """Return the keys of messages that the template does not read.
+
+        A key that the template does not name may still be read, by a template that writes messages as a whole.  So the
+        first conversation with such a key is also rendered without it.
+        """
+        unread_keys = set()
+        for number, message in enumerate(chat.messages):
+            for key in message.keys() - _KNOWN_KEYS - template.names:
+                place = (message["role"], key)
+                if place not in self._unread_keys:
+                    shorter = {name: value for name, value in message.items() if name != key}
+                    others = [*chat.messages[:number], shorter, *chat.messages[number + 1 :]]
+                    self._unread_keys[place] = template.render(others, chat.tools).text == full.text
+                if self._unread_keys[place]:
+                    unread_keys.add(key)
+        return unread_keys
+
+    def _converted_to(self, chat: Conversation, prepared: Conversation) -> str:
+        """Return the form to which arguments of calls were converted, or "" if none were."""
+        for message, converted in zip(chat.messages, prepared.messages, strict=True):
+            for call, new_call in zip(message.get("tool_calls", ()), converted.get("tool_calls", ()), strict=True):
+                arguments, new = (each.get("function", each).get("arguments") for each in (call, new_call))
+                if arguments and isinstance(arguments, str) != isinstance(new, str):
+                    return "text" if isinstance(new, str) else "objects"
+        return ""
+
+    def _roles_flagged_in_vain(self, chat: Conversation) -> set[str]:
+        if self._train_on in ("all", "end"):
+            return set()
+        return {message["role"] for message in chat.messages if message.get("weight") == 1} - {"assistant"}
+
+    # -- which characters are targets --
 
     def _turns(self, chat: Conversation) -> list[int]:
         """Return the indices of the messages to train on; for `all`, those of the messages to exclude."""
@@ -212,6 +297,216 @@ class Encoder:
             return [turn for turn in turns if turn > last_user]
         return turns
 
+    def _message_spans(
+        self, template: ChatTemplate, chat: Conversation, full: RenderedChat, number: int
+    ) -> list[tuple[int, int]]:
+        """Return a message's character spans in the full text; for the assistant, only of the text that it generates.
+
+        Raises BadChat if the template renders the message, or the text before it, differently when other turns follow.
+        """
+        if chat.messages[number]["role"] == "assistant":
+            return self._assistant_spans(template, chat, full, number)
+        start, end = (_find_end(template, chat, full, stop) for stop in (number, number + 1))
+        return [(start, end)]
+
+    def _assistant_spans(
+        self, template: ChatTemplate, chat: Conversation, full: RenderedChat, turn: int
+    ) -> list[tuple[int, int]]:
+        """Return the (start, end) character spans that the assistant generates in a turn, including the stop token.
+
+        A span starts at the end of the prompt that a client would render (`add_generation_prompt`), so that training
+        and generation see the same context.  Raises BadChat if the template renders the turn, or the text before it,
+        differently when other turns follow, omits a part of it, or does not end it.
+        """
+        text_before = template.render(chat.messages[:turn], chat.tools).text if turn else ""
+        text_with_turn = full.text
+        if turn + 1 < len(chat.messages):
+            text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
+        end = len(text_with_turn.rstrip())
+        if not full.text.startswith(text_with_turn[:end]):
+            raise _changed_turn_error(turn)
+        if not full.text.startswith(text_before.rstrip() if template.marks_generation else text_before):
+            raise _changed_turn_error(turn)
+        missing_part = find_missing_part(chat.messages[turn], full.text[len(text_before.rstrip()) : end])
+        if missing_part:
+            raise _omission_error(turn, missing_part)
+        stop = self._find_stop(full.text, end)
+        if stop is None:
+            raise _without_end_error(turn, text_with_turn)
+
+        prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
+        if not full.text.startswith(prompt):
+            start = _common_length(text_before, full.text)
+            raise _prompt_error(turn, chat.messages[turn], prompt[start:], full.text[start:])
+        if not template.marks_generation:
+            return [(len(prompt), stop)]
+        first = len(text_before.rstrip())
+        spans = [(start, min(end_of_tag, end)) for start, end_of_tag in full.assistant_spans if first <= start < end]
+        if not spans:
+            return []
+        spans[-1] = (spans[-1][0], stop)
+        if prompt == text_before:  # no generation prompt: the model has to generate the header outside the tag as well
+            spans[0] = (len(text_before), spans[0][1])
+        skipped = full.text[len(prompt) : spans[0][0]]
+        if skipped.strip():
+            rule = f"messages[{turn}]: {skipped!r} stands between the generation prompt and {{% generation %}}"
+            fix = "include it in one of them: the model has to write what the prompt does not give"
+            raise BadChat(rule, "data.chat_template", fix=fix)
+        return spans
+
+    # -- where turns end --
+
+    @cached_property
+    def stop_tokens(self) -> Mapping[str, int]:
+        """The tokens at which generation stops: the text and the id of each.
+
+        These are the end-of-document token, and for each kind of turn the added token with which the template ends it,
+        or else the one with which the next message begins.
+        """
+        end_id = self.tokenizer.plain.end_id
+        tokens = {self.tokenizer.token_text(end_id): end_id} if self.tokenizer.added_tokens else {}
+        for messages, tools in _probe_conversations() if self._template is not None else ():
+            with suppress(BadChat):  # a template may reject system messages, tools, or more than one call
+                token = self._find_stop_token(messages, tools)
+                if token:
+                    tokens[token] = self.tokenizer.added_tokens[token]
+        return tokens
+
+    def _find_stop_token(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """Return the added token that ends the last of these messages, or that begins the message after it, or "".
+
+        A token that is written twice in the message, such as the end of a call, does not end it.
+        """
+        template = self._require_template()
+        chat = self._prepare(template, Conversation(messages, tools))
+        text = template.render(chat.messages, chat.tools).text
+        prompt = template.render(chat.messages[:-1], chat.tools, add_generation_prompt=True).text
+        written = text[_common_length(prompt, text) :].rstrip()
+        if find_missing_part(chat.messages[-1], written):
+            return ""
+        token = next((token for token in self.tokenizer.longest_added_tokens if written.endswith(token)), "")
+        if token and written.count(token) == 1:
+            return token
+        tail = _find_tail(template, chat, text)
+        return next((token for token in self.tokenizer.longest_added_tokens if tail.lstrip().startswith(token)), "")
+
+    @cached_property
+    def _stop_pattern(self) -> re.Pattern[str]:
+        tokens = sorted(self.stop_tokens, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
+
+    def _find_stop(self, text: str, end: int) -> int | None:
+        """Return where the stop token of a turn that ends at `end` ends: there, or with the token that follows."""
+        if any(text.endswith(token, 0, end) for token in self.stop_tokens if token):
+            return end
+        start = end + len(text[end:]) - len(text[end:].lstrip())
+        match = self._stop_pattern.match(text, start)
+        return match.end() if match else None
+
+    def _with_last_stop(self, template: ChatTemplate, chat: Conversation, text: str) -> str:
+        """Return a conversation's text with the token at which generation stops, if the template writes it later.
+
+        Raises BadChat if there is no such token.
+        """
+        last = len(chat.messages) - 1
+        is_target = chat.messages[last]["role"] == "assistant" and chat.messages[last].get("weight", 1) != 0
+        stripped = text.rstrip()
+        if not is_target or self._find_stop(text, len(stripped)) is not None:
+            return text
+        tail = _find_tail(template, chat, text)
+        end = self._find_stop(stripped + tail, len(stripped))
+        if end is None:
+            raise _without_end_error(last, text)
+        return (stripped + tail)[:end]
+
+
+@dataclass(frozen=True)
+class _EncodedConversation:
+    """A rendered and tokenized conversation: its text, its ids, the character span of each id, and the loss mask."""
+
+    text: str
+    ids: NDArray[np.int64]
+    spans: NDArray[np.int64]
+    loss_mask: NDArray[np.bool_]
+    notices: frozenset[Notice]
+
+
+_KNOWN_KEYS = frozenset(("role", "content", "weight", "tool_calls", *REASONING_KEYS))
+"""Keys of messages for which there are checks of their own."""
+
+
+def _probe_conversations() -> Iterator[tuple[Sequence[Message], Sequence[Any]]]:
+    """Yield short conversations, with tools, that end with each kind of turn: text, calls, and both."""
+    system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
+    functions = [{"name": name, "arguments": {"first_key": "first value"}} for name in ("first_name", "other_name")]
+    calls = [
+        {"id": f"call0000{number}", "type": "function", "function": function}
+        for number, function in enumerate(functions)
+    ]
+    parameters = {"type": "object", "properties": {"first_key": {"type": "string", "description": "Hi"}}}
+    tools = [
+        {"type": "function", "function": {"name": name, "description": "Hi", "parameters": parameters}}
+        for name in ("first_name", "other_name")
+    ]
+    for context in ([user], [system, user]):
+        yield [*context, {"role": "assistant", "content": "Hello"}], ()
+        yield [*context, {"role": "assistant", "content": "Hello"}], tools
+        for content in ("", "Hello"):
+            for count in (2, 1):
+                yield [*context, {"role": "assistant", "content": content, "tool_calls": calls[:count]}], tools
+
+
+def _find_tail(template: ChatTemplate, chat: Conversation, text: str) -> str:
+    """Return what the template writes after the text of a conversation if another message follows, or "".
+
+    After calls, a tool's result follows, or else a message of the user.
+    """
+    stripped = text.rstrip()
+    calls = chat.messages[-1].get("tool_calls")
+    followers: list[Message] = [{"role": "user", "content": "Hi"}]
+    if calls:
+        name = calls[0].get("function", calls[0])["name"]
+        followers.insert(0, {"role": "tool", "name": name, "tool_call_id": calls[0].get("id", ""), "content": "Hi"})
+    for follower in followers:
+        with suppress(BadChat):
+            longer = template.render([*chat.messages, follower], chat.tools).text
+            if longer.startswith(stripped):
+                return longer[len(stripped) :]
+    return ""
+
+
+def _find_end(template: ChatTemplate, chat: Conversation, full: RenderedChat, count: int) -> int:
+    """Return where the first `count` messages end in the full text.
+
+    Some templates reject a conversation without the user's first message.  Then the message after these is included,
+    and its header and content are subtracted.
+
+    Raises BadChat if the template renders the messages differently when others follow.
+    """
+    if count == 0:
+        return 0
+    try:
+        text = template.render(chat.messages[:count], chat.tools).text
+    except BadChat:
+        if count == len(chat.messages) or chat.messages[count]["role"] != "user":
+            raise
+        marked = {**chat.messages[count], "content": _MARKER}
+        answer = {"role": "assistant", "content": "Hi"}
+        with_header = template.render([*chat.messages[:count], marked], chat.tools).text.partition(_MARKER)[0]
+        exchange = template.render([marked, answer], chat.tools).text
+        longer = template.render([marked, answer, marked], chat.tools).text
+        header = longer[len(exchange) :].partition(_MARKER)[0]
+        if not longer.startswith(exchange) or not with_header.endswith(header):
+            raise
+        text = with_header.removesuffix(header)
+    if not full.text.startswith(text):
+        raise _changed_turn_error(count - 1)
+    return len(text)
+
+
+_MARKER = "\U000f5151"
+"""Stands in for a message's content: a character of the private use area, which real text almost never contains."""
+
 
 def _check_support(chat: Conversation, template: ChatTemplate) -> None:
     """Raise BadChat if the template would silently omit tools, tool calls or reasoning."""
@@ -233,93 +528,46 @@ _FIX_NO_TEMPLATE = "data.chat_template=chatml, or a .jinja file"
 _FIX_NO_SUPPORT = "give a .jinja file that supports it"
 
 
-def _check_all_included(chat: Conversation, text: str) -> None:
-    """Raise BadChat if the rendered text lacks the content of a message; the assistant's are not checked."""
+def _check_all_included(chat: Conversation, text: str, includes_assistant: bool) -> None:
+    """Raise BadChat if the rendered text lacks the content of a message.
+
+    includes_assistant: whether to check the assistant's messages too.  Otherwise only the turns that are trained on are
+        checked, one by one: some templates omit the reasoning of earlier turns, at inference time as well.
+    """
     for number, message in enumerate(chat.messages):
         if message["role"] == "assistant":
-            continue
-        content = message.get("content") or ""
-        as_json = json.dumps(content.strip(), ensure_ascii=False)[1:-1]
-        if as_json not in text and not all(line.strip() in text for line in content.splitlines()):  # indented lines
+            if includes_assistant and (part := find_missing_part(message, text)):
+                raise _omission_error(number, part)
+        elif find_missing_part({"content": message.get("content")}, text):
             rule = f"messages[{number}].role={message['role']!r}: the chat template omits this message"
             raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
-def _message_spans(
-    template: ChatTemplate, chat: Conversation, full: RenderedChat, number: int
-) -> list[tuple[int, int]]:
-    """Return the character spans of a message in the full text; for the assistant, only of the text that it generates.
+def _omission_error(number: int, part: str) -> BadChat:
+    rule = f"messages[{number}].{part}: the chat template omits it, in whole or in part"
+    return BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it, or remove it from the records")
 
-    Raises BadChat if the template renders the message, or the text before it, differently when other turns follow.
+
+def _common_length(first: str, second: str) -> int:
+    """Return the length of the longest common prefix of two texts."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _prompt_error(number: int, message: Message, expected: str, found: str) -> BadChat:
+    """Return the error for a turn that does not start with the generation prompt.
+
+    expected, found: the text of the generation prompt, and the text that the turn has in its place.
     """
-    if chat.messages[number]["role"] == "assistant":
-        return _assistant_spans(template, chat, full, number)
-    text_before, text_with_turn = (
-        template.render(chat.messages[:end], chat.tools).text if end else "" for end in (number, number + 1)
+    common = _common_length(expected, found)
+    rule = (
+        f"messages[{number}]: the generation prompt has {expected[common:]!r} where this turn has "
+        f"{found[common : len(expected)]!r}, so the model would be trained in a context that it never sees later"
     )
-    if not (full.text.startswith(text_before) and full.text.startswith(text_with_turn)):
-        raise _changed_turn_error(number)
-    return [(len(text_before), len(text_with_turn))]
-
-
-def _assistant_spans(
-    template: ChatTemplate, chat: Conversation, full: RenderedChat, turn: int
-) -> list[tuple[int, int]]:
-    """Return the (start, end) character spans that the assistant generates in a turn, including the end-of-turn token.
-
-    A span starts at the end of the prompt that a client would render (`add_generation_prompt`), so that training and
-    generation see the same context.  Raises BadChat if the template renders the turn, or the text before it,
-    differently when other turns follow.
-    """
-    text_before = template.render(chat.messages[:turn], chat.tools).text
-    text_with_turn = full.text
-    if turn + 1 < len(chat.messages):
-        text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
-    end = _end_of_turn(template, chat, text_with_turn, turn)
-    if not full.text.startswith(text_with_turn[:end]):
-        raise _changed_turn_error(turn)
-    prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
-    if template.marks_generation:
-        if not full.text.startswith(text_before.rstrip()):
-            raise _changed_turn_error(turn)
-        first = len(text_before.rstrip())
-        spans = [(start, min(stop, end)) for start, stop in full.assistant_spans if first <= start < end]
-        if not spans:
-            return []
-        spans[-1] = (spans[-1][0], end)
-        if prompt == text_before:  # no generation prompt: the model has to generate the header outside the tag as well
-            spans[0] = (len(text_before), spans[0][1])
-        return spans
-    if not full.text.startswith(prompt):
-        if not full.text.startswith(text_before):
-            raise _changed_turn_error(turn)
-        rule = f"messages[{turn}]: the chat template does not start this turn with its generation prompt"
-        raise BadChat(rule, "data.chat_template", fix="mark the targets with {% generation %} in a .jinja file")
-    return [(len(prompt), end)]
-
-
-def _end_of_turn(template: ChatTemplate, chat: Conversation, text: str, turn: int) -> int:
-    """Return the end of a text's last turn: after its end-of-turn token, before trailing white space.
-
-    Raises BadChat if only white space follows the message: responses contain white space too, so generation could not
-    stop there.
-    """
-    end = len(text.rstrip())
-    content = (chat.messages[turn].get("content") or "").rstrip()
-    if content and text[:end].endswith(content):
-        # A response such as ">" also matches the end of "<|im_end|>"; a marker rendered instead of it does not.
-        message = {**chat.messages[turn], "content": _MARKER}
-        if template.render([*chat.messages[:turn], message], chat.tools).text.rstrip().endswith(_MARKER):
-            rule = (
-                f"messages[{turn}]: the chat template does not end this turn with a token (only white space, or "
-                "nothing, follows the message), so the model cannot learn to stop"
-            )
-            raise BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
-    return end
-
-
-_MARKER = "\U000f5151"
-"""Stands in for a message's content: a character of the private use area, which real text almost never contains."""
+    fix = "give a .jinja file in which the turn starts with the generation prompt"
+    if "think" in expected[common:] and not any(message.get(key) for key in REASONING_KEYS):
+        fix = f"add the turn's reasoning, as {REASONING_KEYS[0]}, or {fix}"
+    return BadChat(rule, "data.chat_template", fix=fix)
 
 
 def _changed_turn_error(turn: int) -> BadChat:
@@ -328,6 +576,14 @@ def _changed_turn_error(turn: int) -> BadChat:
         "be trained on text that it never sees later"
     )
     return BadChat(rule, "data.train_on", legal="last")
+
+
+def _without_end_error(turn: int, text: str) -> BadChat:
+    rule = (
+        f"messages[{turn}]: the chat template does not end this turn with a token at which generation stops, but with "
+        f"{text.rstrip()[-20:]!r}, so the model cannot learn to stop"
+    )
+    return BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -346,10 +602,14 @@ class ChatTokenizer:
     """Tokenizer that recognizes special tokens in a text, and returns the character span of each id.
 
     plain: the same tokenizer, except that it encodes special tokens as text.
+    accepted: special tokens that are recognized in messages too; the value of `data.special_tokens`.
+
+    Raises UserError if the tokenizer cannot be used, or if one of `accepted` is not one of its special tokens.
     """
 
-    def __init__(self, setting: str, key: str = "data.tokenizer") -> None:
+    def __init__(self, setting: str, key: str = "data.tokenizer", accepted: Sequence[str] = ()) -> None:
         self.plain: Tokenizer = find_tokenizer(setting, key)
+        self.accepted = frozenset(accepted)
         self._content: dict[str, Any] = {}  # empty for `bytes`, which has no special tokens
         if setting != "bytes":
             self._content = json.loads(tokenizer_file(setting).read_bytes())
@@ -360,9 +620,17 @@ class ChatTokenizer:
         added = self.plain.library.get_added_tokens_decoder() if isinstance(self.plain, FileTokenizer) else {}
         self.added_tokens: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
         """The id of each token that is not ordinary text, such as the end-of-turn token."""
-        special = [token.content for token in added.values() if token.special]
-        self._special_tokens = sorted(filter(None, special), key=len, reverse=True)  # the longest one must match
-        self._special_pattern = re.compile("|".join(map(re.escape, self._special_tokens)) or "(?!)")
+        self.longest_added_tokens = sorted(filter(None, self.added_tokens), key=len, reverse=True)
+        special = {token.content for token in added.values() if token.special} - {""}
+        for token in accepted:
+            if token not in special:
+                rule = f"{token!r} is not a special token of data.tokenizer={setting}"
+                raise setting_error(
+                    "data.special_tokens", list(accepted), rule, meant=nearest(token, special), fix="leave it out"
+                )
+        self._special_tokens = sorted(special, key=len, reverse=True)  # the longest one must match
+        self._special_pattern = _pattern_of(self._special_tokens)
+        self._quoted_pattern = _pattern_of([token for token in self._special_tokens if token not in self.accepted])
 
     @property
     def vocab_size(self) -> int:
@@ -375,26 +643,31 @@ class ChatTokenizer:
         return f"chat-{self.plain.name}"
 
     def quoted(self, value: Any) -> Any:
-        """Return a message or any other JSON value, with QUOTE inserted into each special token that it spells out."""
+        """Return a message or any other JSON value, with QUOTE inserted into each special token that it spells out.
+
+        Accepted tokens are left as they are.
+        """
         if isinstance(value, str):
-            return self._special_pattern.sub(
-                lambda match: match[0][:1] + QUOTE + match[0][1:], value.replace(QUOTE, "")
-            )
+            return self._quoted_pattern.sub(lambda match: match[0][:1] + QUOTE + match[0][1:], value.replace(QUOTE, ""))
         if isinstance(value, Mapping):
             return {key: self.quoted(item) for key, item in value.items()}
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
-    def find_special_token(self, text: str) -> str:
-        """Return the first special token that is spelled out in a text, or ""."""
-        match = self._special_pattern.search(text)
-        return match[0] if match else ""
+    def find_special_tokens(self, text: str) -> set[str]:
+        """Return the special tokens that are spelled out in a text and are not accepted."""
+        return {match[0] for match in self._quoted_pattern.finditer(text)}
 
-    def find_literal_special_token(self, text: str) -> str:
-        """Return a special token that the template writes and that a message also spells out, or ""."""
+    def find_quoted_tokens(self, text: str) -> set[str]:
+        """Return the special tokens that are quoted in a text."""
         if QUOTE not in text:
-            return ""
-        rendered = (token for token in self._special_tokens if token in text)
-        return next((token for token in rendered if f"{token[:1]}{QUOTE}{token[1:]}" in text), "")
+            return set()
+        return {token for token in self._special_tokens if f"{token[:1]}{QUOTE}{token[1:]}" in text}
+
+    def encode_message(self, text: str) -> NDArray[np.integer[Any]]:
+        """Return the ids of a text in which only accepted special tokens are recognized."""
+        if not self.accepted:
+            return self.plain.encode(text)
+        return self.encode(self.quoted(text))[0]
 
     def token_text(self, token_id: int) -> str:
         """Return the text of an id, which may be a special token."""
@@ -442,6 +715,11 @@ class ChatTokenizer:
         tokenizer = _tokenizer_of(self._content)
         tokenizer.encode_special_tokens = True
         return tokenizer
+
+
+def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str]:
+    """Return a pattern that matches any of the tokens."""
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
 
 
 def _tokenizer_of(content: Mapping[str, Any]) -> Any:

@@ -5,6 +5,7 @@ Also reads the first conversations in a run's files, for display.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +19,17 @@ from numpy.typing import NDArray
 from trainer.config.rules import CHATML
 from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
 from trainer.data.chat.masking import ChatTokenizer, EncodedSample, Encoder
-from trainer.data.chat.store import ChatReport, ChatShards, ChatSpec, check_dropped, decode_document, get_or_tokenize
+from trainer.data.chat.store import (
+    ChatReport,
+    ChatShards,
+    ChatSpec,
+    chat_error,
+    check_dropped,
+    decode_document,
+    get_or_tokenize,
+    naming_side,
+    sides_of,
+)
 from trainer.data.chat.template import find_template
 from trainer.data.packing import best_fit
 from trainer.data.shards import Shard
@@ -66,7 +77,8 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
 
 def make_encoder(data: DataSection) -> Encoder:
     """Return the encoder for the data settings.  Raises UserError if the tokenizer or template cannot be used."""
-    template, tokenizer = find_template(data.chat_template, data.tokenizer), ChatTokenizer(data.tokenizer)
+    template = find_template(data.chat_template, data.tokenizer)
+    tokenizer = ChatTokenizer(data.tokenizer, accepted=data.special_tokens)
     missing = [token for token in ("<|im_start|>", "<|im_end|>") if token not in tokenizer.added_tokens]
     if data.chat_template == CHATML and missing:
         rule = f"the tokenizer has no token {missing[-1]}, so the model could not learn to stop"
@@ -322,10 +334,17 @@ def first_chats(data: DataSection, inputs: Sequence[str], num_records: int, key:
                 record, data.format, data.columns, has_labels=data.labels != "none"
             )
             sample = record_format.read(record)
-            if isinstance(sample, Pair):
-                yield DisplayedChat(f"{location}, chosen", encoder.pieces(sample.chosen))
-                yield DisplayedChat(f"{location}, rejected", encoder.pieces(sample.rejected))
-            else:
-                yield DisplayedChat(location, encoder.pieces(sample))
+            samples = [sample.chosen, sample.rejected] if isinstance(sample, Pair) else [sample]
+            for side, each in zip(sides_of(samples), samples, strict=True):
+                with naming_side(side):
+                    pieces = encoder.pieces(each)
+                yield DisplayedChat(f"{location}, {side}" if side else location, pieces)
         except BadChat as error:
-            raise setting_error(key, ", ".join(inputs), f"{location}: {error}", fix=error.fix) from error
+            values = {
+                key: ", ".join(inputs),
+                "data.train_on": data.train_on,
+                "data.format": data.format,
+                "data.columns": json.dumps(dict(data.columns or {})),
+                "data.chat_template": data.chat_template,
+            }
+            raise chat_error(error, location, key, values) from error

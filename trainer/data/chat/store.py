@@ -32,7 +32,7 @@ from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace
 from trainer.stopping import StopRequested, raise_if_stop_requested
 
-_VERSION = 4
+_VERSION = 5
 """Increment this when a code change alters the tokens of existing files, so that older cache entries are not used."""
 
 _ANNOUNCE_BYTES = 1 << 25
@@ -203,10 +203,17 @@ class _ChatReader:
             raise StopRequested(request.name, progress if self._report.chats else "") from request
 
     def _encode(self, location: str, record: Mapping[str, Any]) -> list[EncodedSample]:
-        """Return a record's documents; none if the record is dropped as too long, or a document has no targets."""
+        """Return a record's documents.
+
+        There are none if the record is dropped as too long, if a document has no targets, or if the responses of a pair
+        have the same tokens.
+        """
         try:
             samples = self._samples(record)
-            documents = [self._encoder.encode(sample, self._max_tokens) for sample in samples]
+            documents = []
+            for side, sample in zip(sides_of(samples), samples, strict=True):
+                with naming_side(side):
+                    documents.append(self._encoder.encode(sample, self._max_tokens))
             self._count(samples, documents, location)
             documents = self._fit_length(documents)
             label = self._format.label(record) if self._spec.has_labels and self._format is not None else None
@@ -214,6 +221,9 @@ class _ChatReader:
             raise self._user_error(error, location) from error
         if documents and not all(document.loss_mask[1:].any() for document in documents):
             self._report.unused.append(location)
+            return []
+        if len(documents) == 2 and np.array_equal(documents[0].ids, documents[1].ids):
+            self._report.identical.append(location)
             return []
         if label is None or not documents:
             return documents
@@ -236,11 +246,8 @@ class _ChatReader:
         report = self._report
         report.chats += 1
         report.plain += any(isinstance(sample, Completion) for sample in samples)
-        token = next((document.literal_special_token for document in documents if document.literal_special_token), "")
-        if token:
-            report.spelling += 1
-            report.token = report.token or token
-            report.spelled += [location] if report.spelling <= 5 else []
+        for kind, detail in {notice for document in documents for notice in document.notices}:
+            report.add_notice(kind, detail, location)
 
     def _fit_length(self, documents: list[EncodedSample]) -> list[EncodedSample]:
         """Apply `data.too_long`: return a record's documents, truncated if necessary, or an empty list to drop them."""
@@ -266,14 +273,43 @@ class _ChatReader:
     def _user_error(self, error: BadChat, location: str) -> UserError:
         """Convert a BadChat to a UserError that names the record's location and the setting to change."""
         spec = self._spec
-        values = {"data.train_on": spec.train_on, "data.format": spec.format, "data.seq_len": spec.seq_len}
-        key = error.key or spec.key
-        if values.get(key) == error.legal and key in values:  # the setting already has the suggested value
-            key, error.legal = spec.key, None
-        columns = json.dumps(dict(spec.columns))
-        setting_values = {**values, "data.columns": columns, "data.chat_template": self._encoder.template_name}
-        value = setting_values.get(key, ", ".join(map(str, spec.files)))
-        return setting_error(key, value, f"{location}: {error}", error.legal, fix=error.fix)
+        values = {
+            spec.key: ", ".join(map(str, spec.files)),
+            "data.train_on": spec.train_on,
+            "data.format": spec.format,
+            "data.seq_len": spec.seq_len,
+            "data.columns": json.dumps(dict(spec.columns)),
+            "data.chat_template": self._encoder.template_name,
+        }
+        return chat_error(error, location, spec.key, values)
+
+
+def chat_error(error: BadChat, location: str, key: str, values: Mapping[str, object]) -> UserError:
+    """Convert a BadChat to a UserError that names the record's location and the setting to change.
+
+    key: the setting that names the files; it is named if no other setting is to be changed.
+    values: the value of this setting, and of each setting that a BadChat may name.
+    """
+    setting, legal = error.key or key, error.legal
+    if setting not in values or (legal is not None and values[setting] == legal):  # it has the suggested value already
+        setting, legal = key, None
+    return setting_error(setting, values[setting], f"{location}: {error}", legal, fix=error.fix)
+
+
+def sides_of(samples: Sequence[Sample]) -> tuple[str, ...]:
+    """Return the names of a record's samples: those of a pair's two responses, or one empty name."""
+    return ("chosen", "rejected") if len(samples) == 2 else ("",)
+
+
+@contextlib.contextmanager
+def naming_side(side: str) -> Iterator[None]:
+    """Context manager that names the response in a BadChat that its block raises, unless the name is empty."""
+    try:
+        yield
+    except BadChat as error:
+        if not side:
+            raise
+        raise BadChat(f"{side}: {error}", error.key, error.legal, error.fix) from error
 
 
 _MAX_UNUSED_FRACTION = 0.01
@@ -294,6 +330,12 @@ def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     if is_empty and report.held_out and not report.dropped:
         rule = "leaves no conversations to train on"
         raise setting_error("data.holdout", spec.holdout, rule, fix="decrease it, or give more conversations")
+    if is_empty and report.identical:
+        rule = f"no {report.kind} are left to train on; in {len(report.identical)}, both responses have the same tokens"
+        fix = "give pairs that differ"
+        if report.truncated:
+            fix = f"increase data.seq_len={spec.seq_len}, which truncates them, or {fix}"
+        raise setting_error(spec.key, files, f"{rule}: {_list_locations(report.identical)}", fix=fix)
     if is_empty:
         held_out = f", or held out (data.holdout={spec.holdout})" if report.held_out else ""
         rule = f"all {report.chats} {report.kind} are longer than a sequence{held_out}"
@@ -466,10 +508,10 @@ class ChatReport:
     truncated_tokens: number of tokens cut off.
     longer: number of dropped conversations by required sequence length, rounded up to a multiple of 64.
     unused: locations of the conversations without targets, which are not used.
+    identical: locations of the pairs whose responses have the same tokens, perhaps once truncated; they are not used.
     plain: number of conversations that are a plain-text prompt and completion.
-    spelling: number of conversations with a special token spelled out in their text.
-    spelled: locations of the first few of these.
-    token: the first special token that was found spelled out, or "".
+    notices: for each kind of notice (see `Notice`) and each detail, the conversations with it: their number (`count`),
+        and the locations of the first few.
     labels: number of conversations with each label, excluding those that were dropped or have no targets.
     content: a digest of all tokens and masks.
     """
@@ -486,10 +528,9 @@ class ChatReport:
     truncated_tokens: int = 0
     longer: dict[str, int] = dataclasses.field(default_factory=dict)
     unused: list[str] = dataclasses.field(default_factory=list)
+    identical: list[str] = dataclasses.field(default_factory=list)
     plain: int = 0
-    spelling: int = 0
-    spelled: list[str] = dataclasses.field(default_factory=list)
-    token: str = ""
+    notices: dict[str, dict[str, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     labels: dict[str, int] = dataclasses.field(default_factory=dict)
     content: str = ""
 
@@ -497,6 +538,16 @@ class ChatReport:
     def kind(self) -> str:
         """What messages call the records."""
         return "pairs" if self.pairs else "conversations"
+
+    def add_notice(self, kind: str, detail: str, location: str) -> None:
+        """Count a notice about the conversation at `location`; after the first few details, only one for the rest."""
+        details = self.notices.setdefault(kind, {})
+        if detail not in details and len(details) >= _MAX_DETAILS:
+            detail = "others"
+        entry = details.setdefault(detail, {"count": 0, "locations": []})
+        entry["count"] += 1
+        if len(entry["locations"]) < _NUM_LOCATIONS:
+            entry["locations"].append(location)
 
     @property
     def shares(self) -> dict[str, float]:
@@ -557,13 +608,49 @@ class ChatReport:
                 f"note: {self.plain:,} {self.kind} are plain text and used without the chat template; records with "
                 "messages use it"
             )
-        if self.spelling:
+        if self.identical:
             lines.append(
-                f"warning: {self.spelling:,} {self.kind} spell out {self.token}, which is read as text, not as the "
-                f"token ({_list_locations(self.spelled, self.spelling)}): has a chat template already been applied?"
+                f"  {len(self.identical):,} {self.kind} are not used, because both responses have the same tokens"
+                f"{' once truncated' if self.truncated else ''}: {_list_locations(self.identical)}"
             )
+        lines += [self._describe_notices(kind, details) for kind, details in sorted(self.notices.items())]
         return "\n".join(lines)
 
+    def _describe_notices(self, kind: str, details: Mapping[str, Mapping[str, Any]]) -> str:
+        """Return a line about all notices of one kind."""
+        counts = {detail: f"{entry['count']:,} {self.kind}" for detail, entry in sorted(details.items())}
+        listed = "; ".join(
+            f"{detail} in {counts[detail]} ({_list_locations(entry['locations'], entry['count'])})"
+            for detail, entry in sorted(details.items())
+        )
+        match kind:
+            case "spelled out":
+                return (
+                    "warning: special tokens that the chat template writes are spelled out in messages too, and read "
+                    f"there as text: {listed}: has a chat template already been applied?"
+                )
+            case "read as text":
+                largest = max(entry["count"] for entry in details.values())
+                return (
+                    f"warning: special tokens are spelled out in up to {largest / max(1, self.chats):.1%} of the "
+                    f"{self.kind}, and read as text: {listed}; data.special_tokens={json.dumps(list(counts))} reads them "
+                    "as the tokens"
+                )
+            case "unread key":
+                return f"note: the chat template does not read these keys of messages: {listed}"
+            case "nulls":
+                return f"note: nulls are left out, as if there were no such entry: {listed}"
+            case "converted arguments":
+                return f"note: arguments of calls are converted to what the chat template takes: {listed}"
+            case _:
+                return f"note: only the assistant's messages are targets, but others are marked as such: {listed}"
+
+
+_MAX_DETAILS = 20
+"""Maximum number of details of one kind of notice, such as keys, that are reported one by one."""
+
+_NUM_LOCATIONS = 5
+"""Number of locations that messages list."""
 
 _WARN_DROPPED_FRACTION = 0.01
 """Fraction of dropped conversations or tokens above which a warning is printed."""
@@ -593,5 +680,5 @@ def _list_locations(locations: Sequence[str], count: int | None = None) -> str:
 
     count: the number of all locations, if `locations` are only the first of them.
     """
-    more = (len(locations) if count is None else count) - len(locations[:5])
-    return ", ".join(locations[:5]) + (f" and {more:,} more" if more > 0 else "")
+    more = (len(locations) if count is None else count) - len(locations[:_NUM_LOCATIONS])
+    return ", ".join(locations[:_NUM_LOCATIONS]) + (f" and {more:,} more" if more > 0 else "")

@@ -91,6 +91,17 @@ class ChatTemplate:
         """Return whether the template contains one of `names`, such as the keys of a message."""
         return any(name in text for text in self.sources.values() for name in names)
 
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Every attribute and text constant in the template, among them the keys of a message that it reads by name."""
+        names: set[str] = set()
+        for text in self.sources.values():
+            for node in self._environment.parse(text).find_all((nodes.Getattr, nodes.Const)):
+                name = node.attr if isinstance(node, nodes.Getattr) else getattr(node, "value", None)
+                if isinstance(name, str):
+                    names.add(name)
+        return frozenset(names)
+
     def render(
         self, messages: Sequence[Message], tools: Sequence[Any] = (), add_generation_prompt: bool = False
     ) -> RenderedChat:
