@@ -7,6 +7,7 @@ tokens that are trained on begin with a star, `_` is a space, and `~` is a newli
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,14 @@ WORDS = _TEXT.split()
 MARKS = list("_~ \n{}[]\":,.?!<>|/()+=-'")
 
 
-def write_tokenizer(folder: Path, template: str | None, **config: Any) -> Path:
+def write_tokenizer(folder: Path, template: str | None, special: Sequence[str] = SPECIAL, **config: Any) -> Path:
     """Write a tokenizer whose tokens are words, or single characters for other text; return its folder."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-    words = [*SPECIAL, *ADDED, *WORDS, *MARKS]
+    words = [*special, *ADDED, *WORDS, *MARKS, "<unk>"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(dict.fromkeys(words))}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\s|[^\w\s]"), "isolated")
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in ADDED])
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))

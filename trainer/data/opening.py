@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.config.passes import Resolution, run_passes
-from trainer.data.cache import get_or_build, in_writable_folder, storage_error
+from trainer.data.cache import get_or_build, in_writable_folder, sample_contents, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
     URL_SUFFIXES,
@@ -471,9 +471,14 @@ def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> Buil
 
 
 def _cache_name(job: BuildJob) -> str:
-    """Return the name of a job's folder: a hash of all that its shards depend on, computed without reading the text."""
+    """Return the name of a job's folder: a hash of all that its shards depend on, computed from samples of the text."""
+    local_paths = [file.path for file in job.inputs if file.mtime_ns]
+    samples = dict(zip(local_paths, sample_contents(local_paths, job.keys.inputs), strict=True))
     files = [
-        (file.checksum or os.path.realpath(file.path), file.kind, file.compression, file.size, file.mtime_ns)
+        (
+            file.checksum or os.path.realpath(file.path),
+            *(file.kind, file.compression, file.size, file.mtime_ns, samples.get(file.path)),
+        )
         for file in job.inputs
     ]
     content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])

@@ -192,7 +192,7 @@ class Encoder:
             raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_all_included(prepared, full.text, includes_assistant=self._train_on == "all")
         if not self.targets_only_last_token:
-            full = replace(full, text=self._with_last_stop(template, prepared, full.text))
+            full = replace(full, text=self._with_last_stop(prepared, full.text))
         ids, spans = self.tokenizer.encode(full.text)
         is_in_turn = np.zeros(len(ids), bool)
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
@@ -323,24 +323,21 @@ class Encoder:
         if turn + 1 < len(chat.messages):
             text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
         end = len(text_with_turn.rstrip())
+        prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
         if not full.text.startswith(text_with_turn[:end]):
             raise _changed_turn_error(turn)
-        if not full.text.startswith(text_before.rstrip() if template.marks_generation else text_before):
-            raise _changed_turn_error(turn)
-        missing_part = find_missing_part(chat.messages[turn], full.text[len(text_before.rstrip()) : end])
-        if missing_part:
+        if not full.text.startswith(prompt):
+            if not full.text.startswith(text_before):
+                raise _changed_turn_error(turn)
+            raise _prompt_error(turn, chat.messages[turn], prompt[len(text_before) :], full.text[len(text_before) :])
+        first = _common_length(text_before.rstrip(), full.text)
+        if missing_part := find_missing_part(chat.messages[turn], full.text[first:end]):
             raise _omission_error(turn, missing_part)
         stop = self._find_stop(full.text, end)
         if stop is None:
             raise _without_end_error(turn, text_with_turn)
-
-        prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
-        if not full.text.startswith(prompt):
-            start = _common_length(text_before, full.text)
-            raise _prompt_error(turn, chat.messages[turn], prompt[start:], full.text[start:])
         if not template.marks_generation:
             return [(len(prompt), stop)]
-        first = len(text_before.rstrip())
         spans = [(start, min(end_of_tag, end)) for start, end_of_tag in full.assistant_spans if first <= start < end]
         if not spans:
             return []
@@ -356,39 +353,56 @@ class Encoder:
 
     # -- where turns end --
 
-    @cached_property
+    @property
     def stop_tokens(self) -> Mapping[str, int]:
         """The tokens at which generation stops: the text and the id of each.
 
         These are the end-of-document token, and for each kind of turn the added token with which the template ends it,
         or else the one with which the next message begins.
         """
-        end_id = self.tokenizer.plain.end_id
+        return self._turn_ends[0]
+
+    @cached_property
+    def _turn_ends(self) -> tuple[dict[str, int], dict[bool, str]]:
+        """Return `stop_tokens`, and what follows a turn without and with calls if the template does not end it."""
+        end_id, tails = self.tokenizer.plain.end_id, dict[bool, str]()
         tokens = {self.tokenizer.token_text(end_id): end_id} if self.tokenizer.added_tokens else {}
-        for messages, tools in _probe_conversations() if self._template is not None else ():
-            with suppress(BadChat):  # a template may reject system messages, tools, or more than one call
-                token = self._find_stop_token(messages, tools)
-                if token:
-                    tokens[token] = self.tokenizer.added_tokens[token]
-        return tokens
+        for alternatives in _probe_conversations() if self._template is not None else ():
+            for chat in alternatives:
+                with suppress(BadChat):  # a template may reject system messages, tools, or more than one call
+                    token, tail = self._find_end_of_turn(chat)
+                    if token:
+                        tokens[token] = self.tokenizer.added_tokens[token]
+                        tails.setdefault("tool_calls" in chat.messages[-1], tail)
+                    break
+        return tokens, tails
 
-    def _find_stop_token(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
-        """Return the added token that ends the last of these messages, or that begins the message after it, or "".
+    def _find_end_of_turn(self, chat: Conversation) -> tuple[str, str]:
+        """Return the added token that ends the last message, or else the one that begins the message after it, or "".
 
-        A token that is written twice in the message, such as the end of a call, does not end it.
+        A token that is written twice in the message, such as the end of a call, does not end it.  Also returns the text
+        between the message and the end of the next one's first token, or "" if the message itself has an end.
+
+        Raises BadChat if the template rejects the conversation, or omits a part of the last message.
         """
         template = self._require_template()
-        chat = self._prepare(template, Conversation(messages, tools))
-        text = template.render(chat.messages, chat.tools).text
+        chat = self._prepare(template, chat)
+        text = template.render(chat.messages, chat.tools).text.rstrip()
         prompt = template.render(chat.messages[:-1], chat.tools, add_generation_prompt=True).text
-        written = text[_common_length(prompt, text) :].rstrip()
-        if find_missing_part(chat.messages[-1], written):
-            return ""
-        token = next((token for token in self.tokenizer.longest_added_tokens if written.endswith(token)), "")
+        written = text[_common_length(prompt, text) :]
+        if part := find_missing_part(chat.messages[-1], written):
+            raise _omission_error(len(chat.messages) - 1, part)
+        added_tokens = self.tokenizer.longest_added_tokens
+        token = next((token for token in added_tokens if written.endswith(token)), "")
         if token and written.count(token) == 1:
-            return token
-        tail = _find_tail(template, chat, text)
-        return next((token for token in self.tokenizer.longest_added_tokens if tail.lstrip().startswith(token)), "")
+            return token, ""
+        for follower in _followers(chat.messages[-1]):
+            with suppress(BadChat):
+                longer = template.render([*chat.messages, follower], chat.tools).text
+                tail = longer[len(text) :] if longer.startswith(text) else ""
+                token = next((token for token in added_tokens if tail.lstrip().startswith(token)), "")
+                return token, tail[: tail.find(token) + len(token)]
+        return "", ""
 
     @cached_property
     def _stop_pattern(self) -> re.Pattern[str]:
@@ -403,7 +417,7 @@ class Encoder:
         match = self._stop_pattern.match(text, start)
         return match.end() if match else None
 
-    def _with_last_stop(self, template: ChatTemplate, chat: Conversation, text: str) -> str:
+    def _with_last_stop(self, chat: Conversation, text: str) -> str:
         """Return a conversation's text with the token at which generation stops, if the template writes it later.
 
         Raises BadChat if there is no such token.
@@ -413,11 +427,10 @@ class Encoder:
         stripped = text.rstrip()
         if not is_target or self._find_stop(text, len(stripped)) is not None:
             return text
-        tail = _find_tail(template, chat, text)
-        end = self._find_stop(stripped + tail, len(stripped))
-        if end is None:
+        tail = self._turn_ends[1].get("tool_calls" in chat.messages[last])
+        if not tail:
             raise _without_end_error(last, text)
-        return (stripped + tail)[:end]
+        return stripped + tail
 
 
 @dataclass(frozen=True)
@@ -435,10 +448,15 @@ _KNOWN_KEYS = frozenset(("role", "content", "weight", "tool_calls", *REASONING_K
 """Keys of messages for which there are checks of their own."""
 
 
-def _probe_conversations() -> Iterator[tuple[Sequence[Message], Sequence[Any]]]:
-    """Yield short conversations, with tools, that end with each kind of turn: text, calls, and both."""
+def _probe_conversations() -> Iterator[Sequence[Conversation]]:
+    """Yield short conversations that end with each kind of turn: text, calls, and both.
+
+    Each kind comes with alternatives, of which the first that the template accepts counts: two calls are better than
+    one, because they tell the end of a call from the end of the turn.
+    """
     system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
-    functions = [{"name": name, "arguments": {"first_key": "first value"}} for name in ("first_name", "other_name")]
+    names = ("first_name", "other_name")
+    functions = [{"name": name, "arguments": {"first_key": "first value"}} for name in names]
     calls = [
         {"id": f"call0000{number}", "type": "function", "function": function}
         for number, function in enumerate(functions)
@@ -446,33 +464,24 @@ def _probe_conversations() -> Iterator[tuple[Sequence[Message], Sequence[Any]]]:
     parameters = {"type": "object", "properties": {"first_key": {"type": "string", "description": "Hi"}}}
     tools = [
         {"type": "function", "function": {"name": name, "description": "Hi", "parameters": parameters}}
-        for name in ("first_name", "other_name")
+        for name in names
     ]
     for context in ([user], [system, user]):
-        yield [*context, {"role": "assistant", "content": "Hello"}], ()
-        yield [*context, {"role": "assistant", "content": "Hello"}], tools
+        answer = {"role": "assistant", "content": "Hello"}
+        yield [Conversation([*context, answer])]
+        yield [Conversation([*context, answer], tools)]
         for content in ("", "Hello"):
-            for count in (2, 1):
-                yield [*context, {"role": "assistant", "content": content, "tool_calls": calls[:count]}], tools
+            turns = [{"role": "assistant", "content": content, "tool_calls": calls[:count]} for count in (2, 1)]
+            yield [Conversation([*context, turn], tools) for turn in turns]
 
 
-def _find_tail(template: ChatTemplate, chat: Conversation, text: str) -> str:
-    """Return what the template writes after the text of a conversation if another message follows, or "".
-
-    After calls, a tool's result follows, or else a message of the user.
-    """
-    stripped = text.rstrip()
-    calls = chat.messages[-1].get("tool_calls")
-    followers: list[Message] = [{"role": "user", "content": "Hi"}]
-    if calls:
-        name = calls[0].get("function", calls[0])["name"]
-        followers.insert(0, {"role": "tool", "name": name, "tool_call_id": calls[0].get("id", ""), "content": "Hi"})
-    for follower in followers:
-        with suppress(BadChat):
-            longer = template.render([*chat.messages, follower], chat.tools).text
-            if longer.startswith(stripped):
-                return longer[len(stripped) :]
-    return ""
+def _followers(message: Message) -> list[Message]:
+    """Return messages that may follow a message of the assistant, the likeliest first."""
+    user = {"role": "user", "content": "Hi"}
+    if "tool_calls" not in message:
+        return [user]
+    call = message["tool_calls"][0]
+    return [{"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "Hi"}, user]
 
 
 def _find_end(template: ChatTemplate, chat: Conversation, full: RenderedChat, count: int) -> int:

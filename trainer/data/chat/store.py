@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import get_or_build, read_value, write_value
+from trainer.data.cache import get_or_build, read_value, sample_contents, write_value
 from trainer.data.chat.formats import BadChat, Completion, Format, Pair, Sample, read_records
 from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.ingest.progress import ProgressLine
@@ -77,11 +78,15 @@ def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> 
     Raises UserError if a record is invalid, if one is too long and `data.too_long` is `error`, if no conversation is
     left to train on, if too many have no targets (see `_check`), or if no cache folder is writable.
     """
-    files = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in spec.files]
+    paths = [str(path.absolute()) for path in spec.files]
+    files = []
+    for path, sample in zip(paths, sample_contents(paths, spec.key), strict=True):
+        stat = os.stat(path)
+        files.append((path, stat.st_size, stat.st_mtime_ns, sample))
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
     identity = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
     name = f"chat-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
-    num_bytes = sum(size for _, size, _ in files)
+    num_bytes = sum(size for _, size, _, _ in files)
     return get_or_build(
         cache_dir, name, "conversations", lambda folder: _tokenize_all(folder, name, spec, encoder), _load, num_bytes
     )
@@ -633,8 +638,8 @@ class ChatReport:
                 largest = max(entry["count"] for entry in details.values())
                 return (
                     f"warning: special tokens are spelled out in up to {largest / max(1, self.chats):.1%} of the "
-                    f"{self.kind}, and read as text: {listed}; data.special_tokens={json.dumps(list(counts))} reads them "
-                    "as the tokens"
+                    f"{self.kind}, and read as text: {listed}; data.special_tokens={json.dumps(list(counts))} reads "
+                    "them as tokens"
                 )
             case "unread key":
                 return f"note: the chat template does not read these keys of messages: {listed}"

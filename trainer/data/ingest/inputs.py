@@ -76,7 +76,7 @@ class InputFile:
     """A file of documents or tokens.
 
     size: in bytes.
-    mtime_ns: the modification time in nanoseconds.
+    mtime_ns: the modification time in nanoseconds; 0 for files that are downloaded.
     key: the setting that names the file, for messages.
     checksum: the checksum of the content, if known without reading the file, otherwise "".  A known checksum identifies
         the file in place of its path.
