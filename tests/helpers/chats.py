@@ -22,7 +22,7 @@ ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 _TEXT = """system user assistant model tool Be brief Hi Yes No Hello there two and is four five What Sum Bye so now add
 a b name arguments role content parameters type function get weather city Paris sunny It in hm thinking carefully tools
-description string required properties object Question Answer im_start im_end 1 2 3 4 5"""
+description string required properties object Question Answer im_start im_end 1 2 3 4 5 null"""
 WORDS = _TEXT.split()
 MARKS = list("_~ \n{}[]\":,.?!<>|/()+=-'")
 

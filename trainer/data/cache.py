@@ -177,7 +177,7 @@ def build_entry(
             drop_partial(temporary)
 
 
-# -- what an entry is made of -------------------------------------------------------------------------------------------
+# -- what an entry is made of ------------------------------------------------------------------------------------------
 
 
 _SAMPLED_BYTES, _MIN_SAMPLED_BYTES, _SAMPLE_BYTES = 1 << 26, 1 << 14, 1 << 12

@@ -472,7 +472,7 @@ def _probe_conversations() -> Iterator[Sequence[Conversation]]:
         yield [Conversation([*context, answer], tools)]
         for content in ("", "Hello"):
             turns = [{"role": "assistant", "content": content, "tool_calls": calls[:count]} for count in (2, 1)]
-            yield [Conversation([*context, turn], tools) for turn in turns]
+            yield [Conversation([*context, turn], turn_tools) for turn_tools in (tools, ()) for turn in turns]
 
 
 def _followers(message: Message) -> list[Message]:
