@@ -559,6 +559,8 @@ def _omission_error(number: int, part: str) -> BadChat:
 
 def _common_length(first: str, second: str) -> int:
     """Return the length of the longest common prefix of two texts."""
+    if second.startswith(first):  # usually; the loop below is slow
+        return len(first)
     pairs = enumerate(zip(first, second, strict=False))
     return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
 
