@@ -20,7 +20,7 @@ def prompt_tokens(
     """
     ids = tokenizer.encode(text)
     if special_tokens:
-        from trainer.data.chat.masking import ChatTokenizer
+        from trainer.data.chat.tokenizer import ChatTokenizer
 
         ids = ChatTokenizer(setting, accepted=special_tokens).encode_message(text)
     return [*tokenizer.start_ids, *ids.tolist()] or [tokenizer.end_id]
@@ -35,12 +35,15 @@ def chat_stop_ids(tokenizer: str, template: str = "model") -> set[int]:
     Raises UserError if the tokenizer or the template cannot be read, or if a library that templates need is missing.
     """
     with importing("data.chat_template", template):
-        from trainer.data.chat.masking import ChatTokenizer, Encoder
+        from trainer.data.chat.masking import Encoder
         from trainer.data.chat.template import find_template
+        from trainer.data.chat.tokenizer import ChatTokenizer
 
-    chat_tokenizer = ChatTokenizer(tokenizer)
-    stop_tokens = Encoder(chat_tokenizer, find_template(template, tokenizer), "last").stop_tokens
-    return {chat_tokenizer.plain.end_id, *stop_tokens.values()}
+    chat_tokenizer, chat_template = ChatTokenizer(tokenizer), find_template(template, tokenizer)
+    stop_ids = {chat_tokenizer.plain.end_id}
+    if chat_template is not None:
+        stop_ids.update(Encoder(chat_tokenizer, chat_template, "last").stop_tokens.values())
+    return stop_ids
 
 
 def chat_prompt_tokens(
@@ -77,8 +80,9 @@ class ChatPrompts:
         templates need is missing.
         """
         with importing(key, value):
-            from trainer.data.chat.masking import ChatTokenizer, Encoder
+            from trainer.data.chat.masking import Encoder
             from trainer.data.chat.template import find_template
+            from trainer.data.chat.tokenizer import ChatTokenizer
 
         chat_template = find_template(template, tokenizer, key=key)
         if chat_template is None:

@@ -140,3 +140,9 @@ def _is_written(value: Any, text: str) -> bool:
     if stripped in text or any(json.dumps(stripped, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
         return True
     return all(line.strip() in text for line in value.splitlines()) or repr(stripped)[1:-1] in text
+
+
+def omission_error(number: int, part: str) -> BadChat:
+    """Return the error for a message of which the chat template leaves out a part; see `find_missing_part`."""
+    rule = f"messages[{number}].{part}: the chat template omits it, in whole or in part"
+    return BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it, or remove it from the records")

@@ -11,27 +11,30 @@ Some templates ignore `add_generation_prompt`.  Every client of such a model, in
 prompt before the header of the assistant's turn.  The model has to generate the header, so the header is a target.
 
 The last target of every turn is a token at which generation stops: the token with which the template ends the turn, or
-else the token with which the next message begins; see `Encoder.stop_tokens`.
+else the token with which the next message begins; see `turn_ends.py`.
 """
 
 from __future__ import annotations
 
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import partial
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.chat.calls import ArgumentsForm, convert_arguments, find_arguments_form, find_missing_part
+from trainer.data.chat.calls import (
+    ArgumentsForm,
+    convert_arguments,
+    find_arguments_form,
+    find_missing_part,
+    omission_error,
+)
 from trainer.data.chat.formats import BadChat, Completion, Conversation, Message, Sample
 from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, RenderedChat
-from trainer.data.tokenizer import FileTokenizer, Tokenizer, find_tokenizer, tokenizer_file
-from trainer.errors import nearest, setting_error
+from trainer.data.chat.tokenizer import QUOTE, ChatTokenizer
+from trainer.data.chat.turn_ends import TurnEnds, common_length, without_end_error
 from trainer.stopping import raise_if_stop_requested
 
 Notice: TypeAlias = tuple[
@@ -91,6 +94,7 @@ class Encoder:
         self._template, self._train_on = template, train_on
         self._arguments_forms: dict[bool, ArgumentsForm] = {}
         self._unread_keys: dict[tuple[str, str], bool] = {}
+        self._ends: TurnEnds | None = None
 
     @property
     def identity(self) -> list[Any]:
@@ -129,6 +133,11 @@ class Encoder:
         text = template.render(prepared.messages, prepared.tools, add_generation_prompt=True).text
         ids: list[int] = self.tokenizer.encode(text)[0].tolist()
         return ids
+
+    @property
+    def stop_tokens(self) -> Mapping[str, int]:
+        """The tokens at which generation stops; see `TurnEnds.stop_tokens`.  Requires a chat template."""
+        return self._turn_ends(self._require_template()).stop_tokens
 
     @property
     def targets_only_last_token(self) -> bool:
@@ -192,7 +201,7 @@ class Encoder:
             raise BadChat("is nested too deeply", fix="remove the record") from error
         _check_all_included(prepared, full.text, includes_assistant=self._train_on == "all")
         if not self.targets_only_last_token:
-            full = replace(full, text=self._with_last_stop(prepared, full.text))
+            full = replace(full, text=self._turn_ends(template).complete(prepared, full.text))
         ids, spans = self.tokenizer.encode(full.text)
         is_in_turn = np.zeros(len(ids), bool)
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
@@ -225,6 +234,11 @@ class Encoder:
                 "needs a chat template, and the tokenizer has none", "data.chat_template", fix=_FIX_NO_TEMPLATE
             )
         return self._template
+
+    def _turn_ends(self, template: ChatTemplate) -> TurnEnds:
+        if self._ends is None:
+            self._ends = TurnEnds(self.tokenizer, template, partial(self._prepare, template))
+        return self._ends
 
     def _prepare(self, template: ChatTemplate, chat: Conversation) -> Conversation:
         """Return a conversation as the template takes it: with converted arguments and quoted special tokens."""
@@ -330,12 +344,12 @@ class Encoder:
             if not full.text.startswith(text_before):
                 raise _changed_turn_error(turn)
             raise _prompt_error(turn, chat.messages[turn], prompt[len(text_before) :], full.text[len(text_before) :])
-        first = _common_length(text_before.rstrip(), full.text)
+        first = common_length(text_before.rstrip(), full.text)
         if missing_part := find_missing_part(chat.messages[turn], full.text[first:end]):
-            raise _omission_error(turn, missing_part)
-        stop = self._find_stop(full.text, end)
+            raise omission_error(turn, missing_part)
+        stop = self._turn_ends(template).find(full.text, end)
         if stop is None:
-            raise _without_end_error(turn, text_with_turn)
+            raise without_end_error(turn, text_with_turn)
         if not template.marks_generation:
             return [(len(prompt), stop)]
         spans = [(start, min(end_of_tag, end)) for start, end_of_tag in full.assistant_spans if first <= start < end]
@@ -351,87 +365,6 @@ class Encoder:
             raise BadChat(rule, "data.chat_template", fix=fix)
         return spans
 
-    # -- where turns end --
-
-    @property
-    def stop_tokens(self) -> Mapping[str, int]:
-        """The tokens at which generation stops: the text and the id of each.
-
-        These are the end-of-document token, and for each kind of turn the added token with which the template ends it,
-        or else the one with which the next message begins.
-        """
-        return self._turn_ends[0]
-
-    @cached_property
-    def _turn_ends(self) -> tuple[dict[str, int], dict[bool, str]]:
-        """Return `stop_tokens`, and what follows a turn without and with calls if the template does not end it."""
-        end_id, tails = self.tokenizer.plain.end_id, dict[bool, str]()
-        tokens = {self.tokenizer.token_text(end_id): end_id} if self.tokenizer.added_tokens else {}
-        for alternatives in _probe_conversations() if self._template is not None else ():
-            for chat in alternatives:
-                with suppress(BadChat):  # a template may reject system messages, tools, or more than one call
-                    token, tail = self._find_end_of_turn(chat)
-                    if token:
-                        tokens[token] = self.tokenizer.added_tokens[token]
-                        tails.setdefault("tool_calls" in chat.messages[-1], tail)
-                    break
-        return tokens, tails
-
-    def _find_end_of_turn(self, chat: Conversation) -> tuple[str, str]:
-        """Return the added token that ends the last message, or else the one that begins the message after it, or "".
-
-        A token that is written twice in the message, such as the end of a call, does not end it.  Also returns the text
-        between the message and the end of the next one's first token, or "" if the message itself has an end.
-
-        Raises BadChat if the template rejects the conversation, or omits a part of the last message.
-        """
-        template = self._require_template()
-        chat = self._prepare(template, chat)
-        text = template.render(chat.messages, chat.tools).text.rstrip()
-        prompt = template.render(chat.messages[:-1], chat.tools, add_generation_prompt=True).text
-        written = text[_common_length(prompt, text) :]
-        if part := find_missing_part(chat.messages[-1], written):
-            raise _omission_error(len(chat.messages) - 1, part)
-        added_tokens = self.tokenizer.longest_added_tokens
-        token = next((token for token in added_tokens if written.endswith(token)), "")
-        if token and written.count(token) == 1:
-            return token, ""
-        for follower in _followers(chat.messages[-1]):
-            with suppress(BadChat):
-                longer = template.render([*chat.messages, follower], chat.tools).text
-                tail = longer[len(text) :] if longer.startswith(text) else ""
-                token = next((token for token in added_tokens if tail.lstrip().startswith(token)), "")
-                return token, tail[: tail.find(token) + len(token)]
-        return "", ""
-
-    @cached_property
-    def _stop_pattern(self) -> re.Pattern[str]:
-        tokens = sorted(self.stop_tokens, key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, filter(None, tokens))) or "(?!)")
-
-    def _find_stop(self, text: str, end: int) -> int | None:
-        """Return where the stop token of a turn that ends at `end` ends: there, or with the token that follows."""
-        if any(text.endswith(token, 0, end) for token in self.stop_tokens if token):
-            return end
-        start = end + len(text[end:]) - len(text[end:].lstrip())
-        match = self._stop_pattern.match(text, start)
-        return match.end() if match else None
-
-    def _with_last_stop(self, chat: Conversation, text: str) -> str:
-        """Return a conversation's text with the token at which generation stops, if the template writes it later.
-
-        Raises BadChat if there is no such token.
-        """
-        last = len(chat.messages) - 1
-        is_target = chat.messages[last]["role"] == "assistant" and chat.messages[last].get("weight", 1) != 0
-        stripped = text.rstrip()
-        if not is_target or self._find_stop(text, len(stripped)) is not None:
-            return text
-        tail = self._turn_ends[1].get("tool_calls" in chat.messages[last])
-        if not tail:
-            raise _without_end_error(last, text)
-        return stripped + tail
-
 
 @dataclass(frozen=True)
 class _EncodedConversation:
@@ -446,42 +379,6 @@ class _EncodedConversation:
 
 _KNOWN_KEYS = frozenset(("role", "content", "weight", "tool_calls", *REASONING_KEYS))
 """Keys of messages for which there are checks of their own."""
-
-
-def _probe_conversations() -> Iterator[Sequence[Conversation]]:
-    """Yield short conversations that end with each kind of turn: text, calls, and both.
-
-    Each kind comes with alternatives, of which the first that the template accepts counts: two calls are better than
-    one, because they tell the end of a call from the end of the turn.
-    """
-    system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
-    names = ("first_name", "other_name")
-    functions = [{"name": name, "arguments": {"first_key": "first value"}} for name in names]
-    calls = [
-        {"id": f"call0000{number}", "type": "function", "function": function}
-        for number, function in enumerate(functions)
-    ]
-    parameters = {"type": "object", "properties": {"first_key": {"type": "string", "description": "Hi"}}}
-    tools = [
-        {"type": "function", "function": {"name": name, "description": "Hi", "parameters": parameters}}
-        for name in names
-    ]
-    for context in ([user], [system, user]):
-        answer = {"role": "assistant", "content": "Hello"}
-        yield [Conversation([*context, answer])]
-        yield [Conversation([*context, answer], tools)]
-        for content in ("", "Hello"):
-            turns = [{"role": "assistant", "content": content, "tool_calls": calls[:count]} for count in (2, 1)]
-            yield [Conversation([*context, turn], turn_tools) for turn_tools in (tools, ()) for turn in turns]
-
-
-def _followers(message: Message) -> list[Message]:
-    """Return messages that may follow a message of the assistant, the likeliest first."""
-    user = {"role": "user", "content": "Hi"}
-    if "tool_calls" not in message:
-        return [user]
-    call = message["tool_calls"][0]
-    return [{"role": "tool", "name": call["function"]["name"], "tool_call_id": call["id"], "content": "Hi"}, user]
 
 
 def _find_end(template: ChatTemplate, chat: Conversation, full: RenderedChat, count: int) -> int:
@@ -546,23 +443,10 @@ def _check_all_included(chat: Conversation, text: str, includes_assistant: bool)
     for number, message in enumerate(chat.messages):
         if message["role"] == "assistant":
             if includes_assistant and (part := find_missing_part(message, text)):
-                raise _omission_error(number, part)
+                raise omission_error(number, part)
         elif find_missing_part({"content": message.get("content")}, text):
             rule = f"messages[{number}].role={message['role']!r}: the chat template omits this message"
             raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
-
-
-def _omission_error(number: int, part: str) -> BadChat:
-    rule = f"messages[{number}].{part}: the chat template omits it, in whole or in part"
-    return BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it, or remove it from the records")
-
-
-def _common_length(first: str, second: str) -> int:
-    """Return the length of the longest common prefix of two texts."""
-    if second.startswith(first):  # usually; the loop below is slow
-        return len(first)
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _prompt_error(number: int, message: Message, expected: str, found: str) -> BadChat:
@@ -570,7 +454,7 @@ def _prompt_error(number: int, message: Message, expected: str, found: str) -> B
 
     expected, found: the text of the generation prompt, and the text that the turn has in its place.
     """
-    common = _common_length(expected, found)
+    common = common_length(expected, found)
     rule = (
         f"messages[{number}]: the generation prompt has {expected[common:]!r} where this turn has "
         f"{found[common : len(expected)]!r}, so the model would be trained in a context that it never sees later"
@@ -587,156 +471,3 @@ def _changed_turn_error(turn: int) -> BadChat:
         "be trained on text that it never sees later"
     )
     return BadChat(rule, "data.train_on", legal="last")
-
-
-def _without_end_error(turn: int, text: str) -> BadChat:
-    rule = (
-        f"messages[{turn}]: the chat template does not end this turn with a token at which generation stops, but with "
-        f"{text.rstrip()[-20:]!r}, so the model cannot learn to stop"
-    )
-    return BadChat(rule, "data.chat_template", fix="end it with a token, such as {{ eos_token }}")
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Tokenizing rendered chats
-#
-# `trainer.data.tokenizer` never turns text into special tokens.  A chat template, in contrast, writes special tokens as
-# text, and they must be recognized.  A special token that is spelled out in a message must still be encoded as text, so
-# `quoted` hides it from the template and the tokenizer.
-
-
-QUOTE = "\U000f5150"
-"""A character of the private use area, inserted into the spelling of a special token so that it is not recognized."""
-
-
-class ChatTokenizer:
-    """Tokenizer that recognizes special tokens in a text, and returns the character span of each id.
-
-    plain: the same tokenizer, except that it encodes special tokens as text.
-    accepted: special tokens that are recognized in messages too; the value of `data.special_tokens`.
-
-    Raises UserError if the tokenizer cannot be used, or if one of `accepted` is not one of its special tokens.
-    """
-
-    def __init__(self, setting: str, key: str = "data.tokenizer", accepted: Sequence[str] = ()) -> None:
-        self.plain: Tokenizer = find_tokenizer(setting, key)
-        self.accepted = frozenset(accepted)
-        self._content: dict[str, Any] = {}  # empty for `bytes`, which has no special tokens
-        if setting != "bytes":
-            self._content = json.loads(tokenizer_file(setting).read_bytes())
-            # A post-processor may exclude white space from the tokens' spans.  It would also add special tokens, which
-            # the template already writes.
-            self._content["post_processor"] = None
-        # The library's ids: a file may list one token twice, and then the library keeps the id that the vocabulary has.
-        added = self.plain.library.get_added_tokens_decoder() if isinstance(self.plain, FileTokenizer) else {}
-        self.added_tokens: dict[str, int] = {token.content: token_id for token_id, token in added.items()}
-        """The id of each token that is not ordinary text, such as the end-of-turn token."""
-        self.longest_added_tokens = sorted(filter(None, self.added_tokens), key=len, reverse=True)
-        special = {token.content for token in added.values() if token.special} - {""}
-        for token in accepted:
-            if token not in special:
-                rule = f"{token!r} is not a special token of data.tokenizer={setting}"
-                raise setting_error(
-                    "data.special_tokens", list(accepted), rule, meant=nearest(token, special), fix="leave it out"
-                )
-        self._special_tokens = sorted(special, key=len, reverse=True)  # the longest one must match
-        self._special_pattern = _pattern_of(self._special_tokens)
-        self._quoted_pattern = _pattern_of([token for token in self._special_tokens if token not in self.accepted])
-
-    @property
-    def vocab_size(self) -> int:
-        """Exclusive upper bound of the ids."""
-        return self.plain.vocab_size
-
-    @property
-    def name(self) -> str:
-        """Identifies the tokenizer: two tokenizers with the same name give the same ids."""
-        return f"chat-{self.plain.name}"
-
-    def quoted(self, value: Any) -> Any:
-        """Return a message or any other JSON value, with QUOTE inserted into each special token that it spells out.
-
-        Accepted tokens are left as they are.
-        """
-        if isinstance(value, str):
-            return self._quoted_pattern.sub(lambda match: match[0][:1] + QUOTE + match[0][1:], value.replace(QUOTE, ""))
-        if isinstance(value, Mapping):
-            return {key: self.quoted(item) for key, item in value.items()}
-        return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
-
-    def find_special_tokens(self, text: str) -> set[str]:
-        """Return the special tokens that are spelled out in a text and are not accepted."""
-        return {match[0] for match in self._quoted_pattern.finditer(text)}
-
-    def find_quoted_tokens(self, text: str) -> set[str]:
-        """Return the special tokens that are quoted in a text."""
-        if QUOTE not in text:
-            return set()
-        return {token for token in self._special_tokens if f"{token[:1]}{QUOTE}{token[1:]}" in text}
-
-    def encode_message(self, text: str) -> NDArray[np.integer[Any]]:
-        """Return the ids of a text in which only accepted special tokens are recognized."""
-        if not self.accepted:
-            return self.plain.encode(text)
-        return self.encode(self.quoted(text))[0]
-
-    def token_text(self, token_id: int) -> str:
-        """Return the text of an id, which may be a special token."""
-        return (
-            self.plain.decode([token_id]) if not self._content else str(self._special_tokenizer.id_to_token(token_id))
-        )
-
-    def encode(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of a text, and the (start, end) character span of each, of shape (num_ids, 2).
-
-        Quoted special tokens are encoded as text; QUOTE itself counts as a character in the spans.
-        """
-        if not self._content:
-            ids = np.frombuffer(text.encode(), np.uint8).astype(np.int64)
-            starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
-            return ids, np.stack([starts, starts + 1], axis=1)
-        if QUOTE not in text:
-            return self._encode(text, 0)
-        parts, position = [], 0
-        for match in re.finditer(f"{self._special_pattern.pattern}|$", text):
-            parts += [
-                self._encode_quoted(text[position : match.start()], position),
-                self._encode(match[0], match.start()),
-            ]
-            position = match.end()
-        return np.concatenate([ids for ids, _ in parts]), np.concatenate([spans for _, spans in parts])
-
-    def _encode(self, text: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        encoding = self._special_tokenizer.encode(text, add_special_tokens=False)
-        return np.array(encoding.ids, np.int64), np.array(encoding.offsets, np.int64).reshape(-1, 2) + start
-
-    def _encode_quoted(self, text: str, start: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        is_text = np.array([character != QUOTE for character in text], bool)
-        original_offsets = np.append(np.flatnonzero(is_text), len(text))
-        encoding = self._plain_tokenizer.encode(text.replace(QUOTE, ""), add_special_tokens=False)
-        spans = np.array(encoding.offsets, np.int64).reshape(-1, 2)
-        return np.array(encoding.ids, np.int64), original_offsets[spans] + start
-
-    @cached_property
-    def _special_tokenizer(self) -> Any:
-        return _tokenizer_of(self._content)
-
-    @cached_property
-    def _plain_tokenizer(self) -> Any:
-        tokenizer = _tokenizer_of(self._content)
-        tokenizer.encode_special_tokens = True
-        return tokenizer
-
-
-def _pattern_of(tokens: Sequence[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the tokens."""
-    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
-
-
-def _tokenizer_of(content: Mapping[str, Any]) -> Any:
-    import tokenizers
-
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(content))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer

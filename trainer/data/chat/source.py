@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from trainer.config.rules import CHATML
 from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
-from trainer.data.chat.masking import ChatTokenizer, EncodedSample, Encoder
+from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.chat.store import (
     ChatReport,
     ChatShards,
@@ -31,6 +31,7 @@ from trainer.data.chat.store import (
     sides_of,
 )
 from trainer.data.chat.template import find_template
+from trainer.data.chat.tokenizer import ChatTokenizer
 from trainer.data.packing import best_fit
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE, Fingerprint, Source
