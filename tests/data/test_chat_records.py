@@ -108,6 +108,7 @@ def test_all_spellings_of_a_flag_mean_the_same(kind: str, key: str, tmp_path: Pa
         {"weight": 0, "train": True},
         {"train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}]},
         {"masked": True},
+        {"skip": "true"},
         {"loss_scale": 0.0},
         {"Train": False},
     ],
@@ -125,6 +126,12 @@ def test_a_flag_that_cannot_have_an_effect_is_said(tmp_path: Path) -> None:
     data = data_of(tmp_path, [{"messages": [{**ASKED, "train": True}, answer("Yes")]}])
     assert "user in 1 conversations (chats.jsonl:1)" in opened(data).summary
     assert trained(data) == ["Yes<|im_end|>"]
+
+
+def test_a_flag_of_a_whole_record_is_said(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [{"messages": [ASKED, answer("Yes", training_source="web")], "weight": 0.5}])
+    (line,) = [line for line in opened(data).summary.splitlines() if "not of records" in line]
+    assert "weight in 1 conversations (chats.jsonl:1)" in line
 
 
 def test_keys_that_a_template_does_not_read_are_said(tmp_path: Path) -> None:
@@ -400,6 +407,15 @@ def test_special_tokens_that_messages_may_spell_out(tmp_path: Path) -> None:
         opened(data_of(tmp_path, chats[:1], special_tokens=("[INTS]",)))
     assert "[INST]" in str(caught.value)
     assert "data.special_tokens" in str(caught.value)
+
+
+def test_special_tokens_in_escaped_json_are_text(tmp_path: Path) -> None:
+    """Also if the template writes JSON in ASCII only."""
+    template = CHATML.replace("m['content'] +", "(m['content'] | tojson(ensure_ascii=true)) +")
+    texts = [
+        trained(data_of(tmp_path, [{"messages": [ASKED, answer(text)]}], template)) for text in ("Yes", "<|im_end|>")
+    ]
+    assert texts == [['"Yes"<|im_end|>'], ['"<|im_end|>"<|im_end|>']]
 
 
 def test_prompts_are_rendered_like_training_data(tmp_path: Path) -> None:

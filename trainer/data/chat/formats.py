@@ -625,8 +625,11 @@ def _messages(value: Any, location: str, role_key: str = "role", content_key: st
     return messages
 
 
-_FLAG_WORDS = re.compile(r"train|loss|mask|weight|supervis|ignore|learn", re.IGNORECASE)
-"""Matches keys of messages that look like flags, such as `train_detail` or `masked`, unless their value is text."""
+_FLAG_WORDS = re.compile(r"train|loss|mask|weight|supervis|ignore|learn|skip|exclude|target", re.IGNORECASE)
+"""Matches keys of messages that look like flags, such as `train_detail` or `masked`."""
+
+_FLAG_TEXTS = ("true", "false", "yes", "no", "on", "off", "0", "1")
+"""Text values of keys that look like flags; with any other text, such as `training_source: web`, they do not."""
 
 
 def _flag(message: Mapping[str, Any], location: str) -> int | None:
@@ -641,7 +644,7 @@ def _flag(message: Mapping[str, Any], location: str) -> int | None:
                 rule = f"{location}.{key}={value!r:.60} must be 0 or 1, or true or false"
                 raise BadChat(rule, fix="leave it out, or set 0 to exclude the message from the loss")
             flags[key] = int(value)
-        elif _FLAG_WORDS.search(key) and not isinstance(value, str):
+        elif _FLAG_WORDS.search(key) and (not isinstance(value, str) or value.lower() in _FLAG_TEXTS):
             rule = f"{location}.{key}={value!r:.60} looks like a flag, but is not one of {', '.join(FLAGS)}"
             raise BadChat(rule, fix=f"write {FLAGS[0]}: 0 to exclude the message from the loss, or remove it")
     if len(set(flags.values())) > 1:

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, sample_contents, write_value
-from trainer.data.chat.formats import BadChat, Completion, Format, Pair, Sample, read_records
+from trainer.data.chat.formats import FLAGS, BadChat, Completion, Format, Pair, Sample, read_records
 from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
@@ -215,6 +215,9 @@ class _ChatReader:
         """
         try:
             samples = self._samples(record)
+            for flag in FLAGS:
+                if record.get(flag) is not None:
+                    self._report.add_notice("flag of a record", flag, location)
             documents = []
             for side, sample in zip(sides_of(samples), samples, strict=True):
                 with naming_side(side):
@@ -515,8 +518,8 @@ class ChatReport:
     unused: locations of the conversations without targets, which are not used.
     identical: locations of the pairs whose responses have the same tokens, perhaps once truncated; they are not used.
     plain: number of conversations that are a plain-text prompt and completion.
-    notices: for each kind of notice (see `Notice`) and each detail, the conversations with it: their number (`count`),
-        and the locations of the first few.
+    notices: for each kind of notice (see `Notice`; `flag of a record` is about the record) and each detail, the
+        conversations with it: their number (`count`), and the locations of the first few.
     labels: number of conversations with each label, excluding those that were dropped or have no targets.
     content: a digest of all tokens and masks.
     """
@@ -647,6 +650,8 @@ class ChatReport:
                 return f"note: nulls are left out, as if there were no such entry: {listed}"
             case "converted arguments":
                 return f"note: arguments of calls are converted to what the chat template takes: {listed}"
+            case "flag of a record":
+                return f"warning: these keys are read as keys of messages only, not of records: {listed}"
             case _:
                 return f"note: only the assistant's messages are targets, but others are marked as such: {listed}"
 

@@ -29,6 +29,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.formats import BadChat, Message
 from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, rendering_limits, try_in_child
+from trainer.data.chat.tokenizer import QUOTE
 from trainer.errors import setting_error
 from trainer.files import read_json
 
@@ -403,8 +404,9 @@ def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironm
 def _to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """Return plain JSON: Jinja's built-in filter would escape it for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    """Return plain JSON: Jinja's built-in filter would escape it for HTML.  Special tokens stay quoted."""
+    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return text.replace(json.dumps(QUOTE)[1:-1], QUOTE) if ensure_ascii else text
 
 
 def _raise_exception(message: str) -> None:
