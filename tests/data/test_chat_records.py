@@ -35,7 +35,7 @@ def call(arguments: Any, name: str = "weather") -> dict[str, Any]:
 
 
 def data_of(folder: Path, records: Any, template: str | None = TOOLS, **settings: Any) -> DataSection:
-    model = write_tokenizer(folder / "model", template)
+    model = write_tokenizer(folder / "model", template, eos_token=settings.pop("eos", "</s>"))
     path = settings.pop("path", None) or write_records(folder / "chats.jsonl", records)
     own = {"seq_len": 256, "documents": "apart", "cache_dir": str(folder / "cache"), **settings}
     return DataSection(source="chat", path=str(path), tokenizer=str(model), **own)
@@ -283,6 +283,10 @@ STOPS: dict[str, tuple[str, list[Any], str]] = {
         CHATML.replace("m['content']", "m['content'].split('</think>')[-1]"),
         [ASKED, answer("<think>hm</think>Yes")], "",
     ),
+    "a header after every turn": (
+        CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"), [ASKED, answer("Yes"), ASKED, answer("No")],
+        "Yes<|im_end|>No<|im_end|>",
+    ),
     "tags without an end": (
         GENERATION.replace(" + '<|im_end|>\n'", " + '\n'"), [ASKED, answer("Yes"), ASKED, answer("No")],
         "Yes\n<|im_start|>No\n<|im_start|>",
@@ -293,7 +297,8 @@ STOPS: dict[str, tuple[str, list[Any], str]] = {
 @pytest.mark.parametrize("kind", STOPS)
 def test_every_turn_ends_with_a_token_at_which_generation_stops(kind: str, tmp_path: Path) -> None:
     template, messages, expected = STOPS[kind]
-    data = data_of(tmp_path, [{"messages": messages}], template)
+    eos = "<|im_end|>" if kind == "a header after every turn" else "</s>"
+    data = data_of(tmp_path, [{"messages": messages}], template, eos=eos)
     if not expected:
         assert "chats.jsonl:1: messages[1]" in refusal(data)
         return

@@ -15,7 +15,7 @@ from trainer.data.chat.formats import BadChat, Conversation, Message
 from trainer.data.chat.template import REASONING_KEYS, ChatTemplate
 
 ArgumentsForm: TypeAlias = Literal["objects", "text", "either"]
-"""The form in which a chat template takes the arguments of calls."""
+"""The form in which a chat template takes the arguments of calls; `either` if it writes the same for both."""
 
 
 _PROBE = {"qzkey": "qzvalue"}
@@ -35,7 +35,7 @@ def find_arguments_form(template: ChatTemplate, chat: Conversation) -> Arguments
     words = [*_PROBE, *_PROBE.values()]
     takes_objects = all(word in from_object for word in words) and str(_PROBE) not in from_object  # as Python prints it
     takes_text = json.dumps(_PROBE) in from_text  # otherwise it is missing, or quoted and escaped
-    if takes_objects and takes_text:
+    if takes_objects and from_object == from_text:
         return "either"
     if takes_objects or takes_text:
         return "objects" if takes_objects else "text"

@@ -336,8 +336,9 @@ class Encoder:
         text_with_turn = full.text
         if turn + 1 < len(chat.messages):
             text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
-        end = len(text_with_turn.rstrip())
         prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
+        turn_ends, end = self._turn_ends(template), len(text_with_turn.rstrip())
+        end = turn_ends.find(text_with_turn, len(prompt), end) or end
         if not full.text.startswith(text_with_turn[:end]):
             raise _changed_turn_error(turn)
         if not full.text.startswith(prompt):
@@ -345,11 +346,11 @@ class Encoder:
                 raise _changed_turn_error(turn)
             raise _prompt_error(turn, chat.messages[turn], prompt[len(text_before) :], full.text[len(text_before) :])
         first = common_length(text_before.rstrip(), full.text)
-        if missing_part := find_missing_part(chat.messages[turn], full.text[first:end]):
-            raise omission_error(turn, missing_part)
-        stop = self._turn_ends(template).find(full.text, end)
+        stop = turn_ends.find(full.text, len(prompt), end)
         if stop is None:
             raise without_end_error(turn, text_with_turn)
+        if missing_part := find_missing_part(chat.messages[turn], full.text[first:stop]):
+            raise omission_error(turn, missing_part)
         if not template.marks_generation:
             return [(len(prompt), stop)]
         spans = [(start, min(end_of_tag, end)) for start, end_of_tag in full.assistant_spans if first <= start < end]

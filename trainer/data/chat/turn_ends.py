@@ -1,8 +1,9 @@
 """Finds the token with which each turn of the assistant ends, so that the model learns to stop there.
 
-Most templates end every turn with a token of its own.  With others, the model's turn ends where the next message
-begins, and inference stops at the token with which it does.  Which it is, depends on the template and on whether the
-turn has calls.  It is found out by rendering short conversations.
+Most templates end every turn with a token of its own, and some write more after it, such as the header of another turn.
+With others, the model's turn ends where the next message begins, and inference stops at the token with which it does.
+Which it is, depends on the template and on whether the turn has calls.  It is found out by rendering short
+conversations.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ class TurnEnds:
         self, tokenizer: ChatTokenizer, template: ChatTemplate, prepare: Callable[[Conversation], Conversation]
     ) -> None:
         self._tokenizer, self._template, self._prepare = tokenizer, template, prepare
+        self._end_of_document = tokenizer.token_text(tokenizer.plain.end_id) if tokenizer.added_tokens else ""
 
     @property
     def stop_tokens(self) -> Mapping[str, int]:
@@ -41,8 +43,8 @@ class TurnEnds:
     @cached_property
     def _tokens_and_tails(self) -> tuple[dict[str, int], dict[bool, str]]:
         """Return `stop_tokens`, and what follows a turn without and with calls if the template does not end it."""
-        end_id, tails = self._tokenizer.plain.end_id, dict[bool, str]()
-        tokens = {self._tokenizer.token_text(end_id): end_id} if self._tokenizer.added_tokens else {}
+        tails: dict[bool, str] = {}
+        tokens = {self._end_of_document: self._tokenizer.plain.end_id} if self._end_of_document else {}
         for alternatives in _probe_conversations():
             for chat in alternatives:
                 with suppress(BadChat):  # a template may reject system messages, tools, or more than one call
@@ -67,6 +69,8 @@ class TurnEnds:
         written = text[common_length(prompt, text) :]
         if part := find_missing_part(chat.messages[-1], written):
             raise omission_error(len(chat.messages) - 1, part)
+        if self._end_of_document and self._end_of_document in written:
+            return self._end_of_document, ""
         added_tokens = self._tokenizer.longest_added_tokens
         token = next((token for token in added_tokens if written.endswith(token)), "")
         if token and written.count(token) == 1:
@@ -81,15 +85,18 @@ class TurnEnds:
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
-        tokens = sorted(filter(None, self.stop_tokens), key=len, reverse=True)
+        tokens = sorted(self.stop_tokens, key=len, reverse=True)
         return re.compile(r"\s*(?:" + "|".join(map(re.escape, tokens)) + ")" if tokens else "(?!)")
 
-    def find(self, text: str, end: int) -> int | None:
-        """Return where the stop token of a turn whose text ends at `end` ends: there, or with the token that follows.
+    def find(self, text: str, start: int, end: int) -> int | None:
+        """Return where the stop token of a turn, written in text[start:end], ends; None if it has none.
 
-        Returns None if there is no stop token at either place.
+        It is the first end-of-document token in the turn, or else the token at the turn's end, or the one that follows.
         """
-        if any(text.endswith(token, 0, end) for token in self.stop_tokens if token):
+        end_of_document = text.find(self._end_of_document, start, end) if self._end_of_document else -1
+        if end_of_document >= 0:
+            return end_of_document + len(self._end_of_document)
+        if any(text.endswith(token, 0, end) for token in self.stop_tokens):
             return end
         match = self._pattern.match(text, end)
         return match.end() if match else None
@@ -102,7 +109,10 @@ class TurnEnds:
         last = len(chat.messages) - 1
         is_target = chat.messages[last]["role"] == "assistant" and chat.messages[last].get("weight", 1) != 0
         stripped = text.rstrip()
-        if not is_target or self.find(text, len(stripped)) is not None:
+        if not is_target or self.find(text, len(stripped), len(stripped)) is not None:
+            return text
+        start = common_length(self._template.render(chat.messages[:last], chat.tools).text, text) if last else 0
+        if self.find(text, start, len(stripped)) is not None:
             return text
         tail = self._tokens_and_tails[1].get("tool_calls" in chat.messages[last])
         if not tail:
