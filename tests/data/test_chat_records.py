@@ -283,6 +283,12 @@ STOPS: dict[str, tuple[str, list[Any], str]] = {
         CHATML.replace("m['content']", "m['content'].split('</think>')[-1]"),
         [ASKED, answer("<think>hm</think>Yes")], "",
     ),
+    "an end that is written before another turn only": (
+        CHATML.replace(
+            "'<|im_end|>' + '\n' }}", "('' if loop.last and not add_generation_prompt else '<|im_end|>\n') }}"
+        ),
+        [ASKED, answer("Yes"), ASKED, answer("No")], "Yes<|im_end|>No<|im_end|>",
+    ),
     "a header after every turn": (
         CHATML.replace("{% if add_generation_prompt %}", "{% if true %}"), [ASKED, answer("Yes"), ASKED, answer("No")],
         "Yes<|im_end|>No<|im_end|>",
@@ -297,7 +303,7 @@ STOPS: dict[str, tuple[str, list[Any], str]] = {
 @pytest.mark.parametrize("kind", STOPS)
 def test_every_turn_ends_with_a_token_at_which_generation_stops(kind: str, tmp_path: Path) -> None:
     template, messages, expected = STOPS[kind]
-    eos = "<|im_end|>" if kind == "a header after every turn" else "</s>"
+    eos = "<|im_end|>" if "every turn" in kind or "before another" in kind else "</s>"
     data = data_of(tmp_path, [{"messages": messages}], template, eos=eos)
     if not expected:
         assert "chats.jsonl:1: messages[1]" in refusal(data)
@@ -337,13 +343,13 @@ EMPTY_REASONING = GENERATION.replace(
 )
 OTHER_NAME = GENERATION.replace("{{ '<|im_start|>assistant\n' }}{% endif", "{{ '<|im_start|>model\n' }}{% endif")
 PROMPTS: dict[str, tuple[str, list[str]]] = {
-    "a prompt that opens reasoning": (THINKING, ["'<think>\\n'", "reasoning_content"]),
+    "a prompt that opens reasoning": (THINKING, ["<think>\\n'", "reasoning_content"]),
     "the same with tags": (
         GENERATION.replace("{{ '<|im_start|>assistant\n' }}{% endif", "{{ '<|im_start|>assistant\n<think>' }}{% endif"),
-        ["'<think>'", "reasoning_content"],
+        ["<think>'", "reasoning_content"],
     ),
     "empty reasoning before the tag": (EMPTY_REASONING, ["'<think></think>'", "generation"]),
-    "a prompt with another name": (OTHER_NAME, ["'model\\n'"]),
+    "a prompt with another name": (OTHER_NAME, ["'<|im_start|>model\\n'", "'<|im_start|>ass"]),
 }
 
 

@@ -450,18 +450,15 @@ def _check_all_included(chat: Conversation, text: str, includes_assistant: bool)
             raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
-def _prompt_error(number: int, message: Message, expected: str, found: str) -> BadChat:
-    """Return the error for a turn that does not start with the generation prompt.
-
-    expected, found: the text of the generation prompt, and the text that the turn has in its place.
-    """
-    common = common_length(expected, found)
+def _prompt_error(number: int, message: Message, prompt: str, turn: str) -> BadChat:
+    """Return the error for a turn that does not start with the generation prompt; both without the text before them."""
+    shown_turn = turn[: len(prompt)] + ("..." if len(turn) > len(prompt) else "")
     rule = (
-        f"messages[{number}]: the generation prompt has {expected[common:]!r} where this turn has "
-        f"{found[common : len(expected)]!r}, so the model would be trained in a context that it never sees later"
+        f"messages[{number}]: the generation prompt is {prompt!r}, but this turn starts with {shown_turn!r}, so the model "
+        "would be trained in a context that it never sees later"
     )
     fix = "give a .jinja file in which the turn starts with the generation prompt"
-    if "think" in expected[common:] and not any(message.get(key) for key in REASONING_KEYS):
+    if "think" in prompt and not any(message.get(key) for key in REASONING_KEYS):
         fix = f"add the turn's reasoning, as {REASONING_KEYS[0]}, or {fix}"
     return BadChat(rule, "data.chat_template", fix=fix)
 

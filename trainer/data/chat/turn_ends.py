@@ -111,8 +111,8 @@ class TurnEnds:
         stripped = text.rstrip()
         if not is_target or self.find(text, len(stripped), len(stripped)) is not None:
             return text
-        start = common_length(self._template.render(chat.messages[:last], chat.tools).text, text) if last else 0
-        if self.find(text, start, len(stripped)) is not None:
+        prompt = self._template.render(chat.messages[:last], chat.tools, add_generation_prompt=True).text
+        if self.find(text, common_length(prompt, text), len(stripped)) is not None:
             return text
         tail = self._tokens_and_tails[1].get("tool_calls" in chat.messages[last])
         if not tail:
