@@ -5,11 +5,12 @@ After a crash, a file that was being replaced atomically has either its entire o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -192,6 +193,36 @@ def verify_checksum(content: Any) -> dict[str, Any]:
 
 def _checksum_of(content: Mapping[str, Any]) -> str:
     return f"{crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
+
+
+_SAMPLED_BYTES, _MIN_SAMPLED_BYTES, _SAMPLE_BYTES = 1 << 26, 1 << 14, 1 << 12
+"""Bytes that `sample_contents` reads of all files together, at least of each file, and at each place in a file."""
+
+
+def sample_contents(paths: Sequence[str], key: str) -> list[str]:
+    """Return a fingerprint of the content of each file.
+
+    It supplements size and modification time, which a restored backup, a container's layer or `rsync -t` may leave as
+    they were.  Files of up to 64 MiB together are read as a whole, and larger ones at evenly spaced places.
+
+    Raises UserError that names the setting `key` if a file cannot be read.
+    """
+    num_bytes = max(_MIN_SAMPLED_BYTES, _SAMPLED_BYTES // max(1, len(paths)))
+    try:
+        return [_sample_content(path, num_bytes) for path in paths]
+    except OSError as error:
+        raise setting_error(key, error.filename, f"cannot be read ({error.strerror})") from error
+
+
+def _sample_content(path: str, num_bytes: int) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    with open(path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        num_places = 1 if size <= num_bytes else num_bytes // _SAMPLE_BYTES
+        for number in range(num_places):
+            file.seek((size - _SAMPLE_BYTES) * number // (num_places - 1) if num_places > 1 else 0)
+            digest.update(file.read(size if num_places == 1 else _SAMPLE_BYTES))
+    return digest.hexdigest()
 
 
 def read_all(descriptor: int) -> bytes:

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import atomic_replace, find_cache_folders, readable_size, write_atomically, writing_to
+from trainer.files import (
+    atomic_replace,
+    find_cache_folders,
+    readable_size,
+    sample_contents,
+    write_atomically,
+    writing_to,
+)
 from trainer.locks import locked
 from trainer.stopping import raise_if_stop_requested
 
@@ -85,7 +92,8 @@ def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = Tru
     assert file is not None, path
     file = Path(os.path.abspath(file))
     stat = file.stat()
-    identity = json.dumps([_VERSION, str(file.resolve()), stat.st_size, stat.st_mtime_ns])
+    (sample,) = sample_contents([str(file)], setting)
+    identity = json.dumps([_VERSION, str(file.resolve()), stat.st_size, stat.st_mtime_ns, sample])
     name = f"gguf-{file.stem}-{hashlib.sha256(identity.encode()).hexdigest()[:12]}"
     error: OSError | None = None
     for cache in find_cache_folders(None):

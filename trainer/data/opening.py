@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.config.passes import Resolution, run_passes
-from trainer.data.cache import get_or_build, in_writable_folder, sample_contents, storage_error
+from trainer.data.cache import get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
     URL_SUFFIXES,
@@ -47,7 +47,7 @@ from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSour
 from trainer.data.stdlib import Split, StdlibCorpus
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
 from trainer.errors import UserError, importing, setting_error
-from trainer.files import find_cache_folders, local_path
+from trainer.files import find_cache_folders, local_path, sample_contents
 from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:

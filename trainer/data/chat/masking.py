@@ -454,8 +454,8 @@ def _prompt_error(number: int, message: Message, prompt: str, turn: str) -> BadC
     """Return the error for a turn that does not start with the generation prompt; both without the text before them."""
     shown_turn = turn[: len(prompt)] + ("..." if len(turn) > len(prompt) else "")
     rule = (
-        f"messages[{number}]: the generation prompt is {prompt!r}, but this turn starts with {shown_turn!r}, so the model "
-        "would be trained in a context that it never sees later"
+        f"messages[{number}]: the generation prompt is {prompt!r}, but this turn starts with {shown_turn!r}, so the "
+        "model would be trained in a context that it never sees later"
     )
     fix = "give a .jinja file in which the turn starts with the generation prompt"
     if "think" in prompt and not any(message.get(key) for key in REASONING_KEYS):

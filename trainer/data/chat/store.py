@@ -24,13 +24,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.cache import get_or_build, read_value, sample_contents, write_value
+from trainer.data.cache import get_or_build, read_value, write_value
 from trainer.data.chat.formats import FLAGS, BadChat, Completion, Format, Pair, Sample, read_records
 from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
-from trainer.files import atomic_replace
+from trainer.files import atomic_replace, sample_contents
 from trainer.stopping import StopRequested, raise_if_stop_requested
 
 _VERSION = 5
