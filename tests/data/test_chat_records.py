@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
@@ -311,6 +312,22 @@ def test_every_turn_ends_with_a_token_at_which_generation_stops(kind: str, tmp_p
     assert trained(data) == [expected]
     (targets,) = read_all(opened(data))["targets"]
     assert int(targets[targets != IGNORE][-1]) in chat_stop_ids(data.tokenizer)
+
+
+def test_bytes_have_no_token_at_which_generation_stops(tmp_path: Path) -> None:
+    """So a template may end turns with text, which is said, but not with white space."""
+    for number, (end, is_accepted) in enumerate((("[/INST]", True), ("\n", False))):
+        (tmp_path / str(number)).mkdir()
+        template = tmp_path / str(number) / "own.jinja"
+        template.write_text(
+            "{% for m in messages %}{{ '[INST]' + m.content + END }}{% endfor %}".replace("END", repr(end))
+        )
+        data = data_of(tmp_path / str(number), [{"messages": [ASKED, answer("Yes"), ASKED, answer("No")]}])
+        data = dataclasses.replace(data, tokenizer="bytes", chat_template=str(template))
+        if is_accepted:
+            assert "warning: the chat template ends turns with '[/INST]'" in opened(data).summary
+        else:
+            assert "chats.jsonl:1: messages[3]" in refusal(data)
 
 
 LEAVING_OUT: dict[str, tuple[str, dict[str, Any], str]] = {

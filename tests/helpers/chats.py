@@ -22,7 +22,7 @@ ADDED = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 _TEXT = """system user assistant model tool Be brief Hi Yes No Hello there two and is four five What Sum Bye so now add
 a b name arguments role content parameters type function get weather city Paris sunny It in hm thinking carefully tools
-description string required properties object Question Answer im_start im_end 1 2 3 4 5 null"""
+description string required properties object Question Answer im_start im_end 1 2 3 4 5"""
 WORDS = _TEXT.split()
 MARKS = list("_~ \n{}[]\":,.?!<>|/()+=-'")
 
@@ -31,7 +31,7 @@ def write_tokenizer(folder: Path, template: str | None, special: Sequence[str] =
     """Write a tokenizer whose tokens are words, or single characters for other text; return its folder."""
     from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 
-    words = [*special, *ADDED, *WORDS, *MARKS, "<unk>"]
+    words = [*special, *ADDED, *WORDS, *MARKS, "<unk>", "null"]
     tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(dict.fromkeys(words))}, "<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\w+|\s|[^\w\s]"), "isolated")
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])

@@ -150,10 +150,16 @@ class Encoder:
         return self._template is not None
 
     def notes(self) -> list[str]:
-        """Return a note if the chat template ignores `add_generation_prompt`, or nothing."""
+        """Return notes about a chat template that ignores `add_generation_prompt`, or ends turns without a token."""
         template = self._template
         if template is None:
             return []
+        notes = []
+        if self._train_on not in ("all", "end") and (text := self._turn_ends(template).text_without_token):
+            notes.append(
+                f"warning: the chat template ends turns with {text!r}, which is not a token of "
+                f"data.tokenizer={self.tokenizer.plain.name}: generation does not stop there"
+            )
         system, user = {"role": "system", "content": "Hi"}, {"role": "user", "content": "Hi"}
         for prompt_messages in ([user], [system, user]):
             try:
@@ -163,12 +169,12 @@ class Encoder:
                 continue
             header = full[len(prompt) : full.rfind("Hello")] if "Hello" in full[len(prompt) :] else ""
             if prompt == template.render(prompt_messages).text and header.strip():
-                return [
+                notes.append(
                     f"the chat template ignores add_generation_prompt: the model learns to write {header!r} itself, as "
                     "it has to at inference time"
-                ]
-            return []
-        return []
+                )
+            break
+        return notes
 
     def pieces(self, sample: Sample) -> list[tuple[str, bool]]:
         """Return (text, is_target) for each piece of the text, for display.  Raises BadChat."""

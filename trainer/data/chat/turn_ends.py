@@ -41,6 +41,21 @@ class TurnEnds:
         return self._tokens_and_tails[0]
 
     @cached_property
+    def text_without_token(self) -> str:
+        """The text with which the template ends turns if the tokenizer has no added tokens, as `bytes`; or "".
+
+        Generation does not stop there.
+        """
+        if self._tokenizer.added_tokens:
+            return ""
+        for alternatives in _probe_conversations():
+            with suppress(BadChat):
+                chat = alternatives[0]
+                text = self._template.render(chat.messages, chat.tools).text.rstrip()
+                return text[text.rfind(str(chat.messages[-1]["content"])) :].removeprefix(chat.messages[-1]["content"])
+        return ""
+
+    @cached_property
     def _tokens_and_tails(self) -> tuple[dict[str, int], dict[bool, str]]:
         """Return `stop_tokens`, and what follows a turn without and with calls if the template does not end it."""
         tails: dict[bool, str] = {}
@@ -84,6 +99,10 @@ class TurnEnds:
         return "", ""
 
     @cached_property
+    def _ends(self) -> tuple[str, ...]:
+        return tuple(filter(None, [*self.stop_tokens, self.text_without_token]))
+
+    @cached_property
     def _pattern(self) -> re.Pattern[str]:
         tokens = sorted(self.stop_tokens, key=len, reverse=True)
         return re.compile(r"\s*(?:" + "|".join(map(re.escape, tokens)) + ")" if tokens else "(?!)")
@@ -96,7 +115,7 @@ class TurnEnds:
         end_of_document = text.find(self._end_of_document, start, end) if self._end_of_document else -1
         if end_of_document >= 0:
             return end_of_document + len(self._end_of_document)
-        if any(text.endswith(token, 0, end) for token in self.stop_tokens):
+        if text.endswith(self._ends, 0, end):
             return end
         match = self._pattern.match(text, end)
         return match.end() if match else None
