@@ -319,7 +319,7 @@ def _text_option(config: RunConfig) -> str:
     if config.data.source != "chat":
         return "--prompt"
     try:
-        chat_prompt_tokens("", config.data.tokenizer, "--chat", config.data.chat_template)
+        chat_prompt_tokens("Hi", config.data.tokenizer, "--chat", config.data.chat_template)
     except UserError:
         return "--prompt"
     return "--chat"
