@@ -135,7 +135,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 def _is_written(value: Any, text: str) -> bool:
     """Return whether a value is in a text: as it is, as JSON, as in Python, or line by line with other indentation."""
     if not isinstance(value, str):
-        return json.dumps(value) in text or str(value) in text
+        return json.dumps(value, default=str) in text or str(value) in text  # parquet also has dates
     stripped = value.strip()
     if stripped in text or any(json.dumps(stripped, ensure_ascii=ascii)[1:-1] in text for ascii in (False, True)):
         return True
