@@ -123,6 +123,11 @@ class HuggingFace:
     config: `config(model_config) -> dict`, returns the entries of config.json.
     model_fields: `model_fields(config_json) -> dict`, the inverse: returns the fields of the model configuration.
         Raises UserError for a model that the recipe cannot build.
+    entries: the entries of config.json that the recipe understands, each with the type that it must have, for example
+        {"hidden_size": int, "head_dim": int | None}: those that `model_fields` reads, and those that have no effect on
+        the model.  A folder with any other entry is refused, unless the entry is null, in `fixed` or `dropped`, or has
+        no effect on any model (`trainer.config.pretrained.METADATA`).  None: the entries that `config` returns, of any
+        type.
     fixed: entries of config.json for which the model supports only one value, for example {"hidden_act": "silu"}.
         Exports contain them, and a folder with another value is refused.
     prefix: a prefix that only some files add to Hugging Face names, for example "transformer.".
@@ -141,6 +146,7 @@ class HuggingFace:
     names: Mapping[str, str] | Callable[[Any], Mapping[str, str]]
     config: Callable[[Any], Mapping[str, Any]]
     model_fields: Callable[[Mapping[str, Any]], Mapping[str, Any]]
+    entries: Mapping[str, Any] | None = None
     fixed: Mapping[str, Any] = field(default_factory=dict)
     prefix: str = ""
     ignored: Sequence[str] = ()

@@ -54,6 +54,7 @@ class DeepseekV3Config(BalanceConfig):
         "YaRN: pairs of dimensions that rotate fewer than this many times in rope_original_len tokens are fully scaled",
         above=0,
     )
+    rope_truncate: bool = declare(True, "YaRN: round the range of interpolated pairs outward to whole numbers")
     rope_mscale: float = declare(
         1.0,
         "YaRN: RoPE's cosines and sines are scaled by m(rope_mscale) / m(rope_mscale_all_dim), where m(x) is "

@@ -12,7 +12,19 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
-from .._huggingface import check_quantization, export_yarn, parse_rope, parse_yarn
+from .._huggingface import (
+    ROPE_ENTRIES,
+    YARN_ENTRIES,
+    Entry,
+    check_padding,
+    check_quantization,
+    export_yarn,
+    parse_rope,
+    parse_yarn,
+    read_fields,
+    types_of,
+    write_fields,
+)
 
 if TYPE_CHECKING:
     from .config import DeepseekV3Config
@@ -45,48 +57,49 @@ NAMES = {
 }
 
 FIELDS = {
-    "vocab_size": ("vocab_size", 129280),
-    "dim": ("hidden_size", 7168),
-    "num_layers": ("num_hidden_layers", 61),
-    "num_dense_layers": ("first_k_dense_replace", 3),
-    "num_heads": ("num_attention_heads", 128),
-    "q_rank": ("q_lora_rank", 1536),
-    "kv_rank": ("kv_lora_rank", 512),
-    "nope_dim": ("qk_nope_head_dim", 128),
-    "rope_dim": ("qk_rope_head_dim", 64),
-    "value_dim": ("v_head_dim", 128),
-    "ffn_dim": ("intermediate_size", 18432),
-    "expert_dim": ("moe_intermediate_size", 2048),
-    "num_experts": ("n_routed_experts", 256),
-    "num_chosen": ("num_experts_per_tok", 8),
-    "num_shared": ("n_shared_experts", 1),
-    "num_groups": ("n_group", 8),
-    "num_chosen_groups": ("topk_group", 4),
-    "normalize_chosen": ("norm_topk_prob", True),
-    "route_scale": ("routed_scaling_factor", 2.5),
-    "max_seq_len": ("max_position_embeddings", 4096),
-    "rope_neighbours": ("rope_interleave", True),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", False),
-    "init_std": ("initializer_range", 0.02),
+    "vocab_size": Entry("vocab_size", int, 129280),
+    "dim": Entry("hidden_size", int, 7168),
+    "num_layers": Entry("num_hidden_layers", int, 61),
+    "num_dense_layers": Entry("first_k_dense_replace", int, 3),
+    "num_heads": Entry("num_attention_heads", int, 128),
+    "q_rank": Entry("q_lora_rank", int | None, 1536),
+    "kv_rank": Entry("kv_lora_rank", int, 512),
+    "nope_dim": Entry("qk_nope_head_dim", int, 128),
+    "rope_dim": Entry("qk_rope_head_dim", int, 64),
+    "value_dim": Entry("v_head_dim", int, 128),
+    "ffn_dim": Entry("intermediate_size", int, 18432),
+    "expert_dim": Entry("moe_intermediate_size", int, 2048),
+    "num_experts": Entry("n_routed_experts", int, 256),
+    "num_chosen": Entry("num_experts_per_tok", int, 8),
+    "num_shared": Entry("n_shared_experts", int, 1),
+    "num_groups": Entry("n_group", int, 8),
+    "num_chosen_groups": Entry("topk_group", int, 4),
+    "normalize_chosen": Entry("norm_topk_prob", bool, True),
+    "route_scale": Entry("routed_scaling_factor", float, 2.5),
+    "max_seq_len": Entry("max_position_embeddings", int, 4096),
+    "rope_neighbours": Entry("rope_interleave", bool, True),
+    "norm_eps": Entry("rms_norm_eps", float, 1e-6),
+    "tie_embeddings": Entry("tie_word_embeddings", bool, False),
+    "init_std": Entry("initializer_range", float, 0.02),
 }
-"""Maps fields of `DeepseekV3Config` to the names of their entries in config.json and the defaults for missing ones."""
+"""The entry of config.json for fields of `DeepseekV3Config`."""
 
 YARN = {
-    "rope_factor": ("factor", 40.0),
-    "rope_original_len": ("original_max_position_embeddings", 4096),
-    "rope_beta_fast": ("beta_fast", 32.0),
-    "rope_beta_slow": ("beta_slow", 1.0),
-    "rope_mscale": ("mscale", 0.0),
-    "rope_mscale_all_dim": ("mscale_all_dim", 0.0),
+    "rope_factor": "factor",
+    "rope_original_len": "original_max_position_embeddings",
+    "rope_beta_fast": "beta_fast",
+    "rope_beta_slow": "beta_slow",
+    "rope_truncate": "truncate",
+    "rope_mscale": "mscale",
+    "rope_mscale_all_dim": "mscale_all_dim",
 }
-"""Like `FIELDS`, but for YaRN's entries in `rope_scaling` or `rope_parameters`; null counts as missing."""
+"""Maps each field for YaRN to the name of its entry in `rope_scaling` or `rope_parameters`."""
 
 
 def export_config(config: DeepseekV3Config) -> dict[str, Any]:
     """Return the entries of config.json for `config`."""
     return {
-        **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
+        **write_fields(config, FIELDS),
         "num_key_value_heads": config.num_heads,
         **export_yarn(config, YARN),
     }
@@ -96,18 +109,32 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `DeepseekV3Config` for a config.json written by transformers 4 or 5.
 
     Raises UserError if the numbers of key and query heads differ, if there is more than one block for multi-token
-    prediction, for RoPE that `parse_rope` or `parse_yarn` refuses, such as scaling other than YaRN, and for weights
-    quantized in a format other than fp8.
+    prediction, if another entry contradicts the sizes of the heads or the number of experts, for RoPE that
+    `parse_rope` refuses, such as scaling other than YaRN, and for weights quantized in a format other than fp8.
     """
     check_quantization(config_json, "fp8")
-    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
-    if config_json.get("num_key_value_heads") not in (None, fields["num_heads"]):
-        rule = f"must be num_attention_heads={fields['num_heads']}"
-        raise UserError(f"num_key_value_heads={config_json['num_key_value_heads']}: {rule}")
-    if (config_json.get("num_nextn_predict_layers") or 0) > 1:
-        rule = "this recipe can leave out only one block for multi-token prediction"
-        raise UserError(f"num_nextn_predict_layers={config_json['num_nextn_predict_layers']}: {rule}")
-    return fields | parse_yarn(parse_rope(config_json, ("default", "yarn")), YARN)
+    fields = read_fields(config_json, FIELDS)
+    num_kv_heads = config_json.get("num_key_value_heads", 128)
+    if num_kv_heads not in (None, fields["num_heads"]):
+        raise UserError(f"num_key_value_heads={num_kv_heads}: must be num_attention_heads={fields['num_heads']}")
+    for name, value in {
+        "head_dim": fields["rope_dim"],
+        "qk_head_dim": fields["nope_dim"] + fields["rope_dim"],
+        "num_local_experts": fields["num_experts"],
+    }.items():
+        if config_json.get(name, value) != value:
+            raise UserError(f"{name}={config_json[name]}: must be {value}, as other entries say")
+    for name in ("num_nextn_predict_layers", "num_mtp_layers"):
+        if config_json.get(name, 0) > 1:
+            rule = "this recipe can leave out only one block for multi-token prediction"
+            raise UserError(f"{name}={config_json[name]}: {rule}")
+    check_padding(config_json, fields["vocab_size"])
+    supported = {"default": (), "yarn": (*YARN_ENTRIES, "mscale", "mscale_all_dim")}
+    return fields | parse_yarn(parse_rope(config_json, supported, fields["max_seq_len"]), YARN)
+
+
+UNUSED = {"ep_size": int, "aux_loss_alpha": float, "seq_aux": bool, "output_router_logits": bool}
+"""Entries of published files that do not change the logits."""
 
 
 def left_out(config: DeepseekV3Config) -> dict[str, str]:
@@ -121,6 +148,13 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=export_config,
     model_fields=parse_config,
+    entries={
+        **types_of(FIELDS),
+        **ROPE_ENTRIES,
+        **{"num_key_value_heads": int | None, "head_dim": int, "qk_head_dim": int, "num_local_experts": int},
+        **{"num_nextn_predict_layers": int, "num_mtp_layers": int},
+        **UNUSED,
+    },
     fixed={
         **{"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0},
         **{"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1},

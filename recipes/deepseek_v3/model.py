@@ -70,7 +70,7 @@ class LatentAttention(nn.Module):
             original_len=config.rope_original_len,
             beta_fast=config.rope_beta_fast,
             beta_slow=config.rope_beta_slow,
-            truncate=True,
+            truncate=config.rope_truncate,
             mscale=pair_mscale,
         )
 

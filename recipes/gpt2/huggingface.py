@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Transposed
 
+from .._huggingface import NUMBER, Entry, types_of, write_fields
+
 if TYPE_CHECKING:
     from .config import GPT2Config
 
@@ -35,16 +37,16 @@ NAMES = {
 }
 
 FIELDS = {
-    "vocab_size": ("vocab_size", 50257),
-    "dim": ("n_embd", 768),
-    "num_layers": ("n_layer", 12),
-    "num_heads": ("n_head", 12),
-    "max_seq_len": ("n_positions", 1024),
-    "dropout": ("resid_pdrop", 0.1),
-    "norm_eps": ("layer_norm_epsilon", 1e-5),
-    "init_std": ("initializer_range", 0.02),
+    "vocab_size": Entry("vocab_size", int, 50257),
+    "dim": Entry("n_embd", int, 768),
+    "num_layers": Entry("n_layer", int, 12),
+    "num_heads": Entry("n_head", int, 12),
+    "max_seq_len": Entry("n_positions", int, 1024),
+    "dropout": Entry("resid_pdrop", NUMBER, 0.1),
+    "norm_eps": Entry("layer_norm_epsilon", float, 1e-5),
+    "init_std": Entry("initializer_range", float, 0.02),
 }
-"""Maps fields of `GPT2Config` to the names of their entries in config.json and the defaults for missing entries."""
+"""The entry of config.json for fields of `GPT2Config`."""
 
 
 ALIASES = {
@@ -59,33 +61,39 @@ ALIASES = {
 def export_config(config: GPT2Config) -> dict[str, Any]:
     """Return the entries of config.json for `config`."""
     embedding_rate, attention_rate, _ = config.dropouts
-    entries = {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()}
-    return entries | {"embd_pdrop": embedding_rate, "attn_pdrop": attention_rate}
+    return write_fields(config, FIELDS) | {"embd_pdrop": embedding_rate, "attn_pdrop": attention_rate}
 
 
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `GPT2Config` for a config.json.
 
-    Raises UserError if the feed-forward layer is not four times as wide as the model, if two names for one entry have
-    different values, or if `embd_pdrop` or `attn_pdrop` is null.
+    Raises UserError if the feed-forward layer is not four times as wide as the model, or if two names for one entry
+    have different values.
     """
-    fields = {field: _entry(config_json, entry, default) for field, (entry, default) in FIELDS.items()}
+    fields = {field: _value_of(config_json, entry) for field, entry in FIELDS.items()}
     if config_json.get("n_inner") not in (None, 4 * fields["dim"]):
         raise UserError(f"n_inner={config_json['n_inner']}: must be 4 x n_embd, or null, in this recipe")
-    for field, entry in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
-        rate = config_json.get(entry, 0.1)
-        if rate is None:
-            raise UserError(f"{entry}=null: must be a number")
+    for field, name in (("embedding_dropout", "embd_pdrop"), ("attention_dropout", "attn_pdrop")):
+        rate = config_json.get(name, 0.1)
         fields[field] = rate if rate != fields["dropout"] else None
     return fields
 
 
-def _entry(config_json: Mapping[str, Any], name: str, default: Any) -> Any:
-    """Return an entry, which may have either of two names.  Raises UserError if both are given and differ."""
-    values = [config_json[key] for key in (name, ALIASES.get(name, name)) if key in config_json]
+def _value_of(config_json: Mapping[str, Any], entry: Entry) -> Any:
+    """Return an entry's value, under either of two names.  Raises UserError if both are given and differ."""
+    alias = ALIASES.get(entry.name, entry.name)
+    values = [config_json[name] for name in (entry.name, alias) if name in config_json]
     if any(other != values[0] for other in values[1:]):
-        raise UserError(f"{ALIASES[name]}={values[1]}: is another name for {name}, which is {values[0]}")
-    return values[0] if values else default
+        raise UserError(f"{alias}={values[1]}: is another name for {entry.name}, which is {values[0]}")
+    return values[0] if values else entry.default
+
+
+UNUSED = {
+    **{"n_ctx": int | None, "reorder_and_upcast_attn": bool, "summary_type": str, "summary_use_proj": bool},
+    **{"summary_activation": str | None, "summary_proj_to_labels": bool, "summary_first_dropout": NUMBER},
+    **{"gradient_checkpointing": bool, "n_special": int, "output_past": bool, "predict_special_tokens": bool},
+}
+"""Entries of published files that do not change the logits."""
 
 
 HUGGINGFACE = HuggingFace(
@@ -94,6 +102,12 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=export_config,
     model_fields=parse_config,
+    entries={
+        **types_of(FIELDS),
+        **dict.fromkeys(ALIASES.values(), int),
+        **{"n_inner": int | None, "embd_pdrop": NUMBER, "attn_pdrop": NUMBER},
+        **UNUSED,
+    },
     fixed={
         "activation_function": "gelu_new",
         "tie_word_embeddings": True,

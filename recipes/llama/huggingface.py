@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
-from .._huggingface import parse_rope
+from .._huggingface import ROPE_ENTRIES, Entry, check_padding, parse_rope, read_fields, types_of, write_fields
 
 if TYPE_CHECKING:
     from .config import LlamaConfig
@@ -32,18 +32,18 @@ NAMES = {
 }
 
 FIELDS = {
-    "vocab_size": "vocab_size",
-    "dim": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "ffn_dim": "intermediate_size",
-    "max_seq_len": "max_position_embeddings",
-    "norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "init_std": "initializer_range",
+    "vocab_size": Entry("vocab_size", int, 32000),
+    "dim": Entry("hidden_size", int, 4096),
+    "num_layers": Entry("num_hidden_layers", int, 32),
+    "num_heads": Entry("num_attention_heads", int, 32),
+    "num_kv_heads": Entry("num_key_value_heads", int | None, None),
+    "ffn_dim": Entry("intermediate_size", int, 11008),
+    "max_seq_len": Entry("max_position_embeddings", int, 2048),
+    "norm_eps": Entry("rms_norm_eps", float, 1e-6),
+    "tie_embeddings": Entry("tie_word_embeddings", bool, False),
+    "init_std": Entry("initializer_range", float, 0.02),
 }
-"""Maps each field of `LlamaConfig`, except those for RoPE, to the name of its entry in config.json."""
+"""The entry of config.json for each field of `LlamaConfig`, except those for RoPE."""
 
 SCALING = {
     "rope_factor": "factor",
@@ -63,7 +63,7 @@ def export_config(config: LlamaConfig) -> dict[str, Any]:
     scaling = {"rope_type": "llama3"} | {entry: getattr(config, field) for field, entry in SCALING.items()}
     is_scaled = config.rope_factor != 1.0
     return {
-        **{entry: getattr(config, field) for field, entry in FIELDS.items()},
+        **write_fields(config, FIELDS),
         "head_dim": config.dim // config.num_heads,
         "rope_theta": config.rope_theta,
         "rope_scaling": scaling if is_scaled else None,
@@ -77,33 +77,20 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError for any RoPE scaling except Llama 3.1's, for other RoPE that `parse_rope` refuses, and if head_dim
     is given but is not hidden_size / num_attention_heads.
     """
-    # The config.json of the first Llama models lacks these entries; their defaults are those of transformers.
-    defaults = {
-        "num_key_value_heads": config_json["num_attention_heads"],
-        "max_position_embeddings": 2048,
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": False,
-        "initializer_range": 0.02,
-    }
-    entries = defaults | {key: value for key, value in config_json.items() if value is not None or key in _NEVER_NULL}
-    fields = {field: entries[entry] for field, entry in FIELDS.items()}
-    if "head_dim" in entries and entries["head_dim"] * fields["num_heads"] != fields["dim"]:
-        raise UserError(f"head_dim={entries['head_dim']}: must be hidden_size / num_attention_heads in this recipe")
-    return fields | _rope_fields(entries, fields["max_seq_len"])
-
-
-def _rope_fields(entries: Mapping[str, Any], max_seq_len: int) -> dict[str, Any]:
-    rope = parse_rope(entries, ("default", "llama3"))
-    fields = {"rope_theta": rope["rope_theta"]}
+    fields = read_fields(config_json, FIELDS)
+    if fields["num_kv_heads"] is None:
+        fields["num_kv_heads"] = fields["num_heads"]
+    head_dim = config_json.get("head_dim")
+    if head_dim is not None and head_dim * fields["num_heads"] != fields["dim"]:
+        raise UserError(f"head_dim={head_dim}: must be hidden_size / num_attention_heads in this recipe")
+    if fields["init_std"] > 1:
+        raise UserError(f"initializer_range={fields['init_std']}: must be at most 1, as in transformers")
+    check_padding(config_json, fields["vocab_size"])
+    rope = parse_rope(config_json, {"default": (), "llama3": SCALING.values()}, fields["max_seq_len"])
+    fields["rope_theta"] = rope["rope_theta"]
     if rope["rope_type"] == "llama3":
-        original = "original_max_position_embeddings"
-        scaling = {original: max_seq_len, **rope, **({original: entries[original]} if original in entries else {})}
-        fields |= {field: scaling[entry] for field, entry in SCALING.items()}
+        fields |= {field: rope[entry] for field, entry in SCALING.items()}
     return fields
-
-
-_NEVER_NULL = ("max_position_embeddings", "rms_norm_eps", "tie_word_embeddings", "initializer_range", "rope_theta")
-"""Entries of config.json that have a default if missing, but may not be null."""
 
 
 HUGGINGFACE = HuggingFace(
@@ -112,6 +99,7 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=export_config,
     model_fields=parse_config,
+    entries=types_of(FIELDS) | ROPE_ENTRIES | {"head_dim": int | None},
     fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "mlp_bias": False},
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],

@@ -8,10 +8,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
-from .._huggingface import parse_rope
+from .._huggingface import (
+    ROPE_ENTRIES,
+    Entry,
+    check_layer_types,
+    check_padding,
+    parse_rope,
+    read_fields,
+    types_of,
+    write_fields,
+)
 
 if TYPE_CHECKING:
     from .config import Qwen3Config
@@ -39,41 +47,43 @@ NAMES = {
 }
 
 FIELDS = {
-    "vocab_size": ("vocab_size", 151936),
-    "dim": ("hidden_size", 4096),
-    "num_layers": ("num_hidden_layers", 32),
-    "num_heads": ("num_attention_heads", 32),
-    "num_kv_heads": ("num_key_value_heads", 32),
-    "head_dim": ("head_dim", 128),
-    "ffn_dim": ("intermediate_size", 22016),
-    "max_seq_len": ("max_position_embeddings", 32768),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", False),
-    "init_std": ("initializer_range", 0.02),
+    "vocab_size": Entry("vocab_size", int, 151936),
+    "dim": Entry("hidden_size", int, 4096),
+    "num_layers": Entry("num_hidden_layers", int, 32),
+    "num_heads": Entry("num_attention_heads", int, 32),
+    "num_kv_heads": Entry("num_key_value_heads", int | None, 32),
+    "head_dim": Entry("head_dim", int, 128),
+    "ffn_dim": Entry("intermediate_size", int, 22016),
+    "max_seq_len": Entry("max_position_embeddings", int, 32768),
+    "norm_eps": Entry("rms_norm_eps", float, 1e-6),
+    "tie_embeddings": Entry("tie_word_embeddings", bool, False),
+    "init_std": Entry("initializer_range", float, 0.02),
 }
-"""Maps each field except `rope_theta` to the name of its entry in config.json and the default for a missing entry."""
+"""The entry of config.json for each field of `Qwen3Config` except `rope_theta`."""
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "use_sliding_window": False}
 """Entries of config.json, each with the only value that this recipe and `qwen3_moe` support."""
 
+WINDOW_ENTRIES = {"sliding_window": int | None, "max_window_layers": int}
+"""The types of entries that do nothing as long as `use_sliding_window` is false."""
+
 
 def export_config(config: Qwen3Config) -> dict[str, Any]:
     """Return the entries of config.json for `config`."""
-    return {entry: getattr(config, field) for field, (entry, _) in FIELDS.items()} | export_rope(config.rope_theta)
+    return write_fields(config, FIELDS) | export_rope(config.rope_theta)
 
 
 def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `Qwen3Config` for a config.json written by transformers 4 or 5.
 
-    Raises UserError for layers without full attention and for RoPE settings that `parse_rope` rejects, such as scaling.
+    Raises UserError for layers without full attention and for RoPE that `parse_rope` refuses, such as scaling.
     """
-    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    fields = read_fields(config_json, FIELDS)
     if fields["num_kv_heads"] is None:
         fields["num_kv_heads"] = fields["num_heads"]
-    kinds = config_json.get("layer_types") or []
-    if other := next((kind for kind in kinds if kind != "full_attention"), None):
-        raise UserError(f"layer_types: has a layer of type {other}; this recipe supports only full_attention")
-    return fields | {"rope_theta": parse_rope(config_json, ("default",))["rope_theta"]}
+    check_layer_types(config_json, ["full_attention"] * fields["num_layers"])
+    check_padding(config_json, fields["vocab_size"])
+    return fields | {"rope_theta": parse_rope(config_json, {"default": ()}, fields["max_seq_len"])["rope_theta"]}
 
 
 def export_rope(theta: float) -> dict[str, Any]:
@@ -91,6 +101,7 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=export_config,
     model_fields=parse_config,
+    entries=types_of(FIELDS) | ROPE_ENTRIES | WINDOW_ENTRIES | {"layer_types": list[str] | None},
     fixed=FIXED,
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],

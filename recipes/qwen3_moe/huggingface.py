@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace, Stacked
 
-from .._huggingface import parse_rope
-from ..qwen3.huggingface import FIXED, SHARED_NAMES, export_rope
+from .._huggingface import ROPE_ENTRIES, Entry, check_padding, parse_rope, read_fields, types_of, write_fields
+from ..qwen3.huggingface import FIXED, SHARED_NAMES, WINDOW_ENTRIES, export_rope
 
 if TYPE_CHECKING:
     from .config import Qwen3MoeConfig
@@ -26,26 +26,32 @@ NAMES = {
 }
 
 FIELDS = {
-    "vocab_size": ("vocab_size", 151936),
-    "dim": ("hidden_size", 2048),
-    "num_layers": ("num_hidden_layers", 24),
-    "num_heads": ("num_attention_heads", 32),
-    "num_kv_heads": ("num_key_value_heads", 4),
-    "expert_dim": ("moe_intermediate_size", 768),
-    "num_chosen": ("num_experts_per_tok", 8),
-    "normalize_chosen": ("norm_topk_prob", False),
-    "max_seq_len": ("max_position_embeddings", 32768),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", False),
-    "init_std": ("initializer_range", 0.02),
+    "vocab_size": Entry("vocab_size", int, 151936),
+    "dim": Entry("hidden_size", int, 2048),
+    "num_layers": Entry("num_hidden_layers", int, 24),
+    "num_heads": Entry("num_attention_heads", int, 32),
+    "num_kv_heads": Entry("num_key_value_heads", int, 4),
+    "expert_dim": Entry("moe_intermediate_size", int, 768),
+    "num_chosen": Entry("num_experts_per_tok", int, 8),
+    "normalize_chosen": Entry("norm_topk_prob", bool, False),
+    "max_seq_len": Entry("max_position_embeddings", int, 32768),
+    "norm_eps": Entry("rms_norm_eps", float, 1e-6),
+    "tie_embeddings": Entry("tie_word_embeddings", bool, False),
+    "init_std": Entry("initializer_range", float, 0.02),
 }
-"""Maps fields of `Qwen3MoeConfig` to the names of their entries in config.json and the defaults for missing entries."""
+"""The entry of config.json for fields of `Qwen3MoeConfig`."""
 
 AUX_LOSS_COEF = 0.001
 """The load-balancing coefficient written to config.json if `model.balance` is 0.
 
 It is also assumed for a config.json that sets `output_router_logits` but has no coefficient.
 """
+
+BALANCE_ENTRIES = {"output_router_logits": bool, "router_aux_loss_coef": float}
+"""The types of the entries for the router's loss, which `read_balance` reads."""
+
+MOE_ENTRIES = {**BALANCE_ENTRIES, "mlp_only_layers": list[int] | None, "intermediate_size": int}
+"""The types of the entries about experts.  `intermediate_size` is that of layers without experts."""
 
 
 def export_config(config: Qwen3MoeConfig) -> dict[str, Any]:
@@ -54,7 +60,7 @@ def export_config(config: Qwen3MoeConfig) -> dict[str, Any]:
     `output_router_logits` is left out, since it would make generation return the router's logits with every token.
     """
     return {
-        **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
+        **write_fields(config, FIELDS),
         "head_dim": config.head_dim,
         "num_experts": config.num_experts,
         "mlp_only_layers": [],
@@ -69,7 +75,7 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError for layers without experts, for contradictory numbers of experts, and for RoPE settings that
     `parse_rope` refuses, such as any scaling.
     """
-    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    fields = read_fields(config_json, FIELDS)
     fields["head_dim"] = config_json.get("head_dim", fields["dim"] // fields["num_heads"])
     if config_json.get("mlp_only_layers"):
         raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
@@ -77,9 +83,15 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     if any(number != counts[0] for number in counts):
         raise UserError(f"num_local_experts={counts[1]}: is another name for num_experts, which is {counts[0]}")
     fields["num_experts"] = counts[0] if counts else 128
+    fields["balance"] = read_balance(config_json)
+    check_padding(config_json, fields["vocab_size"])
+    return fields | {"rope_theta": parse_rope(config_json, {"default": ()}, fields["max_seq_len"])["rope_theta"]}
+
+
+def read_balance(config_json: Mapping[str, Any]) -> float:
+    """Return the load-balancing coefficient: that of config.json if it asks for the router's loss, else 0."""
     is_balanced = config_json.get("output_router_logits", False)
-    fields["balance"] = config_json.get("router_aux_loss_coef", AUX_LOSS_COEF) if is_balanced else 0.0
-    return fields | {"rope_theta": parse_rope(config_json, ("default",))["rope_theta"]}
+    return float(config_json.get("router_aux_loss_coef", AUX_LOSS_COEF)) if is_balanced else 0.0
 
 
 HUGGINGFACE = HuggingFace(
@@ -88,6 +100,13 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=export_config,
     model_fields=parse_config,
+    entries={
+        **types_of(FIELDS),
+        **ROPE_ENTRIES,
+        **WINDOW_ENTRIES,
+        **MOE_ENTRIES,
+        **{"head_dim": int, "num_experts": int, "num_local_experts": int},
+    },
     fixed=FIXED | {"decoder_sparse_step": 1},
     prefix="model.",
     ignored=["model.layers.*.self_attn.rotary_emb.inv_freq"],

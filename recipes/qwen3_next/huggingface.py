@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from trainer.errors import UserError
 from trainer.recipe import HuggingFace
 
-from .._huggingface import parse_rope
+from .._huggingface import ROPE_ENTRIES, Entry, check_padding, parse_rope, read_fields, types_of, write_fields
 from ..qwen3.huggingface import export_rope
-from ..qwen3_moe.huggingface import AUX_LOSS_COEF
+from ..qwen3_moe.huggingface import AUX_LOSS_COEF, MOE_ENTRIES, read_balance
 from ..qwen3_moe.huggingface import NAMES as MOE_NAMES
 
 if TYPE_CHECKING:
@@ -38,28 +38,28 @@ NAMES = {
 }
 
 FIELDS = {
-    "vocab_size": ("vocab_size", 151936),
-    "dim": ("hidden_size", 2048),
-    "num_layers": ("num_hidden_layers", 48),
-    "num_heads": ("num_attention_heads", 16),
-    "num_kv_heads": ("num_key_value_heads", 2),
-    "head_dim": ("head_dim", 256),
-    "delta_heads": ("linear_num_value_heads", 32),
-    "delta_key_heads": ("linear_num_key_heads", 16),
-    "delta_key_dim": ("linear_key_head_dim", 128),
-    "delta_value_dim": ("linear_value_head_dim", 128),
-    "conv_width": ("linear_conv_kernel_dim", 4),
-    "expert_dim": ("moe_intermediate_size", 512),
-    "shared_dim": ("shared_expert_intermediate_size", 512),
-    "num_experts": ("num_experts", 512),
-    "num_chosen": ("num_experts_per_tok", 10),
-    "normalize_chosen": ("norm_topk_prob", True),
-    "max_seq_len": ("max_position_embeddings", 32768),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "tie_embeddings": ("tie_word_embeddings", False),
-    "init_std": ("initializer_range", 0.02),
+    "vocab_size": Entry("vocab_size", int, 151936),
+    "dim": Entry("hidden_size", int, 2048),
+    "num_layers": Entry("num_hidden_layers", int, 48),
+    "num_heads": Entry("num_attention_heads", int, 16),
+    "num_kv_heads": Entry("num_key_value_heads", int, 2),
+    "head_dim": Entry("head_dim", int, 256),
+    "delta_heads": Entry("linear_num_value_heads", int, 32),
+    "delta_key_heads": Entry("linear_num_key_heads", int, 16),
+    "delta_key_dim": Entry("linear_key_head_dim", int, 128),
+    "delta_value_dim": Entry("linear_value_head_dim", int, 128),
+    "conv_width": Entry("linear_conv_kernel_dim", int, 4),
+    "expert_dim": Entry("moe_intermediate_size", int, 512),
+    "shared_dim": Entry("shared_expert_intermediate_size", int, 512),
+    "num_experts": Entry("num_experts", int, 512),
+    "num_chosen": Entry("num_experts_per_tok", int, 10),
+    "normalize_chosen": Entry("norm_topk_prob", bool, True),
+    "max_seq_len": Entry("max_position_embeddings", int, 32768),
+    "norm_eps": Entry("rms_norm_eps", float, 1e-6),
+    "tie_embeddings": Entry("tie_word_embeddings", bool, False),
+    "init_std": Entry("initializer_range", float, 0.02),
 }
-"""Maps each field that corresponds to one config.json entry to the entry's name and the default for a missing entry."""
+"""The entry of config.json for each field that corresponds to a single one."""
 
 _ROTARY_FRACTION_ENTRY = "partial_rotary_factor"
 
@@ -78,7 +78,7 @@ def export_config(config: Qwen3NextConfig) -> dict[str, Any]:
     if int(config.head_dim * fraction) != config.rotary_dim:  # the quotient was rounded down: 98 * (2 / 98) < 2
         fraction = math.nextafter(fraction, 1.0)
     return {
-        **{entry: getattr(config, field) for field, (entry, _) in FIELDS.items()},
+        **write_fields(config, FIELDS),
         "layer_types": _layer_types(config.num_layers, config.attention_every),
         "full_attention_interval": config.attention_every,
         "mlp_only_layers": [],
@@ -95,25 +95,23 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     Raises UserError for layers without experts, for scaled RoPE frequencies, and if the layers with softmax attention
     are not exactly every n-th one.
     """
-    fields = {field: config_json.get(entry, default) for field, (entry, default) in FIELDS.items()}
+    fields = read_fields(config_json, FIELDS)
     if config_json.get("mlp_only_layers"):
         raise UserError(f"mlp_only_layers={config_json['mlp_only_layers']}: in this recipe all layers have experts")
-    interval = config_json.get("full_attention_interval", 4)
-    layer_types = config_json.get("layer_types") or _layer_types(fields["num_layers"], interval)
+    layer_types = config_json.get("layer_types")
+    if layer_types is None:
+        layer_types = _layer_types(fields["num_layers"], config_json.get("full_attention_interval", 4))
     every = layer_types.index("full_attention") + 1 if "full_attention" in layer_types else len(layer_types) + 1
     if layer_types != _layer_types(fields["num_layers"], every):
-        raise UserError("layer_types: in this recipe every n-th layer is full_attention, the others linear_attention")
-    rope = config_json.get("rope_parameters") or {}
-    fraction = rope.get(_ROTARY_FRACTION_ENTRY, config_json.get(_ROTARY_FRACTION_ENTRY, 0.25))
-    rope_content = {
-        **config_json,
-        _ROTARY_FRACTION_ENTRY: None,
-        "rope_parameters": {key: rope[key] for key in rope if key != _ROTARY_FRACTION_ENTRY},
-    }
-    fields |= {"attention_every": every, "rotary_dim": int(fields["head_dim"] * fraction)}
-    is_balanced = config_json.get("output_router_logits", False)
-    fields["balance"] = config_json.get("router_aux_loss_coef", AUX_LOSS_COEF) if is_balanced else 0.0
-    return fields | {"rope_theta": parse_rope(rope_content, ("default",))["rope_theta"]}
+        raise UserError(
+            "layer_types: in this recipe every n-th of the num_hidden_layers layers is full_attention, the others "
+            "linear_attention"
+        )
+    check_padding(config_json, fields["vocab_size"])
+    rope = parse_rope(config_json, {"default": ()}, fields["max_seq_len"], fraction=0.25)
+    rotary_dim = int(fields["head_dim"] * rope[_ROTARY_FRACTION_ENTRY])
+    fields |= {"attention_every": every, "rotary_dim": rotary_dim, "balance": read_balance(config_json)}
+    return fields | {"rope_theta": rope["rope_theta"]}
 
 
 HUGGINGFACE = HuggingFace(
@@ -122,7 +120,16 @@ HUGGINGFACE = HuggingFace(
     names=NAMES,
     config=export_config,
     model_fields=parse_config,
-    fixed={"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1},
+    entries={
+        **types_of(FIELDS),
+        **ROPE_ENTRIES,
+        **MOE_ENTRIES,
+        **{"layer_types": list[str] | None, "full_attention_interval": int},
+    },
+    fixed={
+        **{"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0, "decoder_sparse_step": 1},
+        "use_sliding_window": False,
+    },
     prefix="model.",
     ignored=["mtp.*"],
 )

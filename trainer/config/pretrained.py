@@ -17,7 +17,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainer import gguf_model, hub
 from trainer.errors import UserError, setting_error, yaml_scalar
@@ -33,6 +33,50 @@ _REJECTED_ENTRIES = {
 }
 """Entries of config.json for which a folder is rejected, each with the reason, unless the recipe accepts the entry: in
 `HuggingFace.dropped`; the generic recipe `hf` accepts `auto_map`."""
+
+
+_TOKEN_ID = int | None
+METADATA: Mapping[str, Any] = {
+    # what the folder is, and who wrote it
+    **{"model_type": str, "architectures": list[str] | None, "transformers_version": str | None},
+    **{"_name_or_path": str | None, "name_or_path": str | None, "_commit_hash": str | None, "exported_by": str},
+    **{"unsloth_version": str, "unsloth_fixed": bool, "transformers.js_config": dict, "is_llama_config": bool},
+    # the files' dtype
+    **dict.fromkeys(("dtype", "torch_dtype"), Literal["float64", "float32", "float16", "bfloat16"] | None),
+    # token ids, which the model itself does not use
+    **{"bos_token_id": _TOKEN_ID, "eos_token_id": int | list[int] | None, "pad_token_id": _TOKEN_ID},
+    **dict.fromkeys(("cls_token_id", "sep_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id"), int),
+    # classifiers and other heads
+    **{"num_labels": int, "id2label": dict[str, str] | None, "label2id": dict[str, int] | None},
+    **{"problem_type": Literal["regression", "multi_label_classification"] | None, "finetuning_task": str},
+    **{"task_specific_params": dict | None, "classifier_dropout": int | float | None},
+    # how a program computes, with the same result
+    **{"use_cache": bool, "pretraining_tp": int | None, "attn_implementation": str, "_attn_implementation": str},
+    **{"_attn_implementation_autoset": bool, "experts_implementation": str, "use_flash_attn": bool},
+    # generation, in files of transformers 4
+    **{"max_length": int, "min_length": int, "max_new_tokens": int, "do_sample": bool, "early_stopping": bool},
+    **{"num_beams": int, "num_beam_groups": int, "diversity_penalty": float, "temperature": int | float, "top_k": int},
+    **{"top_p": int | float, "typical_p": int | float, "repetition_penalty": int | float},
+    **{"length_penalty": int | float, "no_repeat_ngram_size": int, "encoder_no_repeat_ngram_size": int},
+    **{"bad_words_ids": list, "num_return_sequences": int, "output_scores": bool, "return_dict_in_generate": bool},
+    **{"forced_bos_token_id": int, "forced_eos_token_id": int | list[int], "remove_invalid_values": bool},
+    **{"exponential_decay_length_penalty": list, "suppress_tokens": list, "begin_suppress_tokens": list},
+    **{"tokenizer_class": str | None, "prefix": str, "max_sequence_length": int},
+}
+"""Entries of config.json that have no effect on what any model computes, and the type that each must have.
+
+transformers refuses a folder in which some of them have another type; so would the export of a run that starts there.
+"""
+
+_SWITCHED_OFF = {
+    **dict.fromkeys(("attention_dropout", "hidden_dropout", "embedding_dropout", "dropout"), 0.0),
+    **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
+    **dict.fromkeys(("is_encoder_decoder", "is_decoder", "add_cross_attention", "tie_encoder_decoder"), False),
+    **dict.fromkeys(("output_attentions", "output_hidden_states", "torchscript", "use_bfloat16"), False),
+    **dict.fromkeys(("tf_legacy_loss", "rope_interleaved"), False),
+    **{"return_dict": True, "chunk_size_feed_forward": 0, "pruned_heads": {}},
+}
+"""Entries of config.json that have no effect on what any model computes, as long as they have this value."""
 
 
 def find_huggingface(recipe: Recipe) -> HuggingFace:
@@ -444,9 +488,8 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     """
     hf = find_huggingface(recipe)
     check_readable({key: value for key, value in content.items() if key not in hf.dropped})
-    for key, value in hf.fixed.items():
-        if content.get(key, value) != value:
-            raise UserError(f"{key}={content[key]!r}: recipe {recipe.name!r} only supports {value!r}")
+    if not callable(hf.model_type):  # the generic recipe passes all entries on
+        _check_entries(content, recipe, hf)
     try:
         fields = dict(hf.model_fields(content))
     except KeyError as error:
@@ -462,6 +505,61 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     if recipe.check:
         recipe.check(recipe.config(**fields))
     return fields
+
+
+def _check_entries(content: Mapping[str, Any], recipe: Recipe, hf: HuggingFace) -> None:
+    """Raise UserError, naming the entry, unless the recipe understands all of config.json's entries and their types."""
+    entries = dict.fromkeys(hf.config(recipe.config()), Any) if hf.entries is None else hf.entries
+    types = {**METADATA, **entries}
+    fixed = {**_SWITCHED_OFF, **hf.fixed}
+    for key, value in content.items():
+        if key in hf.dropped:
+            continue
+        if key in fixed and key not in entries:
+            if value != fixed[key] or isinstance(value, bool) != isinstance(fixed[key], bool):
+                raise UserError(f"{key}={_shorten(value)}: recipe {recipe.name!r} only supports {fixed[key]!r}")
+        elif key in types:
+            if not _has_type(value, types[key]):
+                raise UserError(f"{key}={_shorten(value)}: must be {_type_text(types[key])}, as in transformers")
+        elif value is not None:
+            rule = f"recipe {recipe.name!r} does not know this entry, which may change what the model computes"
+            raise UserError(f"{key}={_shorten(value)}: {rule}")
+
+
+def _has_type(value: Any, hint: Any) -> bool:
+    """Return whether a value has a type as transformers checks it: `true` is not a number, and 1 is not a float."""
+    if hint is Any:
+        return True
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return isinstance(value, str) and value in arguments
+    if origin is list:
+        return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
+    if origin is dict:  # its keys are text, as always in JSON
+        return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
+    if origin is not None:
+        return any(_has_type(value, member) for member in arguments)
+    return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
+
+
+_TYPE_TEXTS = {
+    **{int: "a whole number", float: "a number with a decimal point", bool: "true or false", str: "text"},
+    **{type(None): "null", list: "a list", dict: "an object"},
+}
+
+
+def _type_text(hint: Any) -> str:
+    """Return the description of a type for messages."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return " or ".join(arguments)
+    if origin is list:
+        return f"a list, each item {_type_text(arguments[0])}"
+    if origin is dict:
+        return f"an object, each value {_type_text(arguments[1])}"
+    if origin is not None:
+        return " or ".join(_type_text(member) for member in arguments)
+    return _TYPE_TEXTS[hint]
 
 
 def check_readable(content: Mapping[str, Any]) -> None:

@@ -101,7 +101,11 @@ def attend_full(
     See `trainer.sequence.attend`.
     """
     value_width, padding = v_BKTH.shape[-1], q_BNQH.shape[-1] - v_BKTH.shape[-1]
-    if padding:  # flash attention needs equal widths
+    if padding < 0:  # flash attention needs equal widths; zeros do not change the scores
+        scale = q_BNQH.shape[-1] ** -0.5 if options.scale is None else options.scale
+        q_BNQH, k_BKTH = F.pad(q_BNQH, (0, -padding)), F.pad(k_BKTH, (0, -padding))
+        return attend_full(q_BNQH, k_BKTH, v_BKTH, documents, replace(options, scale=scale))
+    if padding:
         return attend_full(q_BNQH, k_BKTH, F.pad(v_BKTH, (0, padding)), documents, options)[..., :value_width]
     is_grouped = k_BKTH.shape[1] != q_BNQH.shape[1]
     if is_grouped and not _supports_grouped_heads(q_BNQH.device.type, q_BNQH.dtype):
