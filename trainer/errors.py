@@ -69,6 +69,16 @@ _MAX_SHOWN_CHARS = 500
 """Error messages show values of up to this many characters in full, and truncate longer ones to half this length."""
 
 
+def reason_of(error: BaseException) -> str:
+    """Return all that an error of a library says, on one line; if it says nothing, its type.
+
+    The first line alone is not enough: in many libraries it only announces the reason.  Very long text is truncated.
+    """
+    said = error.args[0] if isinstance(error, KeyError) and error.args else error  # `str` would add quotes
+    text = " ".join(str(said).split())
+    return text if len(text) <= _MAX_SHOWN_CHARS else f"{text[:_MAX_SHOWN_CHARS]}..." if text else type(error).__name__
+
+
 def print_stderr(text: str) -> None:
     """Print to stderr, without credentials or terminal control sequences.
 

@@ -34,7 +34,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import UserError, print_stderr, setting_error
+from trainer.errors import UserError, print_stderr, reason_of, setting_error
 from trainer.files import readable_size, write_atomically
 from trainer.locks import locked
 from trainer.stopping import raise_if_stop_requested
@@ -690,8 +690,10 @@ def _status(error: Exception) -> int | None:
 
 def _reason(error: Exception) -> str:
     status = _status(error)
-    text = str(getattr(error, "server_message", None) or error).strip().partition("\n")[0].rstrip(".")
-    return f"the server says {status}" if status is not None else text or type(error).__name__
+    if status is not None:
+        return f"the server says {status}"
+    said = getattr(error, "server_message", None)
+    return (" ".join(said.split()) if said else reason_of(error)).rstrip(".")
 
 
 def _sleep(seconds: float) -> None:

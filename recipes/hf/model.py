@@ -22,7 +22,8 @@ from torch import nn
 from transformers import initialization
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from trainer.errors import nearest, setting_error
+from trainer.config.pretrained import why_not_native
+from trainer.errors import nearest, reason_of, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
 from trainer.model.head import ScoreHead
 from trainer.model.parameters import num_writes, storage_id
@@ -50,9 +51,9 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
         )
     except Exception as error:  # inconsistent sizes can raise any error, in the library or a torch layer
         if config.attention is None or not isinstance(error, (ImportError, ValueError)):
-            rule = f"transformers cannot build it ({_first_line(error)})"
+            rule = f"transformers cannot build it ({reason_of(error)})"
             raise setting_error("model.path", config.path, rule) from error
-        rule = f"transformers cannot compute attention this way ({_first_line(error)})"
+        rule = f"transformers cannot compute attention this way ({reason_of(error)})"
         raise setting_error("model.attention", config.attention, rule, None) from error
     _train_padding_embedding(model)
     dispatch_experts(model)
@@ -106,14 +107,13 @@ def library_config(config: HfConfig) -> transformers.PreTrainedConfig:
         json.dumps(config.config),
         object_hook=lambda entries: float(entries["__float__"]) if [*entries] == ["__float__"] else entries,
     )
+    # These do not change the logits, only what the library's forward pass returns beside them, and how.
+    for entry in ("return_dict", "output_hidden_states", "output_attentions"):
+        content.pop(entry, None)
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(content)
     except Exception as error:  # the library raises errors of any type for an invalid entry
-        raise setting_error("model.path", config.path, f"config.json: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise setting_error("model.path", config.path, f"config.json: {reason_of(error)}") from error
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -327,6 +327,8 @@ def _padding_index_restored(module: nn.Module) -> Iterator[None]:
 def notes(config: HfConfig, model: Any) -> list[str]:
     """Return lines about the model for the start block: its class, how its loss is computed, and omitted loss terms."""
     lines = [f"{architecture(config)} from transformers {transformers.__version__}"]
+    if reason := why_not_native(config.config):
+        lines.append(f"not by a recipe of the trainer's own: {reason}")
     if config.fresh:
         lines.append("fresh weights")
     if not isinstance(model.get_output_embeddings(), (LossHead, ScoreHead)):

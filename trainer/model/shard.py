@@ -28,7 +28,7 @@ from trainer.config import AUTO, FsdpSection, RunConfig, budget_of, find_slices
 from trainer.config.mesh import nearest_divisor
 from trainer.config.rules import compiles_blocks, offloaded_fraction
 from trainer.distributed.world import EXPERT, OUTER, REPLICATE, split_last_axis
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import find_experts, shard_experts
 from trainer.model.float8 import apply_float8
 from trainer.model.network import build_network, storage_dtype
@@ -327,8 +327,7 @@ def operators_to_save(
         with use_slices(find_slices(config, rank=0)):
             return choose_saved_operators(model, blocks, shape, dtype, budget)
     except Exception as error:  # raised by the model's code
-        text = str(error).splitlines()[0] if str(error) else ""
-        rule = f"needs to run the model on fake tensors, which fails with {type(error).__name__}: {text}"
+        rule = f"needs to run the model on fake tensors, which fails with {type(error).__name__}: {reason_of(error)}"
         raise setting_error("train.activation_checkpoint", setting, rule, "selective") from error
 
 

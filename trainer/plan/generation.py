@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from trainer.errors import setting_error
+from trainer.errors import reason_of, setting_error
 from trainer.experts import fake_tensors
 from trainer.model.network import build_network
 from trainer.model.sample import PREFILL_TOKENS, last_logits_option, supports_kv_cache
@@ -58,8 +58,7 @@ def with_generation(plan: Plan, workload: GenerationWorkload) -> Plan:
         dtype = getattr(torch, config.fsdp.param_dtype)
         cache, temporaries = memory_of_generation(build_network(config), dtype, plan.machine.device_type, workload)
     except Exception as error:  # from the model's own code
-        text = str(error).splitlines()[0] if str(error) else ""
-        rule = f"cannot be planned: generating on fake tensors fails with {type(error).__name__}: {text}"
+        rule = f"cannot be planned: generating on fake tensors fails with {type(error).__name__}: {reason_of(error)}"
         raise setting_error("model.name", config.model.name, rule) from error
     weights = _gathered_bytes(plan.layout, plan.trace.units)
     description = f"{workload.num_completions} texts of {workload.prompt_len} + {workload.completion_len} tokens"

@@ -28,7 +28,7 @@ from torch import nn
 from trainer.config import RunConfig, find_slices
 from trainer.config.rules import compiles_when_planned
 from trainer.data.opening import open_source
-from trainer.errors import UserError, setting_error
+from trainer.errors import UserError, reason_of, setting_error
 from trainer.experts import Estimate, fake_tensors, find_balance, find_experts, simulate_expert_group
 from trainer.loss import find_loss, loss_mode
 from trainer.model.network import build_network, num_extra_forward_passes, training_flops_per_token
@@ -101,8 +101,8 @@ class Probe:
             except UserError:
                 raise
             except Exception as error:  # from the model's own code, on tensors without values
-                text = str(error).splitlines()[0] if str(error) else ""
-                rule = f"cannot be planned: tracing it on fake tensors fails with {type(error).__name__}: {text}"
+                reason = f"{type(error).__name__}: {reason_of(error)}"
+                rule = f"cannot be planned: tracing it on fake tensors fails with {reason}"
                 raise setting_error("model.name", self.config.model.name, rule) from error
         return self._traces[key]
 
