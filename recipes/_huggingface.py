@@ -104,7 +104,7 @@ def parse_rope(
     rope = dict((missing or {}) if given is None else given)
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise UserError(f"{key}={rope}: must be a single set of RoPE parameters, used by all layers")
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    rope_type: Any = rope.get("rope_type", rope.get("type", "default"))
     if rope_type not in supported:
         raise UserError(f"rope_type={rope_type}: this recipe supports only {' and '.join(supported)}")
     known = {"rope_type", "type", "rope_theta", _FRACTION, *supported[rope_type]}

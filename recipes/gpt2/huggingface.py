@@ -89,9 +89,8 @@ def _value_of(config_json: Mapping[str, Any], entry: Entry) -> Any:
 
 
 UNUSED = {
-    **{"n_ctx": int | None, "reorder_and_upcast_attn": bool, "summary_type": str, "summary_use_proj": bool},
-    **{"summary_activation": str | None, "summary_proj_to_labels": bool, "summary_first_dropout": NUMBER},
-    **{"gradient_checkpointing": bool, "n_special": int, "output_past": bool, "predict_special_tokens": bool},
+    **{"n_ctx": int | None, "reorder_and_upcast_attn": bool, "output_past": bool},
+    **{"gradient_checkpointing": bool, "n_special": int, "predict_special_tokens": bool},
 }
 """Entries of published files that do not change the logits."""
 

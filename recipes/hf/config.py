@@ -10,8 +10,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.config.pretrained import CONFIG_JSON, check_headers, check_readable, has_config_only, read_config
-from trainer.errors import setting_error
+from trainer.config.pretrained import (
+    CONFIG_JSON,
+    check_headers,
+    check_readable,
+    has_config_only,
+    read_config,
+    why_not_native,
+)
+from trainer.errors import UserError, setting_error
 from trainer.recipe import declare
 
 
@@ -92,7 +99,10 @@ def resolve(config: HfConfig) -> HfConfig:
             raise setting_error("model.path", None, rule, example="models/Qwen3-8B")
     content = read_config(folder, "model.path")
     # `auto_map` names code in the folder, which is never run: transformers builds the model from its own code.
-    check_readable({key: value for key, value in content.items() if key != "auto_map"})
+    try:
+        check_readable({key: value for key, value in content.items() if key != "auto_map"})
+    except UserError as error:
+        raise setting_error("model.path", config.path, f"{CONFIG_JSON}: {error}") from error
     if config.config and config.config != content:
         changed_keys = [key for key in {**content, **config.config} if content.get(key) != config.config.get(key)]
         rule = f"{folder / CONFIG_JSON} differs from model.config: {', '.join(changed_keys)}"
@@ -111,8 +121,9 @@ def check(config: HfConfig) -> None:
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
-        rule = "needs the transformers library: pip install 'meshtrainer[transformers]'"
-        raise setting_error("model.name", "hf", rule) from None
+        reason = why_not_native(config.config)
+        rule = f"needs the transformers library{reason and f', as no other recipe supports {reason}'}"
+        raise setting_error("model.name", "hf", rule, fix="pip install 'meshtrainer[transformers]'") from None
     if int(version.partition(".")[0]) < 5:
         rule = f"needs transformers 5 or later; {version} is installed: pip install 'meshtrainer[transformers]'"
         raise setting_error("model.name", "hf", rule)

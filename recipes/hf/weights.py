@@ -100,6 +100,15 @@ class TransformersFolder:
         """Return rows [start, stop) of a tensor, or all of it.  Raises UserError if a file cannot be read."""
         return self._converted.read(name, start, stop)
 
+    @property
+    def remarks(self) -> list[str]:
+        """Remarks on the folder's files for the start block."""
+        return self._files.remarks
+
+    @cached_property
+    def _files(self) -> SafetensorsFolder:
+        return SafetensorsFolder(Path(self.description), setting="model.path")
+
     @cached_property
     def _converted(self) -> _ConvertedSource:
         with torch.device("meta"):
@@ -108,7 +117,7 @@ class TransformersFolder:
         table = get_model_conversion_mapping(model)
         renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
         converters = [entry for entry in table if isinstance(entry, WeightConverter)]
-        files = SafetensorsFolder(Path(self.description), setting="model.path")
+        files = self._files
         converted = _ConvertedSource(model, files)
         ignored = re.compile("|".join([*_IGNORED_BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())]))
         for name in sorted(files.shapes, key=dot_natural_key):

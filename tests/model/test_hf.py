@@ -308,7 +308,7 @@ def test_tokenizer_of_the_folder_is_used(folders: Folders, tmp_path: Path) -> No
         ({}, "train.init_from=elsewhere", "train.init_from=elsewhere"),
         ({}, "data.seq_len=129", "data.seq_len=129"),
         ({"model_type": "lama"}, "", "model.path="),
-        ({"quantization_config": {"bits": 4}}, "", "quantization_config"),
+        ({"quantization_config": {"bits": 4}}, "", "model.path="),
         ({"num_hidden_layers": 3}, "", "model.name=hf"),
     ],
     ids=str,
@@ -329,6 +329,7 @@ def test_mistakes_name_their_setting(
     assert run.main(["recipe=llama_small", *given, f"run.dir={tmp_path / 'run'}"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {setting}"), printed
+    assert all(entry in printed for entry in entries if entry == "quantization_config"), printed
     assert "Traceback" not in printed
     assert not (tmp_path / "run").exists()
 

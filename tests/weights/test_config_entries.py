@@ -8,16 +8,20 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.cases import campaign_except
-from trainer import UserError, load_weights
+from tests.helpers.cases import in_campaign
+from trainer import UserError, load_config
+from trainer.config.location import locate
 from trainer.config.pretrained import find_native_recipe, generic_model_of
+from trainer.model.network import build_network
 from trainer.recipe import find_recipe
+from trainer.weights.loading import build_meta_model, load_unsharded, open_weights
 
 transformers = pytest.importorskip("transformers")
 
@@ -67,10 +71,21 @@ BASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 _FOREIGN: dict[str, list[Any]] = {
     **{"sliding_window": [4], "use_sliding_window": [True], "max_window_layers": [1], "attention_bias": [True]},
-    **{"mlp_bias": [True], "qkv_bias": [True], "logit_scale": [0.5], "logits_scaling": [2.0], "final_logit_softcapping": [5.0]},
+    **{
+        "mlp_bias": [True],
+        "qkv_bias": [True],
+        "logit_scale": [0.5],
+        "logits_scaling": [2.0],
+        "final_logit_softcapping": [5.0],
+    },
     **{"attn_logit_softcapping": [5.0], "embedding_multiplier": [3.0], "residual_multiplier": [0.5]},
     **{"attention_multiplier": [0.1], "query_pre_attn_scalar": [64], "use_qk_norm": [True], "qk_layernorm": [True]},
-    **{"partial_rotary_factor": [0.5, 1.0], "rotary_pct": [0.5], "rope_interleaved": [True], "no_rope_layers": [[1, 0]]},
+    **{
+        "partial_rotary_factor": [0.5, 1.0],
+        "rotary_pct": [0.5],
+        "rope_interleaved": [True],
+        "no_rope_layers": [[1, 0]],
+    },
     **{"layer_types": [["full_attention"] * 2, ["sliding_attention", "full_attention"], ["full_attention"]]},
     **{"attention_chunk_size": [4], "original_max_position_embeddings": [8, 32], "clip_qkv": [0.1]},
     **{"rope_theta": [500.0], "tie_word_embeddings": [True], "head_dim": [4, 8, 16], "parallel_residual": [True]},
@@ -81,11 +96,25 @@ _FOREIGN: dict[str, list[Any]] = {
     **{"rope_scaling": [_LLAMA3, _YARN, {"type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}]},
     **{"rope_parameters": [{**_YARN, "mscale": 0.5}, {"rope_type": "default", "rope_theta": 300.0, "factor": 3.0}]},
     **{"num_local_experts": [4, 6], "num_mtp_layers": [1], "num_nextn_predict_layers": [1], "hidden_size": [48]},
-    **{"full_attention_interval": [2], "decoder_sparse_step": [2], "mlp_only_layers": [[0]], "scoring_func": ["softmax"]},
+    **{
+        "full_attention_interval": [2],
+        "decoder_sparse_step": [2],
+        "mlp_only_layers": [[0]],
+        "scoring_func": ["softmax"],
+    },
     **{"topk_method": ["greedy"], "moe_layer_freq": [2], "num_experts": [4, 6], "experts_per_token": [3]},
     **{"initial_context_length": [16], "router_aux_loss_coef": [0.5], "output_router_logits": [True], "n_ctx": [16]},
-    **{"pad_token_id ": [], "eos_token_id": [[1, 2]], "temperature": [0.5], "quantization_config": [{"quant_method": "x"}]},
-    **{"_attn_implementation": ["eager"], "attn_implementation": ["eager"], "hidden_act": ["gelu"], "swiglu_alpha": [1.0]},
+    **{
+        "eos_token_id": [[1, 2]],
+        "temperature": [0.5],
+        "quantization_config": [{"quant_method": "x"}],
+    },
+    **{
+        "_attn_implementation": ["eager"],
+        "attn_implementation": ["eager"],
+        "hidden_act": ["gelu"],
+        "swiglu_alpha": [1.0],
+    },
 }
 """Entries that other families have, or that change every model, with legal values for them."""
 
@@ -149,9 +178,11 @@ def mutations(content: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[st
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         yield "rope as transformers 4 writes it", as_in_4 | {"rope_scaling": scaling, "rope_theta": 900.0}
         yield "rope_scaling beside rope_parameters", content | {"rope_scaling": scaling, "rope_theta": 900.0}
-        yield "rope_scaling without a length", as_in_4 | {
-            "rope_scaling": {key: value for key, value in scaling.items() if not key.startswith("original")}
-        }
+        yield (
+            "rope_scaling without a length",
+            as_in_4
+            | {"rope_scaling": {key: value for key, value in scaling.items() if not key.startswith("original")}},
+        )
 
 
 @pytest.fixture(scope="module")
@@ -160,24 +191,30 @@ def contents(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     found = {}
     for name, (kind, entries) in BASES.items():
         folder = tmp_path_factory.mktemp("config")
-        transformers.CONFIG_MAPPING[kind](architectures=[find_recipe(kind).hf.architecture], **entries).save_pretrained(folder)
+        transformers.CONFIG_MAPPING[kind](architectures=[find_recipe(kind).hf.architecture], **entries).save_pretrained(
+            folder
+        )
         found[name] = json.loads((folder / "config.json").read_text())
     return found
 
 
-MAX_PARAMETERS = 20_000_000
+MAX_PARAMETERS = 400_000
 """Models above this are compared by the shapes of their tensors only: a default width makes them."""
 
 
 def their_model(folder: Path) -> Any:
-    """Return the model that transformers builds for the folder's config.json, with random weights; None if it cannot."""
+    """Return transformers' model for the folder's config.json, with random weights; None if it cannot build one.
+
+    Above `MAX_PARAMETERS` it is on the meta device.
+    """
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         config._experts_implementation = "eager"  # the default one needs widths that are multiples of 4
+        config.return_dict = True
         with torch.device("meta"):
-            size = sum(p.numel() for p in transformers.AutoModelForCausalLM.from_config(config).parameters())
-        if size > MAX_PARAMETERS:
-            return size
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
+            return model
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     except Exception:
         return None
@@ -197,50 +234,198 @@ def their_model(folder: Path) -> Any:
 
 
 @torch.no_grad()
-def outcome(content: dict[str, Any], folder: Path, recipe: str = "auto") -> str:
-    """Return "equal", "declined", or what is wrong, for a folder with this config.json."""
+def outcome(content: dict[str, Any], folder: Path, uses_library: bool = False) -> str:
+    """Return "equal", "declined", or what is wrong, for a folder with this config.json.
+
+    uses_library: whether the generic recipe `hf` builds the model, rather than a native one.
+    """
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(content))
     (folder / "model.safetensors").unlink(missing_ok=True)
     try:
-        native = find_native_recipe(folder) if recipe == "auto" else generic_model_of(folder)
+        found = generic_model_of(folder) if uses_library else find_native_recipe(folder)
+        if found is None:
+            return "declined"
+        recipe, config = found
+        model = build_meta_model(recipe, config)
     except UserError:
-        return "declined"
-    if native is None:
         return "declined"
     theirs = their_model(folder)
     if theirs is None:
         return "accepted, but transformers refuses it"
-    if isinstance(theirs, int):
-        return "large"
-    theirs.save_pretrained(folder / "saved")
-    save = folder / "saved" / "model.safetensors"
-    save.replace(folder / "model.safetensors")
-    try:
-        ours = load_weights(folder)
-    except UserError:
-        return "declined"
+    if next(theirs.parameters()).is_meta:
+        sizes = [sum(p.numel() for p in each.parameters()) for each in (model, theirs)]
+        return "equal" if sizes[0] == sizes[1] else f"{sizes[0]} parameters, not {sizes[1]}"
     tokens = torch.randint(0, theirs.config.vocab_size, (2, 24), generator=torch.Generator().manual_seed(1))
     try:
-        expected = theirs(tokens, return_dict=True).logits
+        expected = theirs(tokens).logits
     except Exception:
-        return "accepted, but transformers cannot compute it"
-    found = ours(tokens)
-    error = float((found - expected).abs().max() / expected.abs().max())
+        return "declined" if uses_library else "accepted, but transformers cannot compute it"
+    theirs.config.output_attentions = False  # else it cannot be saved
+    theirs.save_pretrained(folder / "saved")
+    (folder / "saved" / "model.safetensors").replace(folder / "model.safetensors")
+    if uses_library:
+        config = replace(config, fresh=False)
+    source = open_weights(locate(str(folder)), recipe, config, "path")
+    ours = load_unsharded(model, recipe, source, torch.device("cpu"))(tokens)
+    error = float((ours - expected).abs().max() / expected.abs().max())
     return "equal" if error < 1e-5 else f"differs by {error:.2g}"
 
 
-def everyday(name: str, mutation: str) -> bool:
-    return zlib.crc32(f"{name}: {mutation}".encode()) % 8 == 0
+def wrong_mutations(
+    name: str, contents: dict[str, dict[str, Any]], folder: Path, share: int, uses_library: bool = False
+) -> dict[str, str]:
+    """Return what is wrong with one in `share` of the mutations of a base, by name, and with the base itself."""
+    all_mutations = dict(mutations(contents[name], BASES[name][0]))
+    chosen = {key: all_mutations[key] for key in all_mutations if zlib.crc32(f"{name} {key}".encode()) % share == 0}
+    chosen |= {key: all_mutations[key] for key in _FOUND if key in all_mutations}
+    found = {key: outcome(content, folder, uses_library) for key, content in chosen.items()}
+    found["unchanged"] = outcome(contents[name], folder, uses_library).replace("declined", "declined unchanged")
+    return {key: said for key, said in found.items() if said not in ("equal", "declined")}
 
 
-@pytest.mark.parametrize("name", BASES)
-def test_each_entry_is_computed_as_by_transformers_or_declined(
-    name: str, contents: dict[str, dict[str, Any]], tmp_path: Path
+_FOUND = (
+    *("rope: truncate=False", "rope: truncate=None", "rope: factor deleted", "rope: factor null"),
+    *("rope: original_max_position_embeddings deleted", "rope_scaling without a length", "rope: mscale=0.5"),
+    *("rope_parameters null", "original_max_position_embeddings=8 added", "v_head_dim=20", "head_dim=12"),
+    *("num_hidden_layers=3", "pad_token_id='<pad>' of a wrong type"),
+)
+"""Mutations that were once computed otherwise, or accepted though transformers refuses them: tried on every change."""
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [*((name, 12) for name in BASES), *in_campaign(*((name, 1) for name in BASES))]
+)
+def test_entries_are_computed_as_by_transformers_or_declined(
+    name: str, share: int, contents: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    wrong = {}
-    for mutation, content in [("unchanged", contents[name]), *mutations(contents[name], BASES[name][0])]:
-        found = outcome(content, tmp_path / "folder")
-        if found not in ("equal", "declined", "large"):
-            wrong[mutation] = found
-    assert wrong == {}
+    assert wrong_mutations(name, contents, tmp_path / "folder", share) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("llama", 20), ("gpt_oss", 20), *in_campaign(*((name, 1) for name in BASES))]
+)
+def test_entries_reach_the_generic_recipe(
+    name: str, share: int, contents: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    assert wrong_mutations(name, contents, tmp_path / "folder", share, uses_library=True) == {}
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# What is declined is named, and what is published is not declined
+
+
+def test_an_entry_that_a_recipe_does_not_know_is_named(contents: dict[str, dict[str, Any]], tmp_path: Path) -> None:
+    """With `auto`, transformers builds the model instead."""
+    (tmp_path / "config.json").write_text(json.dumps(contents["llama"] | {"sliding_window": 4}))
+    with pytest.raises(UserError) as refused:
+        load_config("llama_small", [f"train.init_from={tmp_path}"])
+    assert str(refused.value).startswith(f"train.init_from={tmp_path}: config.json: sliding_window=4")
+    assert load_config("llama_small", ["model.name=auto", f"model.path={tmp_path}"]).model.name == "hf"
+
+
+@pytest.mark.parametrize("model", ["auto", "hf"])
+def test_a_folder_that_transformers_refuses_is_refused_with_its_reason(
+    model: str, contents: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    """The reason stands in the second line of what the library says."""
+    (tmp_path / "config.json").write_text(json.dumps(contents["llama"] | {"pad_token_id": "<pad>"}))
+    config = load_config("llama_small", [f"model.name={model}", f"model.path={tmp_path}"])
+    with pytest.raises(UserError) as refused:
+        build_network(config)
+    said = str(refused.value)
+    assert said.startswith(f"model.path={tmp_path}: config.json: ")
+    assert "pad_token_id" in said
+    assert "expected int, got str" in said
+
+
+_OLD = {"torch_dtype": "bfloat16", "transformers_version": "4.43.0", "use_cache": True, "initializer_range": 0.02}
+_META = {**_OLD, "bos_token_id": 1, "eos_token_id": [2, 3], "tie_word_embeddings": False}
+_DENSE = {**_META, "hidden_act": "silu", "hidden_size": 64, "num_hidden_layers": 4, "vocab_size": 300}
+_DENSE |= {"num_attention_heads": 4, "max_position_embeddings": 1024, "attention_dropout": 0.0, "rms_norm_eps": 1e-06}
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "llama": {
+        **_DENSE,
+        **{"architectures": ["LlamaForCausalLM"], "attention_bias": False, "intermediate_size": 96, "mlp_bias": False},
+        **{"num_key_value_heads": 2, "pretraining_tp": 1, "rope_theta": 500000.0, "head_dim": 16},
+        "rope_scaling": {
+            **{"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"},
+            "original_max_position_embeddings": 256,
+        },
+        **{"_name_or_path": "x/y", "pad_token_id": 4, "unsloth_fixed": True, "rope_interleaved": False},
+        **{"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}},
+    },
+    "gpt2": {
+        **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1},
+        **{"bos_token_id": 50256, "embd_pdrop": 0.1, "eos_token_id": 50256, "initializer_range": 0.02},
+        **{"layer_norm_epsilon": 1e-05, "n_ctx": 64, "n_embd": 48, "n_head": 4, "n_layer": 2, "n_positions": 64},
+        **{"n_special": 0, "predict_special_tokens": True, "resid_pdrop": 0.1, "summary_activation": None},
+        **{"summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index"},
+        **{"summary_use_proj": True, "vocab_size": 50257, "gradient_checkpointing": False},
+        "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}},
+    },
+    "qwen3": {
+        **_DENSE,
+        **{"architectures": ["Qwen3ForCausalLM"], "attention_bias": False, "head_dim": 16, "intermediate_size": 96},
+        **{"max_window_layers": 4, "num_key_value_heads": 2, "rope_scaling": None, "rope_theta": 1000000},
+        **{"sliding_window": None, "use_sliding_window": False},
+    },
+    "qwen3_moe": {
+        **_DENSE,
+        **{"architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1},
+        **{"head_dim": 16, "intermediate_size": 96, "max_window_layers": 4, "mlp_only_layers": []},
+        **{"moe_intermediate_size": 32, "norm_topk_prob": True, "num_experts": 8, "num_experts_per_tok": 2},
+        **{"num_key_value_heads": 2, "output_router_logits": False, "rope_scaling": None, "rope_theta": 1000000.0},
+        **{"router_aux_loss_coef": 0.001, "sliding_window": None, "use_sliding_window": False},
+    },
+    "qwen3_next": {
+        **_DENSE,
+        **{"architectures": ["Qwen3NextForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1},
+        **{"full_attention_interval": 4, "head_dim": 16, "intermediate_size": 96, "linear_conv_kernel_dim": 4},
+        **{"linear_key_head_dim": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+        **{"linear_value_head_dim": 8, "mlp_only_layers": [], "moe_intermediate_size": 32, "norm_topk_prob": True},
+        **{"num_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2, "output_router_logits": False},
+        **{"partial_rotary_factor": 0.25, "rope_scaling": None, "rope_theta": 10000000},
+        **{"router_aux_loss_coef": 0.001, "shared_expert_intermediate_size": 32, "use_sliding_window": False},
+    },
+    "gpt_oss": {
+        **_DENSE,
+        **{"architectures": ["GptOssForCausalLM"], "attention_bias": True, "experts_per_token": 2, "head_dim": 16},
+        **{"initial_context_length": 256, "intermediate_size": 32, "num_experts_per_tok": 2},
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        **{"num_key_value_heads": 2, "num_local_experts": 8, "output_router_logits": False, "pad_token_id": 299},
+        "quantization_config": {"modules_to_not_convert": ["lm_head"], "quant_method": "mxfp4"},
+        "rope_scaling": {
+            **{"beta_fast": 32.0, "beta_slow": 1.0, "factor": 32.0, "original_max_position_embeddings": 256},
+            **{"rope_type": "yarn", "truncate": False},
+        },
+        **{"rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0},
+    },
+    "deepseek_v3": {
+        **_DENSE,
+        **{"architectures": ["DeepseekV3ForCausalLM"], "attention_bias": False, "ep_size": 1},
+        "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"},
+        **{"first_k_dense_replace": 1, "intermediate_size": 96, "kv_lora_rank": 16, "moe_intermediate_size": 32},
+        **{"moe_layer_freq": 1, "n_group": 2, "n_routed_experts": 8, "n_shared_experts": 1, "norm_topk_prob": True},
+        **{"num_experts_per_tok": 2, "num_key_value_heads": 4, "num_nextn_predict_layers": 1, "q_lora_rank": 24},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "aux_loss_alpha": 0.001, "seq_aux": True},
+        "quantization_config": {
+            **{"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+        },
+        "rope_scaling": {
+            **{"beta_fast": 32, "beta_slow": 1, "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "yarn"},
+            "original_max_position_embeddings": 256,
+        },
+        **{"rope_theta": 10000, "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_group": 1},
+        **{"topk_method": "noaux_tc", "v_head_dim": 16, "pretraining_tp": 1},
+    },
+}
+"""The entries of published models' config.json, with small sizes."""
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_published_models_are_native(kind: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind} | PUBLISHED[kind]))
+    found = find_native_recipe(tmp_path)
+    assert found is not None
+    assert found[0].name == kind

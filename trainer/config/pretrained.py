@@ -50,6 +50,8 @@ METADATA: Mapping[str, Any] = {
     **{"num_labels": int, "id2label": dict[str, str] | None, "label2id": dict[str, int] | None},
     **{"problem_type": Literal["regression", "multi_label_classification"] | None, "finetuning_task": str},
     **{"task_specific_params": dict | None, "classifier_dropout": int | float | None},
+    **{"summary_type": str, "summary_use_proj": bool, "summary_activation": str | None},
+    **{"summary_proj_to_labels": bool, "summary_first_dropout": int | float},
     # how a program computes, with the same result
     **{"use_cache": bool, "pretraining_tp": int | None, "attn_implementation": str, "_attn_implementation": str},
     **{"_attn_implementation_autoset": bool, "experts_implementation": str, "use_flash_attn": bool},
@@ -338,6 +340,20 @@ def find_native_recipe(folder: str | Path, setting: str = "path") -> tuple[Recip
     return None
 
 
+def why_not_native(content: Mapping[str, Any]) -> str:
+    """Return why the native recipe for this type of model does not build it; "" if there is none, or if it does.
+
+    content: the contents of config.json.
+    """
+    for recipe in all_recipes():
+        if recipe.hf and recipe.hf.model_type == content["model_type"]:
+            try:
+                fields_of(content, recipe)
+            except UserError as error:
+                return str(error).partition("\n")[0]
+    return ""
+
+
 def generic_model_of(folder: str | Path) -> tuple[Recipe, Any]:
     """Return the generic recipe `hf`, and its configuration for the model in `folder`.
 
@@ -507,6 +523,9 @@ def fields_of(content: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
     return fields
 
 
+_OTHER_MODEL = "\n  to fix: set model.name=auto, so that transformers builds the model; or correct the entry"
+
+
 def _check_entries(content: Mapping[str, Any], recipe: Recipe, hf: HuggingFace) -> None:
     """Raise UserError, naming the entry, unless the recipe understands all of config.json's entries and their types."""
     entries = dict.fromkeys(hf.config(recipe.config()), Any) if hf.entries is None else hf.entries
@@ -517,13 +536,14 @@ def _check_entries(content: Mapping[str, Any], recipe: Recipe, hf: HuggingFace) 
             continue
         if key in fixed and key not in entries:
             if value != fixed[key] or isinstance(value, bool) != isinstance(fixed[key], bool):
-                raise UserError(f"{key}={_shorten(value)}: recipe {recipe.name!r} only supports {fixed[key]!r}")
+                rule = f"recipe {recipe.name!r} only supports {fixed[key]!r}"
+                raise UserError(f"{key}={_shorten(value)}: {rule}{_OTHER_MODEL}")
         elif key in types:
             if not _has_type(value, types[key]):
                 raise UserError(f"{key}={_shorten(value)}: must be {_type_text(types[key])}, as in transformers")
         elif value is not None:
             rule = f"recipe {recipe.name!r} does not know this entry, which may change what the model computes"
-            raise UserError(f"{key}={_shorten(value)}: {rule}")
+            raise UserError(f"{key}={_shorten(value)}: {rule}{_OTHER_MODEL}")
 
 
 def _has_type(value: Any, hint: Any) -> bool:
@@ -542,7 +562,7 @@ def _has_type(value: Any, hint: Any) -> bool:
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
 
 
-_TYPE_TEXTS = {
+_TYPE_TEXTS: dict[Any, str] = {
     **{int: "a whole number", float: "a number with a decimal point", bool: "true or false", str: "text"},
     **{type(None): "null", list: "a list", dict: "an object"},
 }
@@ -565,8 +585,9 @@ def _type_text(hint: Any) -> str:
 def check_readable(content: Mapping[str, Any]) -> None:
     """Raise a UserError that names the entry if config.json asks for an unsupported format or for custom code."""
     for key, rule in _REJECTED_ENTRIES.items():
-        if content.get(key):
-            raise UserError(f"{key}: {rule}")
+        if value := content.get(key):
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            raise UserError(f"{key}{f': quant_method={method}' if method else ''}: {rule}")
 
 
 def _convert(key: str, value: Any, hint: Any) -> Any:

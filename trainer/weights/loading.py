@@ -23,9 +23,8 @@ from trainer.config.initial_weights import cannot_quantize_random_weights_error
 from trainer.config.location import Location, local_model_path, locate
 from trainer.config.pretrained import (
     CONFIG_JSON,
+    find_native_recipe,
     generic_model_of,
-    model_config_of,
-    read_config,
     read_declared_model,
 )
 from trainer.config.schema import name_of_source
@@ -39,7 +38,7 @@ from trainer.model.mup import scale_initial_weights
 from trainer.model.network import build_network, replace_head
 from trainer.model.packed import CODE_BITS, Packing, find_packings
 from trainer.model.units import find_blocks
-from trainer.recipe import Recipe, all_recipes
+from trainer.recipe import Recipe
 from trainer.weights.adapters import (
     BASE,
     BaseWeights,
@@ -55,6 +54,7 @@ from trainer.weights.adapters import (
 from trainer.weights.expert_adapters import find_adapter_parts
 from trainer.weights.exporting import ModelFiles, read_model_files, read_tokenizer
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
+from trainer.weights.two_sources import contradictions
 
 MODEL_FILES = "origin"
 """The key in a checkpoint's state for the small files that came with the model (`ModelFiles`).
@@ -115,7 +115,9 @@ def load_initial_weights(
         note = f"; the weights in {path} are not used" if path else ""
         return f"drawn at random (run.seed={config.run.seed}){note}"
     where = name_of_source(str(Path(path).absolute())) if path and "://" not in path else path or source.description
-    remarks = source.remarks if isinstance(source, SafetensorsFolder) else []
+    remarks: list[str] = getattr(source, "remarks", [])  # of a folder's files
+    if channel.is_main and hasattr(source, "remarks"):
+        remarks = [*remarks, *contradictions(source.description)]
     return "; ".join([where, *remarks])
 
 
@@ -225,11 +227,8 @@ def load_weights(
 
 
 def model_of_folder(location: Location, device: torch.device | str = "cpu") -> nn.Module:
-    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if one supports its type."""
-    folder = Path(location.path)
-    model_type = read_config(folder, "path")["model_type"]
-    is_known = any(recipe.hf and recipe.hf.model_type == model_type for recipe in all_recipes())
-    recipe, model_config = model_config_of(folder, all_recipes()) if is_known else generic_model_of(folder)
+    """Return the model in a Hugging Face folder; see `load_weights`.  Uses a native recipe if one supports it."""
+    recipe, model_config = find_native_recipe(location.path) or generic_model_of(location.path)
     source = open_weights(location, recipe, model_config, "path")
     return load_unsharded(build_meta_model(recipe, model_config), recipe, source, torch.device(device))
 

@@ -40,6 +40,7 @@ from trainer.model.parameters import is_vector, local, local_box, tied_names
 from trainer.recipe import Recipe, StoredTensors
 from trainer.recipe import WeightSource as WeightSource
 from trainer.weights.quantized import with_dequantizing_readers
+from trainer.weights.two_sources import unread_weights
 
 BLOCK_BYTES = 64 * 2**20
 """Bytes of a tensor to read at a time, in whole rows."""
@@ -59,14 +60,15 @@ def fill(
     their values.  No collectives.
 
     Raises UserError on all ranks, before anything is written, if the source does not fit the model (see
-    `find_weights`).  Raises UserError on a rank that finds NaN or infinity in its part of a parameter.  Rank 0 warns
-    about matrices whose local part is all zero.  Errors while reading from the source may be raised on a single
-    rank.
+    `find_weights`).  Raises UserError on a rank that finds, in its part of a parameter, NaN or infinity, or rows that
+    differ between the source's copies of a tied weight.  Rank 0 warns about matrices whose local part is all zero.
+    Errors while reading from the source may be raised on a single rank.
     """
     model_weights, packings = named_weights(model), find_packings(model)
     shapes, dtypes = source.shapes, source.dtypes
     is_finite: dict[str, torch.Tensor] = {}
     is_zero: dict[str, torch.Tensor] = {}
+    copies = _tied_copies(model, shapes)
     for name, stored in find_weights(model, source, setting, only).items():
         weight, packing = model_weights[name].detach(), packings.get(name)
         box = local_box(weight)
@@ -74,6 +76,7 @@ def fill(
         if box is None:
             assert isinstance(weight, DTensor)
             full = source.read(stored)
+            _check_copies(source, stored, copies.get(name, ()), full, 0, setting)
             if packing is not None:
                 full = packing.pack(full.to(weight.device))
                 scales.append(packing.scales(full).flatten())
@@ -86,6 +89,7 @@ def fill(
             other_dims = (slice(None), *(slice(start, stop) for start, stop in box[1:]))
             for start, stop in row_blocks(shapes[stored], dtypes[stored], first, last):
                 rows = source.read(stored, start, stop)
+                _check_copies(source, stored, copies.get(name, ()), rows, start, setting)
                 if packing is not None:
                     rows = packing.pack(rows.to(weight.device))
                     scales.append(packing.scales(rows).flatten())
@@ -123,8 +127,7 @@ def find_weights(
     (`ScoreHead`), and may have the output projection that the head replaces.  It may also lack persistent buffers.
 
     Raises UserError, starting with `setting`, that lists every difference: weights missing on either side, different
-    shapes, quantized weights without their scales, and weights that are tied in the model but differ in the source
-    (only three rows are compared).
+    shapes, and quantized weights without their scales.
     """
     source_shapes, packings = source.shapes, find_packings(model)
     model_weights = {name: tuple(weight.shape) for name, weight in named_weights(model).items()}
@@ -133,15 +136,12 @@ def find_weights(
     groups = {group[0]: group for group in tied_names(model)}
     aliases = {alias for group in groups.values() for alias in group[1:]}
     source_names: dict[str, str] = {}
-    missing, untied_pairs = [], []
+    missing = []
     selected = {name for name in model_weights if only is None or only(name)}
     for name in [name for name in model_weights if name in selected and name not in aliases]:
         stored = [alias for alias in groups.get(name, [name]) if alias in source_shapes]
         if stored:
             source_names[name] = stored[0]
-            # A source may have equal copies of a tied weight.  If they differ, all but one would be lost.
-            others = [other for other in stored[1:] if _are_different(source, stored[0], other)]
-            untied_pairs += [f"{stored[0]} and {other} are one tensor here, but two there" for other in others]
         elif name in parameters and not is_score_name(name):
             missing.append(f"missing there: {name} {model_weights[name]}")
     dtypes, expected = source.dtypes, {*model_weights, replaced_output_name(model)}
@@ -160,7 +160,6 @@ def find_weights(
             for name, shape in model_weights.items()
             if name in selected and source_shapes.get(name, shape) != shape
         ),
-        *untied_pairs,
     ]
     if differences:
         listed = "\n  ".join(differences)
@@ -171,13 +170,34 @@ def find_weights(
     return source_names
 
 
-def _are_different(source: WeightSource, first: str, second: str) -> bool:
-    """Return whether two tensors of the source differ in three of their rows; False if their shapes differ."""
-    shape = source.shapes[first]
-    if source.shapes[second] != shape or not shape or not shape[0]:
-        return False  # shapes are compared by the caller
-    rows = (0, shape[0] // 2, shape[0] - 1)
-    return not all(torch.equal(source.read(first, row, row + 1), source.read(second, row, row + 1)) for row in rows)
+def _tied_copies(model: nn.Module, stored_names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the further names under which a source has a tied weight, by the first of the weight's names."""
+    stored = set(stored_names)
+    return {group[0]: [name for name in group if name in stored][1:] for group in tied_names(model)}
+
+
+def _check_copies(
+    source: WeightSource, stored: str, copies: Iterable[str], rows: torch.Tensor, start: int, setting: str
+) -> None:
+    """Raise UserError if a copy of a tied weight differs: all but one of them would be lost.
+
+    rows: the rows of the weight `stored` that begin with number `start`.
+    """
+    for copy in copies:
+        others = source.read(copy, start, start + len(rows))
+        if others.dtype == rows.dtype and torch.equal(others, rows):
+            continue
+        differs = (others != rows) & ~(others.isnan() & rows.isnan())
+        different_rows = differs.flatten(1).any(1).nonzero().flatten().tolist()
+        if not different_rows:
+            continue
+        rule = f"{stored} and {copy} are one tensor in the model, but two in {source.description}: they differ in row "
+        rule += _first_few(str(start + row) for row in different_rows)
+        config = Path(source.description).expanduser() / CONFIG_JSON
+        fix = f"remove {copy} if it is not needed"
+        if config.is_file():
+            fix += f", or set tie_word_embeddings to false in {config} if both are"
+        raise UserError(f"{setting}: {rule}\n  to fix: {fix}")
 
 
 def named_weights(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -286,16 +306,22 @@ class SafetensorsFolder(StoredTensors):
         self.description = str(path)
         self._setting = setting
         self.remarks: list[str] = []
-        """Differences from the files to report: dequantization, and parts that the model lacks."""
+        """Differences from the files to report: dequantization, parts that the model lacks, and what is not read."""
         readers: dict[str, tuple[Path, Any]] = {}
         left_out: Counter[str] = Counter()
-        for file, expected in _find_files(path, setting).items():
+        unlisted: list[str] = []
+        files = _find_files(path, setting)
+        for file, expected in files.items():
             handle = self._open(file)
             present = list(handle.keys())
             absent = sorted(expected - set(present))
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
-            for name in expected or present:
+            for name in present:
+                if expected and name not in expected:
+                    unlisted.append(name)
+                if name in readers:
+                    raise self._unreadable(file, f"has {name}, and so has {readers[name][0].name}; remove one of them")
                 if names is None:
                     readers[name] = file, handle.get_slice(name)
                 elif (part := names.left_out(name)) is not None:
@@ -303,6 +329,9 @@ class SafetensorsFolder(StoredTensors):
                 elif not names.is_ignored(name):
                     readers[name] = file, handle.get_slice(name)
         self.remarks += [f"without {part} ({number} tensors)" for part, number in left_out.items()]
+        if unlisted:
+            self.remarks.append(f"with {_first_few(unlisted)}, which {INDEX} does not list")
+        self.remarks += unread_weights(path, [file.name for file in files])
         if recipe is not None and recipe.hf is not None and "quantization_config" in recipe.hf.dropped:
             readers = self._dequantized(readers)
         self._stored: dict[str, _StoredTensor | _StackedTensor] = {}
