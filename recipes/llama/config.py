@@ -37,6 +37,7 @@ class LlamaConfig:
         "standard deviation of the initial weights; divided by sqrt(2 * num_layers) in projections back into the "
         "residual stream",
         above=0,
+        at_most=1,
     )
 
 

@@ -83,8 +83,6 @@ def parse_config(config_json: Mapping[str, Any]) -> dict[str, Any]:
     head_dim = config_json.get("head_dim")
     if head_dim is not None and head_dim * fields["num_heads"] != fields["dim"]:
         raise UserError(f"head_dim={head_dim}: must be hidden_size / num_attention_heads in this recipe")
-    if fields["init_std"] > 1:
-        raise UserError(f"initializer_range={fields['init_std']}: must be at most 1, as in transformers")
     check_padding(config_json, fields["vocab_size"])
     rope = parse_rope(config_json, {"default": (), "llama3": SCALING.values()}, fields["max_seq_len"])
     fields["rope_theta"] = rope["rope_theta"]

@@ -354,6 +354,17 @@ def test_variant_is_computed_like_transformers(name: str, tmp_path: Path) -> Non
     assert {key: content.get(key) for key in kept} == kept, "what the folder says stays, whatever is added"
 
 
+def test_a_changed_model_is_exported_without_contradictions(tmp_path: Path) -> None:
+    """A length beside `rope_scaling` goes before the one within it, so it may not survive a change of the model's."""
+    folder = write_folder(tmp_path / "folder", "llama", {})
+    write_config(folder, BASE["llama"] | {"rope_scaling": LLAMA3 | {"rope_type": "llama3"}} | OF_16)
+    changes = ["model.rope_original_len=32", "checkpoint.allow_changes=[model.rope_original_len]"]
+    exported(folder, "llama", tmp_path, *changes)
+    ours = logits_of(load_weights(tmp_path / "run"))
+    assert (logits_of(load_with_transformers(tmp_path / "out")) - ours).abs().max() < 1e-5 * ours.abs().max()
+    assert not torch.allclose(logits_of(load_weights(folder)), ours, atol=1e-3)
+
+
 def test_the_balance_of_experts_belongs_to_training(tmp_path: Path) -> None:
     """A folder does not set it, and an export does not make transformers add it to a loss."""
     folder = write_folder(tmp_path / "folder", "qwen3_moe", {})

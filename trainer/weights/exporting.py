@@ -23,7 +23,15 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from trainer.checkpoint.state_parts import StatePart
-from trainer.config.pretrained import CONFIG_JSON, INDEX, WEIGHTS, check_links, fields_of, find_huggingface
+from trainer.config.pretrained import (
+    CONFIG_JSON,
+    INDEX,
+    WEIGHTS,
+    check_links,
+    fields_of,
+    find_huggingface,
+    free_fields,
+)
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
 from trainer.files import parse_json, sync_folder, writing_to
@@ -491,18 +499,27 @@ def _update_config(original: bytes, recipe: Recipe, model_config: Any, tensors: 
     """Return the original config.json with only its outdated entries changed."""
     hf, dtype = find_huggingface(recipe), _main_dtype(tensors)
     content = {key: value for key, value in json.loads(original).items() if key not in hf.dropped}
-    try:
-        is_unchanged = all(getattr(model_config, name) == value for name, value in fields_of(content, recipe).items())
-    except UserError:
-        is_unchanged = False
-    if not is_unchanged:
-        content |= {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
+    if not _describes(content, recipe, model_config):
+        new = {**hf.fixed, **hf.config(model_config), "model_type": hf.model_type_of(model_config)}
+        content |= new
+        if not _describes(content, recipe, model_config, free_fields(recipe.config, ())):
+            # Another original entry goes before a new one, such as a second name or a length that is given twice.
+            content = {key: value for key, value in content.items() if key not in (hf.entries or ())} | new
     if hf.architecture_of(model_config) not in (content.get("architectures") or ()):
         content["architectures"] = [hf.architecture_of(model_config)]
     content |= hf.exported
     dtype_keys = [key for key in ("dtype", "torch_dtype") if key in content] or ["dtype", "torch_dtype"]
     content |= dict.fromkeys(dtype_keys, dtype) | ({} if hf.stored else MARK)
     return original if content == json.loads(original) else (json.dumps(content, indent=2) + "\n").encode()
+
+
+def _describes(content: Mapping[str, Any], recipe: Recipe, model_config: Any, ignored: Collection[str] = ()) -> bool:
+    """Return whether the contents of config.json describe this model, apart from fields named in `ignored`."""
+    try:
+        fields = fields_of(content, recipe)
+    except UserError:
+        return False
+    return all(getattr(model_config, name) == value for name, value in fields.items() if name not in ignored)
 
 
 def _classifier_config(content: bytes, num_labels: int) -> bytes:
