@@ -107,8 +107,10 @@ def library_config(config: HfConfig) -> transformers.PreTrainedConfig:
         json.dumps(config.config),
         object_hook=lambda entries: float(entries["__float__"]) if [*entries] == ["__float__"] else entries,
     )
-    # These do not change the logits, only what the library's forward pass returns beside them, and how.
-    for entry in ("return_dict", "output_hidden_states", "output_attentions"):
+    if content.get("return_dict") is False:
+        rule = "config.json: return_dict=false: the library's models cannot compute logits with it"
+        raise setting_error("model.path", config.path, rule, fix="remove the entry")
+    for entry in ("output_hidden_states", "output_attentions"):  # only what is returned beside the logits
         content.pop(entry, None)
     try:
         return transformers.CONFIG_MAPPING[kind].from_dict(content)

@@ -21,6 +21,7 @@ from trainer.config.location import locate
 from trainer.config.pretrained import find_native_recipe, generic_model_of
 from trainer.model.network import build_network
 from trainer.recipe import find_recipe
+from trainer.weights.exporting import ModelFiles, export, read_model_files
 from trainer.weights.loading import build_meta_model, load_unsharded, open_weights
 
 transformers = pytest.importorskip("transformers")
@@ -210,7 +211,6 @@ def their_model(folder: Path) -> Any:
     try:
         config = transformers.AutoConfig.from_pretrained(folder)
         config._experts_implementation = "eager"  # the default one needs widths that are multiples of 4
-        config.return_dict = True
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         if sum(p.numel() for p in model.parameters()) > MAX_PARAMETERS:
@@ -269,7 +269,18 @@ def outcome(content: dict[str, Any], folder: Path, uses_library: bool = False) -
     source = open_weights(locate(str(folder)), recipe, config, "path")
     ours = load_unsharded(model, recipe, source, torch.device("cpu"))(tokens)
     error = float((ours - expected).abs().max() / expected.abs().max())
-    return "equal" if error < 1e-5 else f"differs by {error:.2g}"
+    if error >= 1e-5:
+        return f"differs by {error:.2g}"
+    files = ModelFiles()
+    files.files = read_model_files(folder)
+    export(source, recipe, config, folder / "out", model_files=files, overwrite=True)
+    try:
+        again = transformers.AutoModelForCausalLM.from_pretrained(folder / "out", dtype=torch.float32)
+        again.set_experts_implementation("eager")
+        found = again(tokens).logits
+    except Exception as problem:
+        return f"the export cannot be loaded: {problem}"
+    return "equal" if torch.allclose(found, expected, atol=1e-5 * float(expected.abs().max())) else "the export differs"
 
 
 def wrong_mutations(
@@ -321,7 +332,9 @@ def test_an_entry_that_a_recipe_does_not_know_is_named(contents: dict[str, dict[
     with pytest.raises(UserError) as refused:
         load_config("llama_small", [f"train.init_from={tmp_path}"])
     assert str(refused.value).startswith(f"train.init_from={tmp_path}: config.json: sliding_window=4")
-    assert load_config("llama_small", ["model.name=auto", f"model.path={tmp_path}"]).model.name == "hf"
+    config = load_config("llama_small", ["model.name=auto", f"model.path={tmp_path}"])
+    assert config.model.name == "hf"
+    assert any("sliding_window=4" in note for note in config.recipe.notes_on(config.model, build_network(config)))
 
 
 @pytest.mark.parametrize("model", ["auto", "hf"])
