@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trainer.files import write_atomically
-from trainer.metrics.record import Record, RecordWriter
+from trainer.metrics.record import Record, RecordWriter, parse_line
 from trainer.metrics.trackers import TrackedRun, Tracker
 
 PLOTTED_KINDS = ("train", "eval", "norms")
@@ -100,7 +100,7 @@ class RowReader:
             kind, step = record.get("kind"), record.get("step")
             if kind == "end":
                 self._has_finished = record.get("reason") == "finished"
-            if kind not in PLOTTED_KINDS or not isinstance(step, int):
+            if kind not in PLOTTED_KINDS or not step is None:
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._take_row(self._row))
@@ -162,10 +162,9 @@ class RowReader:
     def _parse_new_lines(self, file: BinaryIO) -> Iterator[dict[str, Any]]:
         *lines, self._partial = (self._partial + file.read()).split(b"\n")
         for line in lines:
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if isinstance(record, dict):
-                    yield record
+            record = parse_line(line)
+            if record is not None:
+                yield record
 
     def close(self) -> None:
         self._file.close()

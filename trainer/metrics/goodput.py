@@ -277,4 +277,8 @@ def compute_goodput(records: Iterable[Mapping[str, Any]]) -> Goodput:
 def _number(record: Mapping[str, Any], name: str) -> float:
     """Return a numeric field, or 0 if it is missing or not a finite number."""
     value = record.get(name)
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else 0.0
+    return float(value) if isinstance(value, (int, float)) and abs(value) < _MAX_NUMBER else 0.0
+
+
+_MAX_NUMBER = 2.0**63
+"""Larger numbers are not measurements, and integers above 2^1024 cannot even be converted to float."""

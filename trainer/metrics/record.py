@@ -111,7 +111,7 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
     with open(path, errors="replace") as file:
         for line in file:
             if any(f'"{kind}"' in line for kind in kinds):
-                record = _parse(line)
+                record = parse_line(line)
                 if record is not None and record.get("kind") in kinds:
                     yield record
 
@@ -119,11 +119,11 @@ def read_kinds(path: Path, *kinds: str) -> Iterator[dict[str, Any]]:
 def read_lines(path: Path) -> Iterator[tuple[str, dict[str, Any] | None]]:
     """Yield every line as (raw line, parsed record).
 
-    The record is None if the line is not a record, for example a partial line from a killed process.
+    The record is None if the line is not a record (`parse_line`).
     """
     with open(path, errors="replace") as file:
         for line in file:
-            yield line if line.endswith("\n") else line + "\n", _parse(line)
+            yield line if line.endswith("\n") else line + "\n", parse_line(line)
 
 
 def last_step(path: Path) -> int:
@@ -134,12 +134,27 @@ def last_step(path: Path) -> int:
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+_KINDS_WITH_STEP = ("train", "eval", "checkpoint", "profile", "sample", "norms")
+"""Kinds of records that describe one step of the run."""
+_MAX_STEP = 2**63
+
+
+def parse_line(line: str | bytes) -> dict[str, Any] | None:
+    """Return a line's record, or None if it is not a valid one.
+
+    A killed process leaves a partial line, and other programs may have written to the file: a record of a step must
+    have that step, as a whole number.
+    """
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        return None
+    step = record.get("step")
+    has_step = isinstance(step, int) and not isinstance(step, bool) and 0 <= step < _MAX_STEP
+    needs_step = step is not None or record.get("kind") in _KINDS_WITH_STEP
+    return record if has_step or not needs_step else None
 
 
 # ---------------------------------------------------------------------------------------------------------------

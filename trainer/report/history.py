@@ -5,6 +5,7 @@ No file is assumed to be complete: the run may be in progress, or may have been 
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import json
 import math
@@ -272,7 +273,9 @@ class _Table:
 
 def _to_float(value: Any) -> float:
     """Return a number as a float, and NaN for anything else."""
-    return float(value) if isinstance(value, (int, float)) else math.nan
+    with contextlib.suppress(OverflowError):  # an integer above 2^1024
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    return math.nan
 
 
 _NUMERIC_START_FIELDS = ("started", "time", "load_s", "resumed_step", "lost_steps", "parameters", "world_size")
