@@ -14,6 +14,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Collection, Mapping, Sequence
@@ -276,15 +277,20 @@ def as_table(subject: Subject, record: Record, stats: EvaluationStats | None = N
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.6f}"
+    return "-" if value is None or not math.isfinite(value) else f"{value:.6f}"
 
 
 def as_json(subject: Subject, record: Record, stats: EvaluationStats) -> str:
     """Return the evaluation as one JSON object.
 
-    It has the path of the weights, the evaluation's size, and the fields of the run's `eval` records except `kind`.
+    It has the path of the weights, the evaluation's size, and the fields of the run's `eval` records except `kind`.  A
+    loss over no targets is null.
     """
-    metrics: dict[str, Any] = {key: value for key, value in record.items() if key != "kind"}
+    metrics: dict[str, Any] = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+        if key != "kind"
+    }
     sizes = {"seq_len": stats.seq_len, "tokens": stats.tokens}
     return json.dumps({"weights": subject.weights, **metrics, "step": subject.step, **sizes})
 

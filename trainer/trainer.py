@@ -201,7 +201,8 @@ class Trainer:
     def train_step(self, micro_batches: Sequence[Batch]) -> Update:
         """Do one optimizer step.  On any mesh, the loss is the sum over the global batch divided by the sum of `count`.
 
-        By default, that is the mean over targets; most objectives count samples instead.
+        By default, that is the mean over targets; most objectives count samples instead.  If nothing counts, there is
+        no mean, and no gradient to follow: the loss is then not a number, so the update is skipped.
 
         Collectives: one small CPU all-reduce; those of `global_sums`, which may run additional forward passes; FSDP's
         all-gathers and one gradient reduction (for an unsharded model, only the reduction), whose reduce-scatter runs
@@ -224,11 +225,11 @@ class Trainer:
                     (loss * scale).backward()
                 total += loss.detach()
         grad_norm, clipping = norm_and_clip_factor(self.model, self.mesh, self.config.optim.max_grad_norm)
-        mean_loss = self.world.sum_on_device(total) / (count or 1)
+        mean_loss = self.world.sum_on_device(total) / count
         self.optimizer.set_lr(self.schedule.lr(self.state.step + 1))
         self.optimizer.step(torch.isfinite(mean_loss + grad_norm), clipping)
         self.optimizer.zero_grad()
-        return Update(mean_loss, grad_norm, int(num_targets))
+        return Update(mean_loss, grad_norm, int(num_targets), is_empty=count == 0)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 

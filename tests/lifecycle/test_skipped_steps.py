@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ import pytest
 import torch
 
 from tests.checkpoint.runs import RUN, step_folder
+from tests.helpers.cases import in_campaign
 from tests.helpers.faults import Fault
 from tests.helpers.gate import Gate, wait_until
-from tests.helpers.launch import merged, start
+from tests.helpers.launch import merged, on_ranks, start
 from tests.helpers.launch import run as run_processes
-from tests.helpers.tiny import lines, tiny_config
+from tests.helpers.tiny import full, lines, tiny_config
 from trainer import Trainer, load_weights
 from trainer.checkpoints import command_line
+from trainer.data.source import IGNORE
 from trainer.errors import TrainingFailed
 from trainer.metrics.record import Record
 
@@ -221,6 +224,67 @@ def test_the_only_checkpoint_is_never_quarantined(tmp_path: Path) -> None:
     with pytest.raises(TrainingFailed):
         run(tmp_path, "train.max_skipped_updates=3", skipped=range(3, 99))
     assert saved(tmp_path) == ["02"]
+
+
+class LacksTargets(Trainer):
+    """Ignores all targets of the steps `empty`, and rank 0's first ones of step 3; keeps each step's weights."""
+
+    empty = (2, 5, 6)
+
+    def train_step(self, micro_batches: Any) -> Any:
+        step = self.state.step + 1
+        num_without = len(micro_batches) if step in self.empty else int(step == 3 and self.world.rank == 0)
+        for batch in micro_batches[:num_without]:
+            batch["targets"] = torch.full_like(batch["targets"], IGNORE)
+        return super().train_step(micro_batches)
+
+    def on_step(self, record: Record) -> None:
+        self.weights = [*getattr(self, "weights", []), [full(p).detach().clone() for p in self.model.parameters()]]
+
+
+def train_without_targets(folder: Path, *overrides: str) -> list[list[torch.Tensor]]:
+    """Train with a limit of one skipped step in a row; return the weights after each step."""
+    own = LacksTargets(tiny_config(folder, *overrides, "train.steps=6", "train.max_skipped_updates=1", "eval.every=0"))
+    assert own.fit() == 0
+    own.close()
+    return own.weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "optimizer"), [(1, "adamw"), (2, "sgd"), *in_campaign((1, "sgd"), (1, "muon"), (2, "adamw"))]
+)
+def test_step_without_targets_changes_nothing_and_is_named(ranks: int, optimizer: str, tmp_path: Path) -> None:
+    """Momentum moves no weights.  It says nothing about the weights, so it neither fails a run nor delays its saves."""
+    how = [f"optim.name={optimizer}", "optim.lr=0.1", "checkpoint.every=1", "checkpoint.keep_last=0"]
+    weights, *_ = on_ranks(ranks, train_without_targets, tmp_path, *how)
+    moved = [
+        any(not torch.equal(a, b) for a, b in zip(before, after, strict=True)) for before, after in pairwise(weights)
+    ]
+    assert moved == [False, True, True, False, False], "steps 2 to 6"
+    train = [line for line in lines(tmp_path) if line["kind"] == "train"]
+    assert [line["step"] for line in train if line["loss"] is None] == [2, 5, 6]
+    assert [line["skipped"] for line in train] == [0, 1, 1, 1, 2, 3]
+    assert train[1]["tokens"] == train[0]["tokens"] < train[2]["tokens"]
+    log = (tmp_path / "console.log").read_text()
+    assert log.count("had no targets") == log.count("step 2 had no targets") == 1
+    assert [name[-1:] for name in saved(tmp_path)] == list("123456")
+
+
+def test_evaluation_without_targets_has_no_loss(tmp_path: Path) -> None:
+    """A loss of 0 would be the best one."""
+
+    class NoneHeldOut(Trainer):
+        def build_eval_loader(self) -> Any:
+            loader = super().build_eval_loader()
+            assert loader is not None
+            return [{**batch, "targets": torch.full_like(batch["targets"], IGNORE)} for batch in loader]
+
+    own = NoneHeldOut(tiny_config(tmp_path, "train.steps=2", "eval.every=1", "checkpoint.keep_best=1"))
+    assert own.fit() == 0
+    own.close()
+    assert [line["loss"] for line in lines(tmp_path) if line["kind"] == "eval"] == [None, None]
+    assert not (tmp_path / "best").exists()
 
 
 @pytest.mark.campaign

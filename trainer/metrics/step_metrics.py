@@ -38,10 +38,13 @@ class Update:
 
     The loss and gradient norm may still be on their way to the host when `Trainer.train_step` returns; reading either
     waits for the transfer.  `num_targets` is the number of targets in the global batch, not counting ignored ones.
+    `is_empty` is True if `Trainer.count` found nothing in the global batch, so that there was nothing to learn.
     """
 
-    def __init__(self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int) -> None:
-        self.num_targets = num_targets
+    def __init__(
+        self, loss: float | torch.Tensor, grad_norm: float | torch.Tensor, num_targets: int, is_empty: bool = False
+    ) -> None:
+        self.num_targets, self.is_empty = num_targets, is_empty
         self._scalars = HostScalars(loss, grad_norm)
 
     def end_time(self, previous: Update | None, previous_end: float) -> float | None:
@@ -66,7 +69,10 @@ class Update:
 
     @property
     def skipped(self) -> bool:
-        """True if the loss or the gradient norm was not finite, so the weights were left unchanged."""
+        """True if the loss or the gradient norm was not finite, so the weights were left unchanged.
+
+        The loss of a step without targets is not a number.
+        """
         return not all(map(math.isfinite, self._scalars.read()))
 
 
@@ -110,6 +116,7 @@ class StepMetrics:
         """Returns whether a checkpoint is saved after a given step."""
         self._latest: Update | None = None
         self._last_measured: Update | None = None
+        self._has_named_empty_step = False
         self._last_end = 0.0
         """The time at which the last measured step ended."""
         self.pending: _QueuedStep | None = None
@@ -212,10 +219,17 @@ class StepMetrics:
         self._measure(queued)
         update = queued.update
         self.productive_s += queued.seconds * (not update.skipped)
-        self._skips.count(update.loss, update.grad_norm, queued.step)
+        self._skips.count(update.loss, update.grad_norm, queued.step, update.is_empty)
+        if update.is_empty and not self._has_named_empty_step:
+            self._has_named_empty_step = True
+            self._metrics.print(
+                f"warning: step {queued.step} had no targets, so its update was skipped; later ones are only counted",
+                "yellow",
+            )
         if queued.record is not None:
             self._metrics.write(queued.record)
-            self.stop_criterion.add_train_record(queued.record)
+            if not update.is_empty:
+                self.stop_criterion.add_train_record(queued.record)
             self._timer = StepTimer()
 
     @property
@@ -277,14 +291,16 @@ class StepMetrics:
         """Write the record of an evaluation and return it.  Must be called inside `evaluation`.
 
         total: this rank's sum of losses.
-        count: this rank's part of the divisor: the loss is the total divided by the count, each summed over all ranks.
+        count: this rank's part of the divisor: the loss is the total divided by the count, each summed over all ranks;
+            it is not a number if the count is 0.
         started: when the evaluation started, by `time.perf_counter`.
 
         Collective: one small CPU all-reduce, plus those of `LoggedSums.take`.
         """
         self.evaluated_step = step
         loss_sum, total_count, *flags = self._world.sum([float(total), count, *self._eval_sums.flags()])
-        logged, loss = self._eval_sums.take(flags) | self._epochs(), loss_sum / (total_count or 1)
+        logged = self._eval_sums.take(flags) | self._epochs()
+        loss = loss_sum / total_count if total_count else math.nan
         eval_s = time.perf_counter() - started
         source = getattr(eval_loader, "source", None)
         bits = source.bits_per_byte(loss) if isinstance(source, Source) else None
@@ -412,7 +428,7 @@ class StepTimer:
 
 
 class SkipCounter:
-    """Counts steps that were skipped because the loss or gradient norm was not finite."""
+    """Counts steps that were skipped because the loss or gradient norm was not finite, or without targets."""
 
     def __init__(self, max_in_a_row: int, may_end_skipped: bool = False) -> None:
         """`may_end_skipped`: whether a run's last steps may be skipped, as in a learning-rate range test."""
@@ -422,11 +438,17 @@ class SkipCounter:
         self.failed_since: int | None = None
         """The last good step, if too many steps have been skipped since; otherwise None."""
 
-    def count(self, loss: float, grad_norm: float, step: int) -> None:
+    def count(self, loss: float, grad_norm: float, step: int, is_empty: bool = False) -> None:
         """Count a step; it was skipped if either value is not finite.  The values are the same on all ranks.
+
+        A step without targets (`is_empty`) says nothing about the weights: it neither continues nor ends a streak of
+        skipped steps.
 
         Raises TrainingFailed after too many consecutive skipped steps.
         """
+        if is_empty:
+            self.total += 1
+            return
         if np.isfinite(grad_norm) and np.isfinite(loss):
             self.in_a_row = 0
             return
