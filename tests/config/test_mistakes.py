@@ -81,6 +81,8 @@ optim.betas=[0.9,1.1]
 train.ema=1
 schedule.min_lr_ratio=2
 schedule.lr_range=[1,0.1]
+schedule.decay_ratio=0.5 schedule.name=wsd schedule.warmup_steps=60 train.steps=100
+schedule.decay_ratio=0.9 schedule.name=wsd schedule.warmup_ratio=0.5
 run.threads=1000000
 run.deadline=2020-01-01T00:00
 run.deadline=tomorrow
@@ -326,6 +328,9 @@ recipe=crlf.yml
 'data.path=my books/a.txt'
 data.path=corpus/*.jsonl
 run.dir=~/runs/mine
+schedule.name=wsd schedule.warmup_steps=50 train.steps=5
+schedule.name=wsd schedule.decay_ratio=1 schedule.warmup_steps=0 train.steps=1
+schedule.name=wsd schedule.decay_ratio=0.67 schedule.warmup_ratio=0.33 schedule.warmup_steps=0 train.steps=150
 """
 """What users fear to be a mistake, and is none."""
 EXPLAINED = """

@@ -92,3 +92,21 @@ def test_adapters_and_their_shares(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"{100 * of_experts / (of_query + of_experts):.1f}%" in found[1]
     assert "down_proj" in found[1]
     assert "gate_up_proj" in found[2], "is left out"
+
+
+def test_run_that_ends_within_its_warmup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one that a resume with fewer steps makes so; a warmup that ends is not mentioned."""
+    own = ["optim.lr=0.5", "schedule.warmup_steps=3", "checkpoint.every=1", "eval.every=0"]
+    printed = {}
+    for steps, name in ((1, "short"), (4, "long"), (6, "long")):
+        trainer = Trainer(tiny_config(tmp_path / name, *own, f"train.steps={steps}"))
+        assert trainer.fit() == 0
+        trainer.close()
+        printed[steps] = capsys.readouterr().out
+    assert "within its warmup of 3 steps" in printed[1]
+    assert "0.167 instead of 0.5" in printed[1]
+    assert "warmup" not in printed[4]
+    trainer = Trainer(tiny_config(tmp_path / "long", *own, "train.steps=8", "schedule.warmup_steps=80"))
+    assert trainer.fit() == 0
+    trainer.close()
+    assert "0.05 instead of 0.5" in capsys.readouterr().out

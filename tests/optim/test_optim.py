@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,8 @@ from tests.helpers.plain_model import plain_model
 from tests.helpers.tiny import full
 from trainer import RunConfig, Trainer, UserError, load_config
 from trainer.config import OptimSection, ScheduleSection, TrainSection
+from trainer.config.rules import check_schedule
+from trainer.data.opening import resolve_from_data
 from trainer.optim.muon import Muon
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, step_on_device
 
@@ -110,6 +113,40 @@ def test_wsd_limits() -> None:
     assert schedule("wsd", steps=10, decay=0.0)(10) == PEAK
     linear, all_decay = schedule("linear", steps=10), schedule("wsd", steps=10, decay=1.0)
     assert [all_decay(step) for step in range(1, 11)] == pytest.approx([linear(step) for step in range(1, 11)])
+
+
+def test_accepted_wsd_schedule_never_drops_at_once() -> None:
+    """It falls by at most two steps of a linear decay: one that rounding adds, and its own."""
+    num_accepted = 0
+    for steps, warmup, decay in itertools.product((1, 2, 3, 10, 100), (0, 1, 5, 50, 90, 99, 100, 120), (0.1, 0.5, 1.0)):
+        shape = ScheduleSection("wsd", warmup_steps=warmup, min_lr_ratio=0.0, decay_ratio=decay)
+        config = RunConfig(optim=OptimSection(lr=PEAK), schedule=shape, train=TrainSection(steps=steps))
+        with contextlib.suppress(UserError):
+            check_schedule(config)
+            num_accepted += 1
+            rates = [0.0, *map(Schedule(config).lr, range(1, steps + 1))]
+            drop = max(earlier - later for earlier, later in itertools.pairwise(rates[: warmup + 2]))
+            assert drop <= PEAK * (2 / max(1, decay * steps) + 1e-9), (steps, warmup, decay)
+    assert 40 < num_accepted < 120
+
+
+def test_steps_that_follow_from_the_data_must_fit_the_schedule(tmp_path: Path) -> None:
+    """20 rows of 16 tokens are 5 steps of 4 rows."""
+    (tmp_path / "text.txt").write_text("abcdefgh" * 40)
+    own = ["data.source=tokens", f"data.path={tmp_path / 'text.txt'}", f"data.cache_dir={tmp_path / 'cache'}"]
+    own += ["data.holdout=0", "eval.every=0", "model.vocab_size=300", "data.seq_len=16", "train.epochs=1"]
+    own += ["schedule.name=wsd", "train.global_batch_size=4", f"run.dir={tmp_path / 'run'}"]
+    for warmup, decay, is_legal in ((2, 0.6, True), (2, 0.9, False), (50, 0.9, True)):
+        config = load_config(
+            "llama_small", tiny(*own, f"schedule.warmup_steps={warmup}", f"schedule.decay_ratio={decay}")
+        )
+        if is_legal:
+            assert resolve_from_data(config).train.steps == 5
+        else:
+            with pytest.raises(
+                UserError, match=r"^schedule\.decay_ratio=0\.9: .* 5 steps\n  nearest legal value: .*=0\.6"
+            ):
+                resolve_from_data(config)
 
 
 # ---------------------------------------------------------------------------------------------------------------

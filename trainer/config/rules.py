@@ -117,6 +117,8 @@ def _check_settings(config: RunConfig) -> None:
     if not first < last:
         reversed_range = [last, first] if last < first else None
         raise setting_error("schedule.lr_range", [first, last], "must rise", meant=reversed_range)
+    if config.train.epochs is None:
+        check_schedule(config)
     _check_wrap(config)
     resume = config.checkpoint.resume
     if (
@@ -146,6 +148,24 @@ def _check_settings(config: RunConfig) -> None:
         fix = "" if suggestion else "name the keys or sections that may change, such as optim.name or data"
         raise setting_error("checkpoint.allow_changes", list(unknown), rule, meant=suggestion and [suggestion], fix=fix)
     _check_paths(config)
+
+
+def check_schedule(config: RunConfig) -> None:
+    """Raise UserError if the decay of `schedule.name=wsd` begins before the warmup ends, where the rate would drop.
+
+    A run that ends within its warmup has no decay at all, and is legal: a short trial run needs no other schedule.
+    """
+    schedule, num_steps = config.schedule, config.train.steps
+    warmup, decay = schedule.warmup(num_steps), schedule.decay_ratio * num_steps
+    # Both lengths may be fractions of the run, so they may overlap by the part of a step that rounding adds.
+    if schedule.name == "wsd" and warmup < num_steps and warmup + decay >= num_steps + 1:
+        rule = (
+            f"a decay of {decay:g} steps begins before the end of the warmup, {warmup} steps, in a run of "
+            f"{num_steps} steps"
+        )
+        longest = round((num_steps - warmup) / num_steps, 6)
+        fix = "a shorter warmup (schedule.warmup_steps or warmup_ratio), or more steps"
+        raise setting_error("schedule.decay_ratio", schedule.decay_ratio, rule, longest, fix=fix)
 
 
 def _check_activation_checkpoint(config: RunConfig) -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.config.passes import Resolution, run_passes
+from trainer.config.rules import check_schedule
 from trainer.data.cache import get_or_build, in_writable_folder, storage_error
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
@@ -677,10 +678,17 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
 
 
 def epochs_to_steps(config: RunConfig, resolution: Resolution) -> RunConfig:
-    """Replace `train.epochs` with the equivalent `train.steps`, at least `train.small_model_steps`."""
+    """Replace `train.epochs` with the equivalent `train.steps`, at least `train.small_model_steps`.
+
+    Raises UserError if the schedule does not fit that number of steps.
+    """
     train = config.train
     if train.epochs is None:
         return config
     samples = train.epochs * len(open_source(config.data, config.vocab_size, "train"))
     steps = max(1, train.small_model_steps, math.ceil(samples / train.global_batch_size))
-    return dataclasses.replace(config, train=dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps))
+    config = dataclasses.replace(
+        config, train=dataclasses.replace(train, epochs=None, small_model_steps=0, steps=steps)
+    )
+    check_schedule(config)
+    return config

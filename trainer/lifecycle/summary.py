@@ -211,8 +211,9 @@ def _data_facts(config: RunConfig, loader: object) -> str:
 def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> list[str]:
     """Return the lines to print below the start block.
 
-    These are the settings that the plan chose, `advice`, settings that differ from the checkpoint's, and warnings if
-    evaluations have no data, the model cannot be exported, or future checkpoints do not fit on the disk.
+    These are the settings that the plan chose, `advice`, settings that differ from the checkpoint's, a schedule that
+    does not reach its peak, and warnings if evaluations have no data, the model cannot be exported, or future
+    checkpoints do not fit on the disk.
     """
     config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
@@ -223,6 +224,7 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
             f"warning: eval.every={config.eval.every}, but nothing is held out for evaluation ({reason}), so no "
             "evaluation will run; give data.eval_path, or set eval.every=0"
         )
+    notes.append(_schedule_note(config))
     if buffers := buffers_without_name(trainer.model, config.recipe, config.model):
         notes.append(
             f"warning: this model cannot be exported: Hugging Face's {config.model.name} has no {buffers[0]}"
@@ -236,6 +238,23 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
         num_bytes, steps_left = weights + optimizer_bytes * num_shards, config.train.steps - trainer.state.step
         notes.append(disk_space_warning(trainer.storage_to_check, config.checkpoint, num_bytes, steps_left))
     return [note for note in notes if note]
+
+
+def _schedule_note(config: RunConfig) -> str:
+    """Return a line about a run that ends within its warmup; empty if it does not, or has no warmup."""
+    schedule, num_steps = config.schedule, config.train.steps
+    warmup = schedule.warmup(num_steps)
+    if schedule.name == "range" or not 0 < num_steps <= warmup:
+        return ""
+    if warmup == num_steps:
+        return (
+            "" if schedule.name == "constant" else f"the warmup takes all {num_steps} steps, so the rate never decays"
+        )
+    last_rate = config.optim.lr * num_steps / warmup
+    return (
+        f"the run ends within its warmup of {warmup} steps: the learning rate rises to {last_rate:.3g} instead of "
+        f"{config.optim.lr:g}"
+    )
 
 
 def start_record(trainer: Trainer) -> Mapping[str, Any]:

@@ -100,7 +100,7 @@ class RowReader:
             kind, step = record.get("kind"), record.get("step")
             if kind == "end":
                 self._has_finished = record.get("reason") == "finished"
-            if kind not in PLOTTED_KINDS or not step is None:
+            if kind not in PLOTTED_KINDS or step is None:
                 continue
             if self._row is not None and step > self._row.step:
                 rows.append(self._take_row(self._row))

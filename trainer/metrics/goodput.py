@@ -8,7 +8,6 @@ counted as lost, and their time counts as part of the gap before the next attemp
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
