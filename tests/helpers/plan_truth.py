@@ -33,6 +33,7 @@ from trainer.model.parameters import local
 from trainer.model.shard import apply_sharding
 from trainer.plan.machine import find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
+from trainer.plan.trace import Trace
 
 
 def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> RunConfig:
@@ -46,7 +47,14 @@ def config_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int
 def plan_of(recipe: str, *overrides: str, shape: MeshShape, micro_batches: int = 1) -> Plan:
     """Return the plan of that configuration on CPUs."""
     config = config_of(recipe, *overrides, shape=shape, micro_batches=micro_batches)
-    return make_plan(config, shape, find_machine("cpu"))
+    plan = make_plan(config, shape, find_machine("cpu"))
+    assert kept_bytes(plan.trace) == 0
+    return plan
+
+
+def kept_bytes(trace: Trace) -> int:
+    """Return the bytes, other than gradients, that a micro-batch leaves behind; the next one would add as many."""
+    return sum(event.segment.net for event in trace.events)
 
 
 def planned(*arguments: object, code: int = 0) -> dict[str, Any]:
@@ -178,6 +186,8 @@ class CollectiveLog(TorchDispatchMode):
         """The size is -1 for exchanges of rows, since it depends on the tokens."""
         self.exchanged = 0
         """Bytes received in these exchanges."""
+        self.reduced: set[tuple[int, torch.dtype]] = set()
+        """The bytes and dtypes of the full tensors that were summed over ranks."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind is DTensor for kind in types):
@@ -189,6 +199,7 @@ class CollectiveLog(TorchDispatchMode):
             self.counts["all_gather", sizes[0] // sizes[1], sizes[0]] += 1
         elif name == "_reduce_scatter_base_":
             self.counts["reduce_scatter", sizes[1] // sizes[0], sizes[1]] += 1
+            self.reduced.add((sizes[1], tensors[1].dtype))
         elif name == "gather_parts":
             self.counts["all_gather", args[1], args[1] * sizes[0]] += 1
         elif name == "sum_parts":
@@ -203,6 +214,7 @@ class CollectiveLog(TorchDispatchMode):
             self.counts["all_to_all", len(args[3]), sizes[0]] += 1
         elif name == "allreduce_":
             self.counts["all_reduce", 0, sizes[0]] += 1
+            self.reduced.add((sizes[0], tensors[0].dtype))
         return func(*args, **(kwargs or {}))
 
 

@@ -23,16 +23,19 @@ from torch.distributed.tensor import DTensor
 from tests.helpers.cases import campaign_except
 from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.no_plan import make_no_plan
-from tests.helpers.plan_truth import CollectiveLog
+from tests.helpers.plan_truth import CollectiveLog, as_logged
 from tests.helpers.tiny import full
 from trainer import Recipe, RunConfig, Trainer, TrainLoader, UserError, load_config, register
 from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.config import MeshShape
 from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor
 from trainer.model.materialize import materialize
 from trainer.model.parameters import count_parameters
 from trainer.model.shard import check_sharding, is_unsharded
 from trainer.optim.optimizer import Schedule, build_optimizer
+from trainer.plan.machine import find_machine
+from trainer.plan.plan import make_plan, without_data
 
 LLAMA = tiny("data.source=synthetic", "model.vocab_size=264", "train.steps=4")
 ODD_LLAMA = tiny("data.source=synthetic", "model.vocab_size=263", "train.steps=4")
@@ -544,6 +547,55 @@ def test_mixed_precision(tmp_path: Path) -> None:
     cos, sin = model.layers[0].attention.rope(torch.arange(config.data.seq_len))
     assert torch.equal(found["angles"][0], cos)
     assert torch.equal(found["angles"][1], sin)
+
+
+SMALL_BYTES = 1000
+
+# The dtypes of stored weights, of the computation and of reductions, and the number of replicas.
+PRECISIONS = [
+    ("float32", "bfloat16", "bfloat16", 1),
+    ("float32", "bfloat16", "float32", 1),
+    ("float32", "float32", "bfloat16", 1),
+    ("bfloat16", "bfloat16", "bfloat16", 1),
+    ("bfloat16", "bfloat16", "float32", 1),
+    ("bfloat16", "float32", "float32", 1),
+    ("float32", "float32", "float32", 1),
+    ("float32", "bfloat16", "bfloat16", 2),
+    ("float32", "float32", "bfloat16", 2),
+]
+
+
+def collectives_in(precision: tuple[str, str, str, int]) -> tuple[set[torch.dtype], dict[Any, int], dict[Any, int]]:
+    """Return the dtypes in which a step's gradients were reduced, all its large collectives, and those planned."""
+    stored, computed, reduced, replicate = precision
+    dtypes = [f"train.weights_dtype={stored}", f"fsdp.param_dtype={computed}", f"fsdp.reduce_dtype={reduced}"]
+    sizes = [f"mesh.replicate={replicate}", f"mesh.shard={2 // replicate}"]
+    trainer = Trainer(load_config("llama_small", [*LLAMA, *dtypes, *sizes]))
+    with CollectiveLog() as log:
+        trainer.train_step(list(islice(trainer.loader, trainer.num_micro_batches)))
+    trainer.close()
+    plan = make_plan(without_data(trainer.config), MeshShape(replicate, 2 // replicate), find_machine("cpu"))
+    # Smaller ones are those of the loss, of the squared norm, and of what ranks agree on.
+    found, expected = (
+        {key: count for key, count in counts.items() if key[2] > SMALL_BYTES}
+        for counts in (log.counts, as_logged(plan.collectives))
+    )
+    return {dtype for num_bytes, dtype in log.reduced if num_bytes > SMALL_BYTES}, found, expected
+
+
+def collectives_in_each_precision() -> list[Any]:
+    open_group()
+    return [collectives_in(precision) for precision in PRECISIONS]
+
+
+@pytest.mark.slow
+def test_gradients_are_reduced_in_the_planned_dtype() -> None:
+    """Whatever a version of torch takes `reduce_dtype=None` to mean."""
+    for (*dtypes, reduced, replicate), (found_dtypes, found, expected) in zip(
+        PRECISIONS, on_ranks(2, collectives_in_each_precision)[0], strict=True
+    ):
+        assert found == expected, (*dtypes, reduced, replicate)
+        assert found_dtypes == {getattr(torch, reduced)}, (*dtypes, reduced, replicate)
 
 
 @pytest.mark.campaign

@@ -21,6 +21,7 @@ from tests.helpers.launch import REPOSITORY, TORCHRUN, command, launch, on_ranks
 from tests.helpers.plan_truth import (
     as_logged,
     config_of,
+    kept_bytes,
     measure,
     metered_peak,
     plan_of,
@@ -30,8 +31,10 @@ from tests.helpers.plan_truth import (
 from tests.helpers.tiny import lines
 from trainer import Trainer, UserError, load_config
 from trainer.config import AUTO, MeshShape, check_config, recipe_description, recipe_files, resolve_expert_method
+from trainer.config.rules import offloaded_fraction
 from trainer.plan.machine import GIB, Machine, find_machine
 from trainer.plan.plan import Plan, make_plan, without_data
+from trainer.plan.probe import Probe
 from trainer.recipe import find_recipe
 
 SHALLOW = ["model.num_layers=6", "data.seq_len=2048"]
@@ -119,6 +122,55 @@ def test_peak_equals_that_of_the_storages(
     plan = plan_of(recipe, *overrides, shape=shape, micro_batches=micro_batches)
     truth = metered_peak(plan.config, shape, micro_batches)
     assert abs(plan.memory.peak.total / truth - 1) < 0.001
+
+
+COMPILED = ["train.micro_batch_size=1", "train.compile=true"]
+OFFLOAD = "train.offload_activations=0.5"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "overrides"),
+    [
+        ("llama3_8b", []),
+        ("llama_small", [OFFLOAD]),
+        ("deepseek_v3_small", []),
+        ("qwen3_next_small", []),
+        *in_campaign(
+            *(("llama3_8b", [setting]) for setting in (FULL, SELECTIVE, OFFLOAD, "train.activation_checkpoint=2")),
+            *(("llama3_8b", [f"train.float8={scaling}"]) for scaling in ("tensorwise", "rowwise")),
+            ("llama3_8b", ["train.activation_checkpoint=budget:0.4"]),
+            ("llama3_8b", ["train.offload_activations=1", FULL]),
+            ("llama3_8b", ["lora.rank=16"]),
+            ("llama3_8b", ["lora.rank=16", "lora.base_dtype=nf4"]),
+            ("llama3_8b", ["lora.rank=16", "lora.dropout=0.1", FULL]),
+            ("qwen3_next_small", ["train.offload_activations=1"]),
+            ("deepseek_v3_small", [OFFLOAD, "model.balance=0.1", "model.balance_shares=exact"]),
+            ("llama_small", ODD),
+            ("llama_small", [*WAYWARD, "model.way=between"]),
+            *((recipe, []) for recipe in ("gpt2", "gpt_oss_small", "gpt_oss_20b", "qwen3_8b", "qwen3_moe_small")),
+            *((recipe, []) for recipe in ("qwen3_30b_a3b", "llama3_70b", "qwen3_next_80b", "deepseek_v3")),
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_micro_batch_leaves_nothing_but_gradients_behind(recipe: str, overrides: list[str], device: str) -> None:
+    """Also where blocks are compiled, and store fewer tensors than the operators of the model return."""
+    config = config_of(recipe, *COMPILED, *overrides, shape=MeshShape(1, 1))
+    train = config.train
+    offload = offloaded_fraction(train.offload_activations)
+    trace = Probe(config, device).trace(1, train.activation_checkpoint, offload)
+    assert max(itertools.accumulate(event.segment.net for event in trace.events)) > 0
+    assert kept_bytes(trace) == 0
+
+
+def test_more_micro_batches_need_no_more_activations() -> None:
+    shape, machine = MeshShape(1, 8), find_machine("h100")
+    settings = ["train.micro_batch_size=1", "fsdp.accumulate=sharded"]
+    snapshots = []
+    for number in (2, 8):
+        config = config_of("llama3_8b", *settings, shape=shape, micro_batches=number)
+        snapshots.append(make_plan(config, shape, machine).memory.peak)
+    assert snapshots[0].by_kind == snapshots[1].by_kind
 
 
 FEW_TOKENS = ["data.seq_len=64", "train.global_batch_size=8"]

@@ -412,7 +412,7 @@ def _precision_policies(config: RunConfig) -> Callable[..., MixedPrecisionPolicy
     def policy(is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
             param_dtype=None if fsdp.param_dtype == storage_dtype(config) == "float32" else param_dtype,
-            reduce_dtype=None if reduce_dtype == param_dtype else reduce_dtype,
+            reduce_dtype=reduce_dtype,  # None is the compute dtype before torch 2.15, and the stored dtype from then on
             output_dtype=output_dtype if is_root else None,
         )
 

@@ -184,8 +184,10 @@ def _trace(
             loss = loss_of(batch)
             (loss * 1.0).sum().backward()
             del loss
-            recorder.record("end", len(units))
             balance = find_balance(model)
+            if balance is not None:
+                balance.counted_LE = None  # the next micro-batch replaces these counts; it does not add others
+            recorder.record("end", len(units))
             if balance is not None and balance.needs_totals:
                 with torch.no_grad():
                     loss_of(batch)

@@ -286,7 +286,9 @@ class MemoryMeter(TorchDispatchMode):
             sizes = dict(raw.log)
             dropped = {serial for serial in unread if serial in raw.alive}
             work, not_materialized = fuse(raw.operators, raw.alive - dropped)
-            not_materialized |= never_fetched
+            # An earlier segment has counted the storages that it allocated, so their end must be counted too.
+            born = {serial for serial, size in raw.log if size > 0}
+            not_materialized = not_materialized & born | never_fetched
             log = [(serial, size) for serial, size in raw.log if not (serial in already_dropped and size < 0)]
             log += [(serial, -sizes[serial]) for serial in dropped - not_materialized]
             segments.append(_segment_of(log, work, not_materialized))
