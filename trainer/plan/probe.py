@@ -426,7 +426,9 @@ class Repetition:
         self.skipped_modules = {id(m) for run in self.runs for block in run.skipped for m in block.modules()}
         self._watched_blocks: list[tuple[_BlockRun, int]] = []  # by `Event.unit` of a block's events
         self._calls: dict[int, list[tuple[int, Any]]] = {id(run): [] for run in self.runs}
-        self._other_outputs: dict[int, tuple[Any, ...] | None] = {}  # by run: the outputs of a block after the first
+        self._other_outputs: dict[int, tuple[Any, ...] | None] = {}
+        """For each run, a block's outputs after the first, with a function that makes zeros in place of each tensor:
+        the tensors themselves must not be kept alive."""
         self._block_of_unit: dict[int, tuple[_BlockRun, int, str]] = {}  # run, block, name in it
         self._unit_at: dict[tuple[int, int, str], int] = {}
         for run in self.runs:
@@ -460,7 +462,10 @@ class Repetition:
                 raise CannotSkipBlocks
             if first.shape != first_input.shape or first.dtype != first_input.dtype:
                 raise CannotSkipBlocks
-            self._other_outputs[id(run)] = tuple(others) if isinstance(output, tuple) else None
+            as_zeros = pytree.tree_map_only(
+                torch.Tensor, lambda t: partial(torch.zeros, t.shape, dtype=t.dtype, device=t.device), tuple(others)
+            )
+            self._other_outputs[id(run)] = as_zeros if isinstance(output, tuple) else None
 
         return note
 
@@ -473,7 +478,7 @@ class Repetition:
             # A separate node in the graph, so that the gradients of the blocks' outputs are computed one after another.
             first = args[0].view_as(args[0]) if isinstance(args[0], torch.Tensor) else args[0]
             others = self._other_outputs[id(run)]
-            return first if others is None else (first, *pytree.tree_map_only(torch.Tensor, torch.zeros_like, others))
+            return first if others is None else (first, *pytree.tree_map_only(partial, lambda make: make(), others))
 
         return skip
 
