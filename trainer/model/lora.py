@@ -85,28 +85,46 @@ class AdaptedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The base layer's weight, since model code may query its dtype or device."""
-        weight: torch.Tensor = self.base_layer.weight  # type: ignore[assignment]
-        return weight
+        """The weight of the whole layer, with the adapter's product added, in the base layer's layout and dtype.
+
+        Computed anew at each access, and differentiable: code that uses a layer's weight instead of calling the layer,
+        as fused kernels of state-space layers do, trains the adapter too.  Only its dropout has no effect there.
+        """
+        down, up = self.factors
+        base: torch.Tensor = self.base_layer.weight  # type: ignore[assignment]
+        if isinstance(self.base_layer, PackedLinear):
+            base = self.base_layer.unpacked(base, down.dtype)  # (out, in)
+        if not self.is_enabled:
+            return base
+        is_transposed = not isinstance(self.base_layer, (nn.Linear, PackedLinear))  # Conv1D
+        factors = (down.t(), up.t()) if is_transposed else (up, down)
+        return torch.addmm(base.to(up.dtype), *factors, alpha=self.scaling).to(base.dtype)
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The base layer's bias."""
+        bias: torch.Tensor | None = self.base_layer.bias  # type: ignore[assignment]
+        return bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.is_enabled:
             return self.base_layer(x)  # type: ignore[no-any-return]
         down, up = self.factors
         packed = self.base_layer if isinstance(self.base_layer, PackedLinear) else None
-        is_frozen = packed is not None or (_is_plain_linear(self.base_layer) and not self.weight.requires_grad)
+        base_weight: torch.Tensor = self.base_layer.weight  # type: ignore[assignment]
+        is_frozen = packed is not None or (_is_plain_linear(self.base_layer) and not base_weight.requires_grad)
         # The fused operator does not convert dtypes or support DTensors.
-        operands = (down, up) if packed is not None else (self.weight, down, up)
+        operands = (down, up) if packed is not None else (base_weight, down, up)
         if is_frozen and all(t.dtype == x.dtype and not isinstance(t, DTensor) for t in operands):
-            bias, flat = self.base_layer.bias, x.flatten(0, -2)
+            flat = x.flatten(0, -2)
             dropped = (
                 None
                 if isinstance(self.lora_dropout[ADAPTER_NAME], nn.Identity)
                 else self.lora_dropout[ADAPTER_NAME](flat)
             )
             is_conv = packed is None and not isinstance(self.base_layer, nn.Linear)
-            weight = self.weight.t() if is_conv else self.weight
-            output = _AdaptedMatmul.apply(flat, dropped, weight, packed, bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
+            weight = base_weight.t() if is_conv else base_weight
+            output = _AdaptedMatmul.apply(flat, dropped, weight, packed, self.bias, down, up, self.scaling)  # type: ignore[no-untyped-call]
             return output.view(*x.shape[:-1], self.out_features)  # type: ignore[no-any-return]
         base_output = self.base_layer(x)
         low = F.linear(self.lora_dropout[ADAPTER_NAME](x.to(down.dtype)), down)
