@@ -125,7 +125,7 @@ def test_a_flag_with_another_value_or_name_is_refused_by_name(flag: dict[str, An
 
 def test_a_flag_that_cannot_have_an_effect_is_said(tmp_path: Path) -> None:
     data = data_of(tmp_path, [{"messages": [{**ASKED, "train": True}, answer("Yes")]}])
-    assert "user in 1 conversations (chats.jsonl:1)" in opened(data).summary
+    assert "user in 1 conversations (first: chats.jsonl:1)" in opened(data).summary
     assert trained(data) == ["Yes<|im_end|>"]
 
 
@@ -139,7 +139,7 @@ def test_keys_that_a_template_does_not_read_are_said(tmp_path: Path) -> None:
     stamped = [{**ASKED, "time": 5}, {**answer("Yes"), "id": "a", "name": "weather"}]
     summary = opened(data_of(tmp_path, [{"messages": stamped}, {"messages": [ASKED, answer("No")]}])).summary
     (line,) = [line for line in summary.splitlines() if "does not read" in line]
-    assert all(f"{key} in 1 conversations (chats.jsonl:1)" in line for key in ("id", "name", "time"))
+    assert all(f"{key} in 1 conversations (first: chats.jsonl:1)" in line for key in ("id", "name", "time"))
 
     whole = "{% for m in messages %}{{ m | tojson }}{{ '<|im_end|>' }}{% endfor %}"
     (tmp_path / "whole").mkdir()

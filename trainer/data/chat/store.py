@@ -626,11 +626,14 @@ class ChatReport:
 
     def _describe_notices(self, kind: str, details: Mapping[str, Mapping[str, Any]]) -> str:
         """Return a line about all notices of one kind."""
-        counts = {detail: f"{entry['count']:,} {self.kind}" for detail, entry in sorted(details.items())}
-        listed = "; ".join(
-            f"{detail} in {counts[detail]} ({_list_locations(entry['locations'], entry['count'])})"
-            for detail, entry in sorted(details.items())
-        )
+        is_warning = kind in ("spelled out", "read as text", "flag of a record")
+        parts = []
+        for detail, entry in sorted(details.items()):
+            where = f"first: {entry['locations'][0]}"
+            if is_warning:
+                where = _list_locations(entry["locations"], entry["count"])
+            parts.append(f"{detail} in {entry['count']:,} {self.kind} ({where})")
+        listed = "; ".join(parts)
         match kind:
             case "spelled out":
                 return (
@@ -641,7 +644,7 @@ class ChatReport:
                 largest = max(entry["count"] for entry in details.values())
                 return (
                     f"warning: special tokens are spelled out in up to {largest / max(1, self.chats):.1%} of the "
-                    f"{self.kind}, and read as text: {listed}; data.special_tokens={json.dumps(list(counts))} reads "
+                    f"{self.kind}, and read as text: {listed}; data.special_tokens={json.dumps(sorted(details))} reads "
                     "them as tokens"
                 )
             case "unread key":
