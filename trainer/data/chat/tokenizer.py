@@ -50,9 +50,10 @@ class ChatTokenizer:
         for token in accepted:
             if token not in special:
                 rule = f"{token!r} is not a special token of data.tokenizer={setting}"
-                raise setting_error(
-                    "data.special_tokens", list(accepted), rule, meant=nearest(token, special), fix="leave it out"
-                )
+                best = nearest(token, sorted(special))
+                meant = [best if other == token else other for other in accepted] if best else None
+                fix = "" if best else "leave it out"
+                raise setting_error("data.special_tokens", list(accepted), rule, meant=meant, fix=fix)
         self._special_tokens = sorted(special, key=len, reverse=True)  # the longest one must match
         self._special_pattern = _pattern_of(self._special_tokens)
         self._quoted_pattern = _pattern_of([token for token in self._special_tokens if token not in self.accepted])
