@@ -115,6 +115,8 @@ def parse_rope(
     if rope_type != "default":
         if "factor" not in rope:
             raise UserError(f"{key}: has no factor, which rope_type={rope_type} needs")
+        if _ORIGINAL_LENGTH in rope and rope[_ORIGINAL_LENGTH] is None:
+            raise UserError(f"{key}.{_ORIGINAL_LENGTH}=null: must be a number, or missing")
         rope[_ORIGINAL_LENGTH] = config_json.get(_ORIGINAL_LENGTH, rope.get(_ORIGINAL_LENGTH, max_len))
     outer_fraction = config_json.get(_FRACTION, fraction)
     found_fraction = rope.get(_FRACTION, 1.0 if outer_fraction is None else outer_fraction)

@@ -29,7 +29,7 @@ class HfConfig:
     path: str = declare("", "Hugging Face model: a folder, org/name on the Hub, or a .gguf file", training_only=True)
     attention: Literal["sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"] | None = declare(
         None,
-        "attention implementation; null: sdpa if the model supports it",
+        "attention implementation; null: that in config.json, else sdpa if the model supports it",
         training_only=True,
         aliases={"flex_attention": "flex", "flash": "flash_attention_2"},
     )

@@ -44,10 +44,11 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     not support the requested attention implementation.
     """
     attention = _LIBRARY_ATTENTION.get(config.attention or "", config.attention)
+    chosen = {} if attention is None else {"attn_implementation": attention}  # else what config.json names, if anything
     settings = library_config(config)
     try:
         model = transformers.AutoModelForCausalLM.from_config(
-            settings, dtype=torch.float32, attn_implementation=attention, trust_remote_code=False
+            settings, dtype=torch.float32, trust_remote_code=False, **chosen
         )
     except Exception as error:  # inconsistent sizes can raise any error, in the library or a torch layer
         if config.attention is None or not isinstance(error, (ImportError, ValueError)):

@@ -82,7 +82,7 @@ _FOREIGN: dict[str, list[Any]] = {
     **{"attn_logit_softcapping": [5.0], "embedding_multiplier": [3.0], "residual_multiplier": [0.5]},
     **{"attention_multiplier": [0.1], "query_pre_attn_scalar": [64], "use_qk_norm": [True], "qk_layernorm": [True]},
     **{
-        "partial_rotary_factor": [0.5, 1.0],
+        "partial_rotary_factor": [0.5, 1.0, None],
         "rotary_pct": [0.5],
         "rope_interleaved": [True],
         "no_rope_layers": [[1, 0]],
@@ -91,7 +91,12 @@ _FOREIGN: dict[str, list[Any]] = {
     **{"attention_chunk_size": [4], "original_max_position_embeddings": [8, 32], "clip_qkv": [0.1]},
     **{"rope_theta": [500.0], "tie_word_embeddings": [True], "head_dim": [4, 8, 16], "parallel_residual": [True]},
     **{"per_layer_config": [{"0": {"num_key_value_heads": 4}}], "is_encoder_decoder": [True], "return_dict": [False]},
-    **{"output_attentions": [True], "output_hidden_states": [True], "use_cache": [False], "pad_token_id": [0, 66]},
+    **{
+        "output_attentions": [True],
+        "output_hidden_states": [True],
+        "use_cache": [False],
+        "pad_token_id": [0, 66, 67, -1, -68],
+    },
     **{"dtype": ["float32"], "torch_dtype": ["float32"], "chunk_size_feed_forward": [2], "pruned_heads": [{"0": [1]}]},
     **{"add_cross_attention": [True], "attention_dropout": [0.0, 0.5], "hidden_dropout": [0.5], "a_new_entry": [1]},
     **{"rope_scaling": [_LLAMA3, _YARN, {"type": "linear", "factor": 4.0}, {"rope_type": "dynamic", "factor": 4.0}]},
@@ -108,11 +113,12 @@ _FOREIGN: dict[str, list[Any]] = {
     **{
         "eos_token_id": [[1, 2]],
         "temperature": [0.5],
-        "quantization_config": [{"quant_method": "x"}],
+        "quantization_config": [{"quant_method": "x"}, {}],
     },
     **{
-        "_attn_implementation": ["eager"],
-        "attn_implementation": ["eager"],
+        "_attn_implementation": ["eager", "nonsense"],
+        "attn_implementation": ["eager", "nonsense"],
+        "experts_implementation": ["eager", "nonsense"],
         "hidden_act": ["gelu"],
         "swiglu_alpha": [1.0],
     },
@@ -130,7 +136,13 @@ _YARN_VALUES: dict[str, list[Any]] = {
 
 _WRONG_TYPES: dict[str, Any] = {
     **{"pad_token_id": "<pad>", "eos_token_id": "</s>", "bos_token_id": [1], "use_cache": 1, "dtype": "nonsense"},
-    **{"id2label": [1], "num_labels": "two", "rms_norm_eps": 1, "tie_word_embeddings": 0, "initializer_range": 2},
+    **{
+        "id2label": {"one": "x"},
+        "num_labels": "two",
+        "rms_norm_eps": 1,
+        "tie_word_embeddings": 0,
+        "initializer_range": 2,
+    },
     **{"transformers_version": 5, "hidden_act": None, "vocab_size": 67.0, "max_position_embeddings": None},
 }
 
@@ -175,15 +187,19 @@ def mutations(content: dict[str, Any], kind: str) -> Iterator[tuple[str, dict[st
         for key, values in _YARN_VALUES.items():
             for value in values:
                 yield f"rope: {key}={value}", content | {"rope_parameters": rope | {key: value}}
+        yield "rope: nothing", content | {"rope_parameters": {}}
         as_in_4 = {key: value for key, value in content.items() if key != "rope_parameters"}
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
         yield "rope as transformers 4 writes it", as_in_4 | {"rope_scaling": scaling, "rope_theta": 900.0}
         yield "rope_scaling beside rope_parameters", content | {"rope_scaling": scaling, "rope_theta": 900.0}
-        yield (
-            "rope_scaling without a length",
-            as_in_4
-            | {"rope_scaling": {key: value for key, value in scaling.items() if not key.startswith("original")}},
-        )
+        shorter = {key: value for key, value in scaling.items() if not key.startswith("original")}
+        yield "rope_scaling without a length", as_in_4 | {"rope_scaling": shorter}
+        whole = {key: value for key, value in scaling.items() if key != "partial_rotary_factor"}
+        for fraction in (0.5, 1.0, None):
+            outside = {"rope_scaling": whole, "partial_rotary_factor": fraction}
+            yield f"rope_scaling beside partial_rotary_factor={fraction}", as_in_4 | outside
+        untyped = {key: value for key, value in content.items() if key != "layer_types"}
+        yield "layer_types by interval", untyped | {"full_attention_interval": 2}
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ _REJECTED_ENTRIES = {
 
 
 _TOKEN_ID = int | None
+_ATTENTION = Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
+_EXPERT_METHODS = Literal["eager", "batched_mm", "grouped_mm"]
 METADATA: Mapping[str, Any] = {
     # what the folder is, and who wrote it
     **{"model_type": str, "architectures": list[str] | None, "transformers_version": str | None},
@@ -47,14 +49,15 @@ METADATA: Mapping[str, Any] = {
     **{"bos_token_id": _TOKEN_ID, "eos_token_id": int | list[int] | None, "pad_token_id": _TOKEN_ID},
     **dict.fromkeys(("cls_token_id", "sep_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id"), int),
     # classifiers and other heads
-    **{"num_labels": int, "id2label": dict[str, str] | None, "label2id": dict[str, int] | None},
+    **{"num_labels": int, "id2label": dict[int, str] | None, "label2id": dict[str, int] | None},
     **{"problem_type": Literal["regression", "multi_label_classification"] | None, "finetuning_task": str},
     **{"task_specific_params": dict | None, "classifier_dropout": int | float | None},
     **{"summary_type": str, "summary_use_proj": bool, "summary_activation": str | None},
     **{"summary_proj_to_labels": bool, "summary_first_dropout": int | float},
     # how a program computes, with the same result
-    **{"use_cache": bool, "pretraining_tp": int | None, "attn_implementation": str, "_attn_implementation": str},
-    **{"_attn_implementation_autoset": bool, "experts_implementation": str, "use_flash_attn": bool},
+    **{"use_cache": bool, "pretraining_tp": int | None, "_attn_implementation_autoset": bool, "use_flash_attn": bool},
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), _ATTENTION | None),
+    **dict.fromkeys(("experts_implementation", "_experts_implementation"), _EXPERT_METHODS | None),
     # generation, in files of transformers 4
     **{"max_length": int, "min_length": int, "max_new_tokens": int, "do_sample": bool, "early_stopping": bool},
     **{"num_beams": int, "num_beam_groups": int, "diversity_penalty": float, "temperature": int | float, "top_k": int},
@@ -555,8 +558,9 @@ def _has_type(value: Any, hint: Any) -> bool:
         return isinstance(value, str) and value in arguments
     if origin is list:
         return isinstance(value, list) and all(_has_type(item, arguments[0]) for item in value)
-    if origin is dict:  # its keys are text, as always in JSON
-        return isinstance(value, dict) and all(_has_type(item, arguments[1]) for item in value.values())
+    if origin is dict:  # in JSON, keys are text, also those that transformers reads as numbers
+        has_keys = isinstance(value, dict) and (arguments[0] is str or all(key.isdecimal() for key in value))
+        return has_keys and all(_has_type(item, arguments[1]) for item in value.values())
     if origin is not None:
         return any(_has_type(value, member) for member in arguments)
     return isinstance(value, hint) and (hint is bool or not isinstance(value, bool))
@@ -585,7 +589,7 @@ def _type_text(hint: Any) -> str:
 def check_readable(content: Mapping[str, Any]) -> None:
     """Raise a UserError that names the entry if config.json asks for an unsupported format or for custom code."""
     for key, rule in _REJECTED_ENTRIES.items():
-        if value := content.get(key):
+        if (value := content.get(key)) is not None:
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             raise UserError(f"{key}{f': quant_method={method}' if method else ''}: {rule}")
 
