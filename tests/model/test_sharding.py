@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shutil
 import warnings
 from collections import Counter
@@ -20,7 +21,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from tests.helpers.cases import campaign_except
+from tests.helpers.cases import campaign_except, in_campaign
 from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.no_plan import make_no_plan
 from tests.helpers.plan_truth import CollectiveLog, as_logged
@@ -810,3 +811,125 @@ def test_partly_frozen_model_trains(name: str, tmp_path: Path) -> None:
     found = on_ranks(2, train_partly, recipe)[1]
     assert sorted(found["still"]) == sorted(STILL)
     assert relative(found["losses"], plain_losses(load_config(str(recipe), PARTLY))) < 1e-5
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Parameters that cannot be sharded
+
+
+@dataclass
+class UnusualConfig:
+    vocab_size: int = 64
+    kind: str = ""
+    in_root: bool = False
+    trains: bool = True
+
+
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "scalar": lambda: torch.empty(()),
+    "one element": lambda: torch.empty(1),
+    "no rows": lambda: torch.empty(0, 4),
+    "empty rows": lambda: torch.empty(3, 0),
+    "expanded": lambda: torch.empty(1).expand(8),
+    "transposed": lambda: torch.empty(4, 8).t(),
+    "float16": lambda: torch.empty(3, dtype=torch.float16),
+    "float64": lambda: torch.empty(3, dtype=torch.float64),
+    "complex64": lambda: torch.empty(3, dtype=torch.complex64),
+    "int64": lambda: torch.ones(3, dtype=torch.int64),
+    "bool": lambda: torch.ones(3, dtype=torch.bool),
+}
+
+
+class Unusual(nn.Module):
+    """A model with one unusual parameter, in a block or in the root, and a buffer without dimensions."""
+
+    def __init__(self, config: UnusualConfig) -> None:
+        super().__init__()
+        self.table = nn.Embedding(config.vocab_size, 8)
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.gain = nn.Parameter(torch.empty(8))
+        self.register_buffer("scale", torch.empty(()))
+        owner = self if config.in_root else self.blocks[1]
+        owner.register_parameter("extra", nn.Parameter(UNUSUAL[config.kind](), requires_grad=config.trains))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.constant_(self.scale, 0.5)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.table(tokens)
+        for block in self.blocks:
+            x = x + self.scale * block(x) * self.gain
+        return x @ self.table.weight.T
+
+
+def fill_unusual(module: nn.Module) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+    if (extra := dict(module.named_parameters(recurse=False)).get("extra")) is not None:
+        with torch.no_grad():
+            extra.fill_(1)
+
+
+register(Recipe("unusual", UnusualConfig, Unusual, ["blocks.*"], init=fill_unusual))
+
+
+def unusual(folder: Path, kind: str, *more: str) -> RunConfig:
+    own = ["model.name=tests.model.test_sharding:unusual", f"model.kind={kind}", f"run.dir={folder}"]
+    return load_config("llama_small", [*own, *PARTLY, "eval.every=0", "log.sample_tokens=0", *more])
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "problem"),
+    [
+        ("scalar", (), "blocks.1.extra has no dimensions"),
+        ("scalar", ("model.in_root=true",), "extra has no dimensions"),
+        ("scalar", ("model.trains=false",), "blocks.1.extra has no dimensions"),
+        ("scalar", ("fsdp.wrap=size:60",), "blocks.1.extra has no dimensions"),
+        ("empty rows", (), "rows without elements"),
+        ("expanded", (), "not contiguous"),
+        ("transposed", (), "not contiguous"),
+        ("float16", (), "is float16, but blocks.1.weight"),
+        ("float64", ("model.in_root=true",), "is float64"),
+        ("complex64", (), "is complex64"),
+    ],
+)
+def test_parameter_that_cannot_be_sharded_is_named(
+    kind: str, more: tuple[str, ...], problem: str, tmp_path: Path
+) -> None:
+    """On one rank too, before anything is built."""
+    with pytest.raises(UserError, match="^model.name=unusual: its parameter .*" + re.escape(problem)) as refused:
+        check_sharding(unusual(tmp_path, kind, *more))
+    assert "to fix: " in str(refused.value)
+    with pytest.raises(UserError, match=re.escape(problem)):
+        Trainer(unusual(tmp_path, kind, *more))
+
+
+def train_unusual(folder: Path, kind: str, *more: str) -> list[float]:
+    trainer = Trainer(unusual(folder, kind, "train.micro_batch_size=1", *more))
+    losses = [record["loss"] for record in trainer.steps()]
+    trainer.save_checkpoint(wait=True)
+    trainer.close()
+    return losses
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "more"),
+    [
+        ("one element", ()),
+        *in_campaign(
+            ("no rows", ()),
+            ("int64", ("model.trains=false",)),
+            ("bool", ("model.trains=false", "model.in_root=true")),
+            ("float16", ("model.trains=false",)),
+            ("float16", ("train.weights_dtype=bfloat16",)),
+        ),
+    ],
+)
+def test_unusual_parameter_trains_alike_on_any_number_of_ranks(
+    kind: str, more: tuple[str, ...], tmp_path: Path
+) -> None:
+    one, two = (on_ranks(ranks, train_unusual, tmp_path / str(ranks), kind, *more)[0] for ranks in (1, 2))
+    assert len(one) == 4
+    assert relative(two, one) < (2e-2 if "train.weights_dtype=bfloat16" in more else 1e-5)

@@ -45,10 +45,16 @@ def find_units(model: nn.Module, recipe: Recipe, wrap: str = "block") -> list[Sh
     Units that the recipe or a function lists keep their order, which should be the order of the forward pass.  All
     others are in the order of `named_modules`.
 
-    Raises UserError for an entry that is not a module inside the model, for a module in two units, and for units that
-    would separate tied parameters; also if a user-defined function fails, or returns neither a list of units nor a
-    boolean for each module.
+    Raises UserError for an entry that is not a module inside the model, for a module in two units, for units that would
+    separate tied parameters, and for a parameter that FSDP cannot divide or reduce; also if a user-defined function
+    fails, or returns neither a list of units nor a boolean for each module.
     """
+    units = _list_units(model, recipe, wrap)
+    _check_parameters(model, units, recipe)
+    return units
+
+
+def _list_units(model: nn.Module, recipe: Recipe, wrap: str) -> list[ShardUnit]:
     if wrap.startswith("size:"):
         return _units_by_size(model, int(wrap.removeprefix("size:").replace("_", "")))
     if wrap == "block":
@@ -211,6 +217,35 @@ def _units_by_size(model: nn.Module, min_parameters: int) -> list[ShardUnit]:
     visit("", model)
     order = {name: position for position, (name, _) in enumerate(model.named_modules())}
     return sorted(chosen, key=lambda unit: order[unit.names[0]])
+
+
+def _check_parameters(model: nn.Module, units: list[ShardUnit], recipe: Recipe) -> None:
+    """Raise UserError for a parameter that FSDP cannot divide or reduce, on any number of ranks.
+
+    On one rank it might be trained, but a configuration must run on any number of ranks.
+    """
+
+    def error(name: str, problem: str, fix: str) -> UserError:
+        return setting_error("model.name", recipe.name, f"its parameter {name} {problem}", fix=fix)
+
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        if parameter.ndim == 0:
+            fix = "give it one, as in nn.Parameter(torch.ones(1)); a constant can be a buffer"
+            raise error(names[id(parameter)], "has no dimensions, so it cannot be divided among ranks", fix)
+        if parameter.shape[0] > 0 and parameter.numel() == 0:
+            raise error(names[id(parameter)], "has rows without elements, which cannot be divided", "leave it out")
+        if not parameter.is_contiguous():
+            fix = "nn.Parameter(tensor.contiguous())"
+            raise error(names[id(parameter)], "is not contiguous in memory, so it cannot be divided among ranks", fix)
+    for parameters in parameters_by_unit(model, units).values():
+        for parameter in parameters:
+            first = parameters[0]
+            if parameter.dtype != first.dtype:
+                dtypes = [str(each.dtype).removeprefix("torch.") for each in (parameter, first)]
+                problem = f"is {dtypes[0]}, but {names[id(first)]} in the same FSDP unit is {dtypes[1]}"
+                fix = "create all of them in float32; fsdp.param_dtype sets the dtype that they are computed in"
+                raise error(names[id(parameter)], problem, fix)
 
 
 def _check_units(model: nn.Module, units: list[ShardUnit], source: str) -> None:
