@@ -9,13 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers.launch import run
+from tests.helpers.cases import in_campaign
+from tests.helpers.launch import on_ranks, run
 from tests.helpers.runs import EVALUATED_STEPS, SAVED_STEPS, SharedRun
-from tests.helpers.tiny import fit, full
+from tests.helpers.tiny import fit, full, lines
 from trainer import Sampling, Trainer, UserError, generate_batch, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
+from trainer.metrics.callbacks import NormWatch
 from trainer.metrics.record import Record
+from trainer.model.parameters import local
 
 
 def samples(ran: SharedRun) -> list[tuple[int, str, str]]:
@@ -116,6 +119,67 @@ def test_norms_of_gradients_are_before_clipping(tmp_path: Path) -> None:
 
 def unit_of(name: str) -> str:
     return next((unit for unit in UNITS if name.startswith(f"{unit}.")), "head")  # the head has the last norm
+
+
+class Damaged(Trainer):
+    """Starts with a few rows of the embedding almost zero, where RMSNorm multiplies gradients by its largest factor."""
+
+    rows = 4
+
+    def start(self) -> None:
+        super().start()
+        if self.state.step == 0:
+            with torch.no_grad():
+                local(self.model.get_parameter("tok_embeddings.weight"))[: self.rows] *= 1e-20
+
+
+class Healthy(Damaged):
+    rows = 0
+
+
+DAMAGED = ["train.steps=12", "model.num_layers=2", "optim.lr=1e-3", "log.norms_every=1", "eval.every=0"]
+
+
+def train_damaged(folder: Path, kind: type[Damaged]) -> None:
+    fit(folder, *DAMAGED, "train.micro_batch_size=1", kind=kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, *in_campaign(2)])
+def test_unit_that_dominates_the_norm_is_named(ranks: int, tmp_path: Path) -> None:
+    """Once, with the share that the logged norms have; a run with healthy weights prints nothing."""
+    for kind in (Damaged, Healthy):
+        on_ranks(ranks, train_damaged, tmp_path / kind.__name__, kind)
+    log = (tmp_path / "Damaged" / "console.log").read_text()
+    (step, share) = re.findall(r"step (\d+): ([\d.]+)% of the squared gradient norm come from tok_embeddings, ", log)[0]
+    (line,) = (line for line in lines(tmp_path / "Damaged") if line["kind"] == "norms" and line["step"] == int(step))
+    squares = {unit: norm**2 for unit, norm in line["grad_norm"].items()}
+    assert float(share) == pytest.approx(100 * squares["tok_embeddings"] / sum(squares.values()), abs=0.06)
+    assert float(share) >= 90
+    assert log.count("gradient norm come") == 1
+    assert "gradient norm come" not in (tmp_path / "Healthy" / "console.log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("norms", "limit", "alarms"),
+    [
+        ([1.0] * 30 + [5.0] * 10, None, [33]),
+        ([1.0] * 30 + [5.0, 5.0, 1.0] * 10, None, []),  # spikes
+        ([10.0, *(3.0 / step for step in range(1, 60))], None, []),  # an ordinary beginning
+        ([math.nan] * 40, 1.0, []),
+        ([1.5] * 40, 1.0, []),
+        ([5.0] * 120, 1.0, [5, 105]),
+        ([5.0] * 120, None, []),
+    ],
+)
+def test_steps_after_which_norms_are_examined(norms: list[float], limit: float | None, alarms: list[int]) -> None:
+    watch = NormWatch(limit)
+    found = []
+    for number, norm in enumerate(norms, start=1):
+        watch.add(norm)
+        if watch.take_alarm():
+            found.append(number)
+    assert found == alarms
 
 
 @pytest.mark.parametrize(

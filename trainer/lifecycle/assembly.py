@@ -134,7 +134,15 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     run_info = RunInfo(config.with_absolute_paths().to_yaml(), sizes, world.env.job, world.env.num_restarts)
     checkpoints = Checkpoints(storage, world, config.checkpoint, config.eval.metric, config.higher_is_better, run_info)
 
-    norms = UnitNorms(config.log, model, trainer.units, trainer.mesh, metrics, lambda: run.step_metrics.grad_norm)
+    norms = UnitNorms(
+        config.log,
+        model,
+        trainer.units,
+        trainer.mesh,
+        metrics,
+        lambda: run.step_metrics.grad_norm,
+        config.optim.max_grad_norm,
+    )
     optimizer.step_listeners.append(norms.after_step)
     samples = Samples(config, world, model, average, metrics)
     run = TrainingRun(

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import gc
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -62,6 +64,9 @@ class Callback:
     def end_step(self, step: int) -> None:
         """Called when the host has queued all work of `step`; a GPU may still be running it."""
 
+    def after_reading(self, grad_norm: float) -> None:
+        """Called when a step's gradient norm has reached the host, which may be while later steps are running."""
+
     def after_evaluation(self, step: int) -> None:
         """Called after an evaluation that was not aborted, within the watchdog's `evaluate` phase."""
 
@@ -74,10 +79,57 @@ class Callback:
         """
 
 
+_HISTORY, _MIN_HISTORY = 100, 20
+"""Number of steps whose median is the usual gradient norm: at most, and at least."""
+_FAR, _NUM_FAR = 4.0, 3
+"""The norm is unusual if it is this many times the usual one, in this many steps in a row."""
+_CLIPPED, _NUM_CLIPPED = 2.0, 5
+"""Clipping is unusual if the norm is this many times `optim.max_grad_norm`, in this many steps in a row."""
+_PAUSE = 100
+"""Number of steps after which unusual norms are examined again."""
+_DOMINANT, _MIN_UNITS = 0.9, 3
+"""Fraction of the squared norm above which a unit dominates it, in a model with at least this many units."""
+
+
+class NormWatch:
+    """Finds steps in which the global gradient norm is unusually large: the same steps on all ranks, like the norm."""
+
+    def __init__(self, max_norm: float | None) -> None:
+        """`max_norm`: `optim.max_grad_norm`."""
+        self._max_norm = max_norm
+        self._history: deque[float] = deque(maxlen=_HISTORY)
+        self._num_far = self._num_clipped = self._num_to_wait = 0
+
+    def add(self, norm: float) -> None:
+        """Add the norm of a step, before clipping."""
+        if not math.isfinite(norm):
+            return
+        self._num_to_wait -= self._num_to_wait > 0
+        is_far = len(self._history) >= _MIN_HISTORY and norm > _FAR * statistics.median(self._history)
+        self._num_far = self._num_far + 1 if is_far else 0
+        is_clipped = self._max_norm is not None and norm > _CLIPPED * self._max_norm
+        self._num_clipped = self._num_clipped + 1 if is_clipped else 0
+        self._history.append(norm)
+
+    def take_alarm(self) -> str:
+        """Return what is unusual; empty if nothing is, or if it was returned within the last `_PAUSE` steps."""
+        if self._num_to_wait:
+            return ""
+        if self._num_far >= _NUM_FAR:
+            alarm = f"is above {_FAR:g} times its usual value ({statistics.median(self._history):.3g})"
+        elif self._num_clipped >= _NUM_CLIPPED:
+            alarm = f"has been above {_CLIPPED:g} times optim.max_grad_norm for {self._num_clipped} steps"
+        else:
+            return ""
+        self._num_to_wait = _PAUSE
+        return alarm
+
+
 class UnitNorms(Callback):
     """Logs the gradient norm and the weight norm of each FSDP unit every `log.norms_every` steps.
 
-    In other steps, nothing is computed.  When norms are due, the host waits for the device only at the end of the step.
+    Also names the unit that dominates the global norm, once for each unit, when that norm is unusually large.  In other
+    steps, nothing is computed.  Where norms are computed, the host waits for the device only at the end of the step.
     `after_step` is also one of the optimizer's step listeners, so that it is called before the gradients are freed.
     """
 
@@ -89,21 +141,33 @@ class UnitNorms(Callback):
         mesh: DeviceMesh,
         metrics: Metrics,
         grad_norm: Callable[[], float],
+        max_norm: float | None = None,
     ) -> None:
-        """`grad_norm()` returns the global gradient norm, before clipping, of the step that has just ended."""
+        """`grad_norm()` returns the global gradient norm, before clipping, of the step that has just ended.
+
+        max_norm: `optim.max_grad_norm`.
+        """
         self._log, self._mesh, self._metrics = log, mesh, metrics
         self._parameters = parameters_by_unit(model, units)
         self._grad_norm = grad_norm
         self._is_due = False
+        self._watch, self._alarm = NormWatch(max_norm), ""
+        """What is unusual about the norms of the last steps; empty if nothing is."""
+        self._named: set[str] = set()
+        """The units that have been named."""
         self._pending: HostScalars | None = None
-        """Squared norms that the device is computing; None unless they are due in this step."""
+        """Squared norms that the device is computing; None unless this step needs them."""
 
     def begin_step(self, step: int) -> None:
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
+        self._alarm = self._watch.take_alarm() if len(self._parameters) >= _MIN_UNITS else ""
+
+    def after_reading(self, grad_norm: float) -> None:
+        self._watch.add(grad_norm)
 
     def after_step(self, is_finite: torch.Tensor | None = None) -> None:
-        """If norms are due in this step, start computing them: one all-reduce over the `shard` axis."""
-        if self._is_due:
+        """If norms are due or examined in this step, start computing them: one all-reduce over the `shard` axis."""
+        if self._is_due or self._alarm:
             self._pending = HostScalars(*self._squared_norms())
 
     @torch.no_grad()
@@ -118,12 +182,16 @@ class UnitNorms(Callback):
         return list(squares.unbind())
 
     def end_step(self, step: int) -> None:
-        """If norms were due in this step, wait for the device and write the norms record."""
+        """If norms were computed in this step, wait for the device, write their record and name a dominant unit."""
         if self._pending is None:
             return
         norms, self._pending = [math.sqrt(square) for square in self._pending.read()], None
         gradients, weights = norms[: len(self._parameters)], norms[len(self._parameters) :]
         clipped_norm = math.sqrt(sum(norm**2 for norm in gradients))
+        if self._alarm and clipped_norm and math.isfinite(clipped_norm):
+            self._name_dominant(step, [(norm / clipped_norm) ** 2 for norm in gradients])
+        if not self._is_due:
+            return
         # Clipping scales all gradients by the same factor, so this undoes it.
         scale = self._grad_norm() / clipped_norm if clipped_norm else 1.0
         self._metrics.write(
@@ -134,6 +202,17 @@ class UnitNorms(Callback):
                 param_norm=self._by_unit(weights),
             )
         )
+
+    def _name_dominant(self, step: int, shares: Sequence[float]) -> None:
+        """Print the unit that dominates the norm, if there is one; shares: fractions of the squared norm by unit."""
+        share, unit = max(zip(shares, self._parameters, strict=True))
+        if share >= _DOMINANT and unit not in self._named:
+            self._named.add(unit)
+            self._metrics.print(
+                f"warning: step {step}: {share:.1%} of the squared gradient norm come from {unit}, and the norm "
+                f"{self._alarm}: look for damaged weights there; clipping holds back all other units",
+                "yellow",
+            )
 
     def _by_unit(self, norms: Sequence[float]) -> dict[str, float | None]:
         finite = (norm if math.isfinite(norm) else None for norm in norms)

@@ -219,6 +219,8 @@ class StepMetrics:
         self._measure(queued)
         update = queued.update
         self.productive_s += queued.seconds * (not update.skipped)
+        for callback in self._callbacks:
+            callback.after_reading(update.grad_norm)
         self._skips.count(update.loss, update.grad_norm, queued.step, update.is_empty)
         if update.is_empty and not self._has_named_empty_step:
             self._has_named_empty_step = True
