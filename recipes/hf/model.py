@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,6 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from trainer.config.pretrained import why_not_native
 from trainer.errors import nearest, reason_of, setting_error
 from trainer.loss import cross_entropy, linear_cross_entropy
+from trainer.model.documents import checked_call
 from trainer.model.head import ScoreHead
 from trainer.model.parameters import num_writes, storage_id
 from trainer.sequence import Documents, apply_by_document
@@ -62,15 +63,6 @@ def build(config: HfConfig) -> transformers.PreTrainedModel:
     model.__class__ = _with_loss(model_class)
     if _head_computes_logits(model):
         model.get_output_embeddings().__class__ = LossHead
-    model.has_recurrent_layers = False
-    for module in model.modules():
-        # A layer that has a convolution, and accepts a cache of its state, is taken for a recurrent one.
-        arguments = inspect.signature(module.forward).parameters
-        has_cache = not {"cache_params", "past_key_values"}.isdisjoint(arguments)
-        if has_cache and any(isinstance(child, nn.Conv1d) for child in module.children()):
-            layer_class: Any = type(module)
-            module.__class__ = _with_document_resets(layer_class)
-            model.has_recurrent_layers = True
     return model
 
 
@@ -154,7 +146,9 @@ def _with_loss(library: Any) -> Any:
 
         positions (B, T): the positions of the tokens; ignored if `documents` is given.
         documents (B, T): see `trainer.sequence`.  Positions restart at zero in each document, from which the library
-            infers that attention must not cross documents.
+            infers that attention must not cross documents.  The first call with documents finds the layers that let
+            them influence each other anyway, and resets the state of these at each document (`reset_at_documents`).
+            It raises UserError if that does not help.
         cu_seqlens: see `trainer.sequence`.
 
         Without `tokens`, calls the library's own forward pass.
@@ -165,7 +159,7 @@ def _with_loss(library: Any) -> Any:
         packed = Documents.of(documents, cu_seqlens)
         if packed is not None or positions is not None:
             inputs["position_ids"] = positions if packed is None else packed.positions_BT
-        if packed is not None and self.has_recurrent_layers:
+        if packed is not None and getattr(self, "has_recurrent_layers", False):
             inputs["documents"] = packed  # passed on to all layers
         head = self.get_output_embeddings()
         if isinstance(head, ScoreHead) or (targets is not None and isinstance(head, LossHead)):
@@ -178,9 +172,37 @@ def _with_loss(library: Any) -> Any:
     parameters = [*inspect.signature(library.forward).parameters.values()][1:]
     by_keyword = [p.replace(kind=p.KEYWORD_ONLY) if p.kind is p.POSITIONAL_OR_KEYWORD else p for p in parameters]
     forward.__signature__ = inspect.Signature([*own_parameters, *by_keyword])  # type: ignore[attr-defined]
-    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+    members = {
+        "forward": forward,
+        "__call__": checked_call(library.__call__),
+        "reset_at_documents": _reset_at_documents,
+    }
+    subclass = type(library.__name__, (library,), {**members, "__module__": library.__module__})
     subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
     return subclass
+
+
+def _reset_at_documents(model: Any, modules: Sequence[str]) -> Callable[[], None] | None:
+    """Make the named modules, and all others of the same classes, reset their state at each document.
+
+    Returns a function that undoes it, or None if one of them already does or is the model itself.  See
+    `trainer.model.documents.KeepsDocumentsApart`.
+    """
+    classes = {type(model.get_submodule(name)) for name in modules}
+    if type(model) in classes or any(getattr(cls, "resets_at_documents", False) for cls in classes):
+        return None
+    changed: list[tuple[nn.Module, Any]] = [(m, type(m)) for m in model.modules() if type(m) in classes]
+    had_recurrent_layers = getattr(model, "has_recurrent_layers", False)
+
+    def undo() -> None:
+        model.has_recurrent_layers = had_recurrent_layers
+        for module, original_class in changed:
+            module.__class__ = original_class
+
+    for module, original_class in changed:
+        module.__class__ = _with_document_resets(original_class)
+    model.has_recurrent_layers = True
+    return undo
 
 
 @functools.cache
@@ -190,20 +212,41 @@ def _with_document_resets(library: Any) -> Any:
     The library passes document boundaries to the layers' kernels, but its plain torch code ignores them.
     """
 
-    def forward(self: Any, hidden_states: torch.Tensor, documents: Documents | None = None, **kwargs: Any) -> Any:
-        is_training = self.training
-        # In training, the library passes the projections' weights to a fused kernel, which would ignore adapters.
-        self.training = is_training and not any(hasattr(child, "base_layer") for child in self.children())
-        try:
-            if documents is None:
-                return library.forward(self, hidden_states, **kwargs)
-            return apply_by_document(lambda rows: library.forward(self, rows, **kwargs), hidden_states, documents)
-        finally:
-            self.training = is_training
+    def forward(self: Any, *args: Any, documents: Documents | None = None, **kwargs: Any) -> Any:
+        """Call the layer with documents as rows of its first hidden states (B, T, D), whatever the argument's name."""
+        arguments: dict[int | str, Any] = dict([*enumerate(args), *kwargs.items()])
+        key = None if documents is None else next(_hidden_arguments(arguments, documents), None)
+        if documents is None or key is None:
+            return library.forward(self, *args, **kwargs)
+        num_outputs = 0
 
-    subclass = type(library.__name__, (library,), {"forward": forward, "__module__": library.__module__})
+        def call(rows_NLD: torch.Tensor) -> torch.Tensor:
+            nonlocal num_outputs
+            replaced = {**arguments, key: rows_NLD}
+            output = library.forward(
+                self, *(replaced[n] for n in range(len(args))), **{name: replaced[name] for name in kwargs}
+            )
+            if isinstance(output, tuple):
+                num_outputs, output = len(output), output[0]
+            if output.shape[:2] != rows_NLD.shape[:2]:
+                raise ValueError(f"{library.__name__} returned {tuple(output.shape)} for {tuple(rows_NLD.shape)}")
+            return output
+
+        hidden_BTD = apply_by_document(call, arguments[key], documents)
+        return (hidden_BTD, *[None] * (num_outputs - 1)) if num_outputs else hidden_BTD
+
+    members = {"forward": forward, "resets_at_documents": True, "__module__": library.__module__}
+    subclass = type(library.__name__, (library,), members)
     subclass.__qualname__, subclass.__doc__ = library.__qualname__, library.__doc__
     return subclass
+
+
+def _hidden_arguments(arguments: Mapping[int | str, Any], documents: Documents) -> Iterator[int | str]:
+    """Yield the keys of the arguments that are hidden states (B, T, D), in the order of the call."""
+    for key, value in arguments.items():
+        is_hidden = isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim == 3
+        if is_hidden and value.shape[:2] == documents.numbers_BT.shape:
+            yield key
 
 
 @torch.no_grad()

@@ -1,332 +1,41 @@
-"""The self-check for documents that are packed into one row: no document may influence another.
-
-A model may accept document ids but ignore them in one layer, without any visible effect on its loss or outputs: with
-fresh weights, the state that a recurrent layer carries across a document boundary is below bfloat16's rounding error.
-So comparing the model's outputs is not enough.  The check runs the model itself, for any recipe, in two ways:
-
-1. *Gradients.*  The gradient of one document's loss with respect to another document's embeddings must be exactly zero.
-   A token that takes no part in a computation gets exactly zero in any dtype; a token that does gets nonzero values,
-   however small its contribution.  The inputs and outputs of all modules are added to the loss, so that a module is
-   tested even if the next weight is zero, as in fresh adapters and some projections.
-2. *Swapped documents.*  A dependence on absolute positions does not show up in these gradients.  So two rows hold the
-   same two documents, of equal length, in opposite order.  For each document, every module with parameters must compute
-   the same output in both rows.  After each of these modules, its outputs are copied from one row to the other, so that
-   the next module gets the same input in both and rounding errors do not accumulate.
-
-With rows of at least 320 tokens, document boundaries lie both within and between the chunks that recurrent layers
-process, and documents are longer than any convolution.
-"""
+"""The self-check for documents that are packed into one row: no document may influence another."""
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer.config import RunConfig
 from trainer.config.rules import compiles_blocks
-from trainer.data.loader import Batch, TrainLoader
+from trainer.data.loader import TrainLoader
 from trainer.data.source import as_mapping
 from trainer.distributed.world import World
 from trainer.errors import setting_error
-from trainer.loss import IGNORE, find_loss
-from trainer.model.gradients import evaluation_mode
-from trainer.sequence import compute_cu_seqlens, full_sequences
-
-_LENGTHS = (70, 150, 100)
-"""Lengths in tokens of the three documents in a row, scaled down in proportion if the run's rows are too short.
-Recurrent layers process chunks of 64 to 256 tokens: the second document starts and ends within chunks and spans the
-boundaries of chunks of 64 and 128 tokens, and the third one crosses token 256."""
-
-_MAX_SWAPPED = 128
-"""Maximum length of a swapped document, in tokens: a multiple of common chunk sizes and of kernels' block sizes."""
-
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-8}
-"""Maximum RMS difference between a module's outputs in the two rows, relative to the RMS of the outputs, by dtype.
-For other dtypes, `_HALF_TOLERANCE` applies."""
-_HALF_TOLERANCE = 2.0**-9
-"""Tolerance for bfloat16 and float16: at most half the difference that would result if every element were rounded to
-bfloat16 in the opposite direction.  Most modules return identical outputs, and kernels that sum in a different order
-round only a few elements differently."""
+from trainer.model.documents import separate_documents
 
 
 def check_documents(world: World, model: nn.Module, loader: object, config: RunConfig) -> None:
     """Raise UserError on all ranks if documents share rows and the model lets them influence each other.
 
-    The message names up to three modules, if they can be found.  Also raises UserError if compiled blocks would have to
-    separate documents in recurrent layers of transformers.  Does nothing if documents do not share rows, or if the
-    loader is a custom one.
+    A model from transformers is first made to keep them apart, where possible (`trainer.model.documents`).  The message
+    names up to three modules, if they can be found.  Also raises UserError if compiled blocks would have to separate
+    documents in recurrent layers of transformers.  Does nothing if documents do not share rows, or if the loader is a
+    custom one.
 
-    Collectives: a forward and backward pass over two rows of at most 320 tokens, then either another such pass or a
-    forward pass over two rows of at most 256 tokens, and a gather; only the gather if the model takes no documents.
+    Collectives: those of `separate_documents`, and a gather; only the gather if the model takes no documents.
     """
     if not isinstance(loader, TrainLoader) or "documents" not in as_mapping(loader.source.batch(np.array([-1]))):
         return
-    if getattr(model, "has_recurrent_layers", False) and compiles_blocks(config.train.compile, world.device.type):
-        rule = "compiled blocks cannot separate documents in recurrent layers of transformers"
-        raise setting_error("train.compile", config.train.compile, rule, False)
     leak: str | None = "its forward pass takes no documents"
     if "documents" in inspect.signature(model.forward).parameters:
-        leak = find_leak(model, loader.source.vocab_size, config.data.seq_len, world.device)
+        model.are_documents_apart = True  # type: ignore[assignment]  # checked here, so not again in its first call
+        leak = separate_documents(model, loader.source.vocab_size, config.data.seq_len, world.device)
     leaks = [name for name in world.gather(leak) if name is not None]
     if leaks:
         rule = f"model.name={config.model.name} lets documents in one row influence each other: {leaks[0]}"
         raise setting_error("data.documents", "masked", rule, "apart")
-
-
-def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.device) -> str | None:
-    """Return a description of the module that lets documents in a row of `seq_len` tokens affect each other, or None.
-
-    Parameter gradients are neither computed nor changed.
-    """
-    generator = torch.Generator().manual_seed(0)
-    # Eager, because compiling for these sizes would not help the run, which has other sizes.
-    with evaluation_mode(model), torch.compiler.set_stance("force_eager"), full_sequences():
-        num_tokens = min(sum(_LENGTHS), seq_len)
-        if num_tokens >= len(_LENGTHS):
-            first, second = (max(1, length * num_tokens // sum(_LENGTHS)) for length in _LENGTHS[:2])
-            lengths = (first, second, num_tokens - first - second)
-            batch = _make_batch(lengths, vocab_size, generator, device)
-            # In no module may the documents with targets depend on the embeddings of other documents.
-            others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
-            gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
-            if any(_is_nonzero(gradient, others_BT) for gradient in gradients):
-                return _name_mixing_module(model, batch)
-        length = min(_MAX_SWAPPED, seq_len // 2)
-        return _compare_swapped(model, _make_batch((length, length), vocab_size, generator, device)) if length else None
-
-
-def _make_batch(
-    lengths: Sequence[int], vocab_size: int, generator: torch.Generator, device: torch.device
-) -> dict[str, torch.Tensor]:
-    """Return two rows of random tokens in documents of these lengths, as a batch with all entries that a loader adds.
-
-    Only two documents have targets: the second to last of the first row, and the last of the second row.  Targets are
-    random: gradients would vanish if the model predicted them with certainty.
-    """
-    shape, numbers_D = (2, sum(lengths)), torch.arange(len(lengths))
-    documents = numbers_D.repeat_interleave(torch.tensor(lengths)).expand(shape).contiguous()
-    positions = torch.cat([torch.arange(length) for length in lengths]).expand(shape).contiguous()
-    tokens, targets = (torch.randint(vocab_size, shape, generator=generator) for _ in range(2))
-    targets[documents != numbers_D[-2:, None]] = IGNORE
-    batch = {"tokens": tokens, "targets": targets, "documents": documents, "positions": positions}
-    batch["cu_seqlens"] = compute_cu_seqlens(documents)
-    return {name: entry.to(device) for name, entry in batch.items()}
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Gradients
-
-
-def _embedding_gradients(
-    model: nn.Module,
-    batch: Batch,
-    sums: _HiddenSums,
-    before: Callable[[str, Any], Any],
-    after: Callable[[str, Any], Any],
-) -> list[torch.Tensor]:
-    """Return the gradients of the loss plus `sums` with respect to the embeddings.  before, after: see `_hooks`."""
-    embeddings = _SeparatedEmbeddings(batch["tokens"])
-    with torch.enable_grad(), _hooks(model, before, after):
-        with embeddings:
-            loss = find_loss(model)(batch)
-        if not embeddings.leaves:
-            return []
-        gradients = torch.autograd.grad(sum(sums.close(), loss.float()), embeddings.leaves, allow_unused=True)
-    return [gradient for gradient in gradients if gradient is not None]
-
-
-class _SeparatedEmbeddings(TorchFunctionMode):
-    """Collects the embeddings that torch looks up for the tokens, and makes them leaves, so that they get gradients.
-
-    This works for an embedding table in any form: a module, a function, or an indexed parameter.
-    """
-
-    def __init__(self, tokens_BT: torch.Tensor) -> None:
-        super().__init__()
-        self._tokens_BT = tokens_BT
-        self.leaves: list[torch.Tensor] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if not isinstance(result, torch.Tensor) or not result.is_floating_point():
-            return result
-        shape = self._tokens_BT.shape
-        if result.shape[:2] != shape or not any(map(self._is_tokens, tree_leaves((args, kwargs)))):
-            return result
-        leaf = result.detach().requires_grad_()
-        self.leaves.append(leaf)
-        return leaf
-
-    def _is_tokens(self, argument: Any) -> bool:
-        if not isinstance(argument, torch.Tensor) or argument.is_floating_point():
-            return False
-        return argument is self._tokens_BT or (
-            argument.shape == self._tokens_BT.shape
-            and argument.dtype == self._tokens_BT.dtype
-            and torch.equal(argument, self._tokens_BT)
-        )
-
-
-class _HiddenSums:
-    """Sums the inputs and outputs of all modules at selected tokens.  `add` is a hook for `_hooks`."""
-
-    def __init__(self, counted_BT: torch.Tensor) -> None:
-        self._counted_BT = counted_BT
-        self._sums: list[torch.Tensor] | None = []
-
-    def add(self, name: str, values: Any) -> None:
-        for hidden in _hidden_states(values, self._counted_BT):
-            if hidden.requires_grad:
-                # Also computed in a recomputed forward pass, so that both passes save the same tensors.
-                counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
-                total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
-                if self._sums is not None:
-                    self._sums.append(total)
-
-    def close(self) -> list[torch.Tensor]:
-        """Return the sums.  From now on, calls of `add` in recomputed forward passes add nothing."""
-        sums, self._sums = self._sums or [], None
-        return sums
-
-
-def _name_mixing_module(model: nn.Module, batch: Batch) -> str:
-    """Describe the modules in which gradients cross to other documents: nonzero at their input, zero at their output.
-
-    If several layers leak, these are the modules of the last one: the gradients that it passes on hide the others.
-    """
-    others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
-    reached: dict[str, dict[str, bool]] = {}
-
-    def watch(name: str, side: str, tensor: torch.Tensor) -> None:
-        flags = reached.setdefault(name, {"input": False, "output": False})
-
-        def record(gradient: torch.Tensor) -> None:
-            flags[side] = flags[side] or _is_nonzero(gradient, others_BT)
-
-        tensor.register_hook(record)
-
-    def watch_inputs(name: str, inputs: Any) -> Any:
-        def alias(leaf: torch.Tensor) -> torch.Tensor:
-            """Return an alias of a hidden state that receives its gradient from this module alone."""
-            if not any(hidden.requires_grad for hidden in _hidden_states(leaf, others_BT)):
-                return leaf
-            leaf_alias = leaf.view_as(leaf)
-            watch(name, "input", leaf_alias)
-            return leaf_alias
-
-        sums.add(name, inputs)
-        return tree_map_only(torch.Tensor, alias, inputs)
-
-    def watch_outputs(name: str, outputs: Any) -> None:
-        sums.add(name, outputs)
-        for output in _hidden_states(outputs, others_BT):
-            if output.requires_grad:
-                watch(name, "output", output)
-
-    _embedding_gradients(model, batch, sums, watch_inputs, watch_outputs)
-    names = [name for name, flags in reached.items() if flags["input"] and not flags["output"]]
-    innermost = [
-        name
-        for name in names
-        if not any(other.startswith(f"{name}." if name else "") for other in names if other != name)
-    ]
-    return _describe(model, innermost)
-
-
-def _is_nonzero(gradient: torch.Tensor, where_BT: torch.Tensor) -> bool:
-    return bool((gradient[where_BT] != 0).any())  # true for NaN
-
-
-def _describe(model: nn.Module, names: Sequence[str]) -> str:
-    if not names:
-        return "through a module whose inputs or outputs are not (B, T, ...)"
-    modules = dict(model.named_modules())
-    parts = [
-        f"{name or 'the model itself'} ({type(modules[name]).__name__.removeprefix('FSDP')})" for name in names[:3]
-    ]
-    return f"through {', '.join(parts)}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Swapped documents
-
-
-def _compare_swapped(model: nn.Module, batch: Batch) -> str | None:
-    """Return a description of the first module whose output depends on a document's place in the row, or None."""
-    length = batch["tokens"].shape[1] // 2
-    tokens_BT = torch.stack((batch["tokens"][0], batch["tokens"][0].roll(length)))
-    parameters_of = {name: any(True for _ in module.parameters()) for name, module in model.named_modules()}
-    differing: list[str] = []
-
-    def differs(hidden: torch.Tensor) -> bool:
-        expected, actual = hidden[0].roll(length, 0).float(), hidden[1].float()
-        tolerance = _TOLERANCE.get(hidden.dtype, _HALF_TOLERANCE)
-        return not (actual - expected).norm() <= tolerance * expected.norm()
-
-    def compare_inputs(name: str, inputs: Any) -> None:
-        if not differing and any(map(differs, _hidden_states(inputs, tokens_BT))):
-            differing.append(name.rpartition(".")[0])  # the fault lies in the enclosing module's own code
-
-    def compare_outputs(name: str, outputs: Any) -> Any:
-        if not parameters_of[name]:
-            return None  # a function of positions alone, such as rotary angles, may differ
-        if not differing and any(map(differs, _hidden_states(outputs, tokens_BT))):
-            differing.append(name)
-
-        def exchange(leaf: torch.Tensor) -> torch.Tensor:
-            if not [*_hidden_states(leaf, tokens_BT)]:
-                return leaf
-            return torch.stack((leaf[0], leaf[0].roll(length, 0)))
-
-        return tree_map_only(torch.Tensor, exchange, outputs)
-
-    named = inspect.signature(model.forward).parameters
-    entries = {name: batch[name] for name in ("documents", "positions", "cu_seqlens") if name in named}
-    with _hooks(model, compare_inputs, compare_outputs):
-        logits = model(tokens_BT, **entries)
-    if not differing and isinstance(logits, torch.Tensor) and differs(logits):
-        differing.append("")
-    return _describe(model, differing) if differing else None
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Hooks
-
-
-def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors of shape (B, T, ...) in nested values.  like_BT: a tensor of shape (B, T)."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[:2] == like_BT.shape:
-            yield leaf
-
-
-@contextlib.contextmanager
-def _hooks(model: nn.Module, before: Callable[[str, Any], Any], after: Callable[[str, Any], Any]) -> Iterator[None]:
-    """Inside the block, call `before` and `after` around the forward pass of every module, with the module's name.
-
-    before: also receives the positional and keyword arguments; returns replacements for them or None.
-    after: also receives the outputs; returns replacements for them or None.
-
-    Both are also called in recomputed forward passes.
-    """
-    handles = []
-    for name, module in model.named_modules():
-        handles += [
-            module.register_forward_pre_hook(
-                lambda _, args, kwargs, name=name: before(name, (args, kwargs)), with_kwargs=True
-            ),
-            module.register_forward_hook(lambda _, args, outputs, name=name: after(name, outputs)),
-        ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    if getattr(model, "has_recurrent_layers", False) and compiles_blocks(config.train.compile, world.device.type):
+        rule = "compiled blocks cannot separate documents in recurrent layers of transformers"
+        raise setting_error("train.compile", config.train.compile, rule, False)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import hashlib
 import inspect
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -192,7 +193,8 @@ class WindowDecoder(Decoder):
     def _call(self, sequence: list[int]) -> torch.Tensor:
         window = sequence[-self._context :]
         padded = window + [0] * (self._context - len(window))
-        logits_1TV: torch.Tensor = self._model(torch.tensor([padded], device=self._device))
+        output = self._model(torch.tensor([padded], device=self._device))
+        logits_1TV: torch.Tensor = getattr(output, "logits", output)
         return logits_1TV[0, len(window) - 1]
 
 
@@ -203,6 +205,7 @@ class TransformersDecoder(Decoder):
         self._model, self._device = model, device
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._options = last_logits_option(model)
+        self._cache_name = cache_argument(model) or ""
         self._cache: Any = None
         self._max_tokens = 0
         self._mask_BS: torch.Tensor | None = None
@@ -236,8 +239,10 @@ class TransformersDecoder(Decoder):
             if self._takes_positions:
                 positions_BS = (self._mask_BS.long().cumsum(1) - 1).clamp(min=0, max=self._max_tokens - 1)
                 inputs["position_ids"] = positions_BS[:, -tokens_BT.shape[1] :]
-        output = self._model(**inputs, **self._options, past_key_values=self._cache, use_cache=True)
-        self._cache = output.past_key_values
+        if self._cache is not None:
+            inputs[self._cache_name] = self._cache
+        output = self._model(**inputs, **self._options, use_cache=True)
+        self._cache = cache_of(output)
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV
 
@@ -258,7 +263,7 @@ def build_decoder(model: nn.Module, device: torch.device, num_tokens: int, conte
     context = context or max_seq_len(model) or max(num_tokens, _MIN_CONTEXT)
     if num_tokens <= context and supports_kv_cache(model):
         return CachedDecoder(model, device)
-    if num_tokens <= context and is_transformers_model(model):
+    if num_tokens <= context and is_transformers_model(model) and cache_argument(model) is not None:
         return TransformersDecoder(model, device)
     return WindowDecoder(model, device, context)
 
@@ -278,6 +283,33 @@ def supports_kv_cache(model: nn.Module) -> bool:
 def is_transformers_model(model: nn.Module) -> bool:
     """Return whether the model's class, or one of its base classes, is from transformers."""
     return any(base.__module__.startswith("transformers.") for base in type(model).__mro__)
+
+
+def cache_argument(model: nn.Module) -> str | None:
+    """Return the name of the argument through which a transformers model takes its cache, or None if it takes none.
+
+    The argument is found by its type, because its name differs between models and between versions of the library.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    return next((parameter.name for parameter in parameters if _is_cache_type(parameter.annotation)), None)
+
+
+def cache_of(output: Mapping[str, Any]) -> Any:
+    """Return the cache in the output of a transformers model.  Raises ValueError if it has none."""
+    for value in output.values():
+        if _is_cache_type(type(value)):
+            return value
+    raise ValueError(f"{type(output).__name__} of transformers has no cache: it has {', '.join(output)}")
+
+
+def _is_cache_type(annotation: Any) -> bool:
+    """Return whether a type, or one of the types in a union, is transformers' `Cache` or a similar class of a model."""
+    if isinstance(annotation, str):
+        return re.search(r"Cache\b", annotation) is not None
+    if isinstance(annotation, type):
+        bases = annotation.__mro__
+        return any(base.__module__.startswith("transformers.") and base.__name__.endswith("Cache") for base in bases)
+    return any(map(_is_cache_type, get_args(annotation)))
 
 
 def last_logits_option(model: nn.Module) -> dict[str, int]:

@@ -16,7 +16,7 @@ from torch import nn
 from trainer.errors import reason_of, setting_error
 from trainer.experts import fake_tensors
 from trainer.model.network import build_network
-from trainer.model.sample import PREFILL_TOKENS, last_logits_option, supports_kv_cache
+from trainer.model.sample import PREFILL_TOKENS, cache_of, last_logits_option, supports_kv_cache
 from trainer.plan.kernels import use_gpu_kernels
 from trainer.plan.plan import Generation, Plan
 from trainer.plan.probe import make_fake
@@ -129,7 +129,7 @@ def memory_of_generation(
                 growth, vocab_size = 1.0, output.shape[-1]
             else:
                 output = model(input_ids=tokens, use_cache=True, **last_logits_option(model))
-                cache, vocab_size = output.past_key_values, output.logits.shape[-1]
+                cache, vocab_size = cache_of(output), output.logits.shape[-1]
                 growth = length / workload.prompt_len
             meter.cut()
             del output

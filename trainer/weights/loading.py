@@ -31,6 +31,7 @@ from trainer.config.schema import name_of_source
 from trainer.distributed.channel import Channel
 from trainer.errors import UserError, print_stderr
 from trainer.experts import ADAPTERS
+from trainer.model.documents import guard_documents
 from trainer.model.head import is_score_name
 from trainer.model.lora import is_base_weight, name_without_adapters, transposed_layers, weights_to_pack
 from trainer.model.materialize import materialize
@@ -255,6 +256,7 @@ def load_unsharded(model: nn.Module, recipe: Recipe, source: WeightSource, devic
     """Allocate `model` unsharded on `device`, fill it from `source`, and put it in evaluation mode."""
     materialize(model, 0, device, recipe.init, is_loaded_later=lambda name: True)  # some buffers are not stored
     fill(model, source, setting="load_weights")
+    guard_documents(model)
     return model.eval().requires_grad_(False)
 
 
