@@ -122,7 +122,7 @@ def check(config: HfConfig) -> None:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:
         reason = why_not_native(config.config)
-        rule = f"needs the transformers library{reason and f', as no other recipe supports {reason}'}"
+        rule = "needs the transformers library" + (f", because of {reason}" if reason else "")
         raise setting_error("model.name", "hf", rule, fix="pip install 'meshtrainer[transformers]'") from None
     if int(version.partition(".")[0]) < 5:
         rule = f"needs transformers 5 or later; {version} is installed: pip install 'meshtrainer[transformers]'"

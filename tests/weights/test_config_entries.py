@@ -383,6 +383,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         },
         **{"_name_or_path": "x/y", "pad_token_id": 4, "unsloth_fixed": True, "rope_interleaved": False},
         **{"is_llama_config": True, "transformers.js_config": {"dtype": "q4"}},
+        **dict.fromkeys(("sep_token_id", "prefix", "finetuning_task", "bad_words_ids", "suppress_tokens", "id2label")),
+        **dict.fromkeys(("decoder_start_token_id", "forced_bos_token_id", "tokenizer_class", "problem_type")),
+        **{"pruned_heads": {}, "torchscript": False, "return_dict": True, "min_length": 0, "num_beams": 1},
     },
     "gpt2": {
         **{"activation_function": "gelu_new", "architectures": ["GPT2LMHeadModel"], "attn_pdrop": 0.1},

@@ -35,38 +35,42 @@ _REJECTED_ENTRIES = {
 `HuggingFace.dropped`; the generic recipe `hf` accepts `auto_map`."""
 
 
-_TOKEN_ID = int | None
 _ATTENTION = Literal["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3"]
 _EXPERT_METHODS = Literal["eager", "batched_mm", "grouped_mm"]
-METADATA: Mapping[str, Any] = {
+_NULLABLE_METADATA: Mapping[str, Any] = {
     # what the folder is, and who wrote it
-    **{"model_type": str, "architectures": list[str] | None, "transformers_version": str | None},
-    **{"_name_or_path": str | None, "name_or_path": str | None, "_commit_hash": str | None, "exported_by": str},
-    **{"unsloth_version": str, "unsloth_fixed": bool, "transformers.js_config": dict, "is_llama_config": bool},
+    **{"architectures": list[str], "transformers_version": str, "tokenizer_class": str, "exported_by": str},
+    **{"_name_or_path": str, "name_or_path": str, "_commit_hash": str, "unsloth_version": str, "unsloth_fixed": bool},
+    **{"transformers.js_config": dict, "is_llama_config": bool},
     # the files' dtype
-    **dict.fromkeys(("dtype", "torch_dtype"), Literal["float64", "float32", "float16", "bfloat16"] | None),
+    **dict.fromkeys(("dtype", "torch_dtype"), Literal["float64", "float32", "float16", "bfloat16"]),
     # token ids, which the model itself does not use
-    **{"bos_token_id": _TOKEN_ID, "eos_token_id": int | list[int] | None, "pad_token_id": _TOKEN_ID},
-    **dict.fromkeys(("cls_token_id", "sep_token_id", "mask_token_id", "unk_token_id", "decoder_start_token_id"), int),
+    **{"bos_token_id": int, "eos_token_id": int | list[int], "pad_token_id": int, "decoder_start_token_id": int},
+    **dict.fromkeys(("cls_token_id", "sep_token_id", "mask_token_id", "unk_token_id"), int),
     # classifiers and other heads
-    **{"num_labels": int, "id2label": dict[int, str] | None, "label2id": dict[str, int] | None},
-    **{"problem_type": Literal["regression", "multi_label_classification"] | None, "finetuning_task": str},
-    **{"task_specific_params": dict | None, "classifier_dropout": int | float | None},
-    **{"summary_type": str, "summary_use_proj": bool, "summary_activation": str | None},
-    **{"summary_proj_to_labels": bool, "summary_first_dropout": int | float},
+    **{"id2label": dict[int, str], "label2id": dict[str, int], "finetuning_task": str, "task_specific_params": dict},
+    **{"problem_type": Literal["regression", "multi_label_classification"], "classifier_dropout": int | float},
+    **{"summary_activation": str},
     # how a program computes, with the same result
-    **{"use_cache": bool, "pretraining_tp": int | None, "_attn_implementation_autoset": bool, "use_flash_attn": bool},
-    **dict.fromkeys(("attn_implementation", "_attn_implementation"), _ATTENTION | None),
-    **dict.fromkeys(("experts_implementation", "_experts_implementation"), _EXPERT_METHODS | None),
+    **{"pretraining_tp": int, "_attn_implementation_autoset": bool, "use_flash_attn": bool},
+    **dict.fromkeys(("attn_implementation", "_attn_implementation"), _ATTENTION),
+    **dict.fromkeys(("experts_implementation", "_experts_implementation"), _EXPERT_METHODS),
     # generation, in files of transformers 4
-    **{"max_length": int, "min_length": int, "max_new_tokens": int, "do_sample": bool, "early_stopping": bool},
-    **{"num_beams": int, "num_beam_groups": int, "diversity_penalty": float, "temperature": int | float, "top_k": int},
-    **{"top_p": int | float, "typical_p": int | float, "repetition_penalty": int | float},
-    **{"length_penalty": int | float, "no_repeat_ngram_size": int, "encoder_no_repeat_ngram_size": int},
-    **{"bad_words_ids": list, "num_return_sequences": int, "output_scores": bool, "return_dict_in_generate": bool},
-    **{"forced_bos_token_id": int, "forced_eos_token_id": int | list[int], "remove_invalid_values": bool},
-    **{"exponential_decay_length_penalty": list, "suppress_tokens": list, "begin_suppress_tokens": list},
-    **{"tokenizer_class": str | None, "prefix": str, "max_sequence_length": int},
+    **dict.fromkeys(("max_length", "min_length", "max_new_tokens", "max_sequence_length", "num_beams"), int),
+    **dict.fromkeys(("num_beam_groups", "num_return_sequences", "top_k"), int),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), int),
+    **dict.fromkeys(("temperature", "top_p", "typical_p"), int | float),
+    **dict.fromkeys(("repetition_penalty", "length_penalty", "diversity_penalty"), int | float),
+    **dict.fromkeys(("do_sample", "early_stopping", "output_scores", "return_dict_in_generate"), bool),
+    **{"remove_invalid_values": bool, "prefix": str, "forced_bos_token_id": int},
+    **{"forced_eos_token_id": int | list[int], "bad_words_ids": list, "exponential_decay_length_penalty": list},
+    **dict.fromkeys(("suppress_tokens", "begin_suppress_tokens"), list),
+}
+METADATA: Mapping[str, Any] = {
+    **{key: hint | None for key, hint in _NULLABLE_METADATA.items()},
+    **{"model_type": str, "use_cache": bool, "num_labels": int},
+    **{"summary_type": str, "summary_use_proj": bool, "summary_proj_to_labels": bool},
+    **{"summary_first_dropout": int | float},
 }
 """Entries of config.json that have no effect on what any model computes, and the type that each must have.
 

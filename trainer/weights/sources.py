@@ -188,7 +188,7 @@ def _check_copies(
         if others.dtype == rows.dtype and torch.equal(others, rows):
             continue
         differs = (others != rows) & ~(others.isnan() & rows.isnan())
-        different_rows = differs.flatten(1).any(1).nonzero().flatten().tolist()
+        different_rows = differs.reshape(len(rows), -1).any(1).nonzero().flatten().tolist()
         if not different_rows:
             continue
         rule = f"{stored} and {copy} are one tensor in the model, but two in {source.description}: they differ in row "
@@ -318,16 +318,16 @@ class SafetensorsFolder(StoredTensors):
             if absent:
                 raise self._unreadable(file, f"has no {', '.join(absent)}, which {INDEX} lists")
             for name in present:
-                if expected and name not in expected:
-                    unlisted.append(name)
+                if names is not None and (part := names.left_out(name)) is not None:
+                    left_out[part] += 1
+                    continue
+                if names is not None and names.is_ignored(name):
+                    continue
                 if name in readers:
                     raise self._unreadable(file, f"has {name}, and so has {readers[name][0].name}; remove one of them")
-                if names is None:
-                    readers[name] = file, handle.get_slice(name)
-                elif (part := names.left_out(name)) is not None:
-                    left_out[part] += 1
-                elif not names.is_ignored(name):
-                    readers[name] = file, handle.get_slice(name)
+                if expected and name not in expected:
+                    unlisted.append(name)
+                readers[name] = file, handle.get_slice(name)
         self.remarks += [f"without {part} ({number} tensors)" for part, number in left_out.items()]
         if unlisted:
             self.remarks.append(f"with {_first_few(unlisted)}, which {INDEX} does not list")
