@@ -374,7 +374,7 @@ def notes(config: HfConfig, model: Any) -> list[str]:
     """Return lines about the model for the start block: its class, how its loss is computed, and omitted loss terms."""
     lines = [f"{architecture(config)} from transformers {transformers.__version__}"]
     if reason := why_not_native(config.config):
-        lines.append(f"not by a recipe of the trainer's own: {reason}")
+        lines.append(f"because of {reason}")
     if config.fresh:
         lines.append("fresh weights")
     if not isinstance(model.get_output_embeddings(), (LossHead, ScoreHead)):
