@@ -10,13 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.helpers.native_models import GPT2, LLAMA, TINY, build
+from tests.helpers.hf_models import overrides
+from tests.helpers.native_models import GPT2, LLAMA, TINY, build, folder_of
 from tests.helpers.tiny import fit, tiny_config
-from trainer import RunConfig, Trainer, UserError, load_weights
+from trainer import RunConfig, Trainer, UserError, load_config, load_weights
+from trainer.export import command_line as export
 from trainer.model.materialize import materialize
 from trainer.model.network import build_network, flops_per_token
 from trainer.model.parameters import local
@@ -197,3 +200,53 @@ def test_frozen_weights_do_not_change_and_are_restored(tmp_path: Path) -> None:
     fit(tmp_path, "train.steps=3", *frozen)
     with pytest.raises(UserError, match=r"train\.freeze"):
         fit(tmp_path, "train.steps=4")
+
+
+def mixed_folder(path: Path) -> Path:
+    """Write a folder in bfloat16 whose norms are in float32, with values that bfloat16 lacks."""
+    folder = folder_of(path)
+    (file,) = folder.glob("*.safetensors")
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in load_file(file).items()}
+    norms = {name: 1 + torch.arange(t.numel()) / 999.0 for name, t in tensors.items() if "norm" in name}
+    save_file({**tensors, **norms}, file, metadata={"format": "pt"})
+    return folder
+
+
+def exported(folder: Path, out: Path, *options: str) -> dict[str, torch.Tensor]:
+    assert export([str(folder), str(out), *options]) == 0
+    (file,) = out.glob("*.safetensors")
+    return load_file(file)
+
+
+@pytest.mark.parametrize(
+    ("own", "is_rounded"),
+    [
+        (["train.freeze=[head.norm,layers.0]", "train.weights_dtype=bfloat16"], True),
+        (["train.freeze=[head.norm,layers.0]"], False),
+        (["train.freeze=[layers.0.attention.wq]", "train.weights_dtype=bfloat16"], False),
+        (["lora.rank=2"], False),
+        (["lora.rank=2", "lora.base_dtype=bfloat16", "train.weights_dtype=bfloat16"], False),
+    ],
+)
+def test_frozen_weights_are_exported_as_they_were_or_named(
+    own: list[str], is_rounded: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Bit by bit, once upcast; adapters leave the norms alone, whatever dtype the base has in training."""
+    folder = mixed_folder(tmp_path / "folder")
+    (file,) = folder.glob("*.safetensors")
+    before = load_file(file)
+    trainer = Trainer(
+        load_config("llama_small", [*overrides(folder, *own, name="auto"), f"run.dir={tmp_path / 'run'}"])
+    )
+    assert trainer.fit() == 0
+    trainer.close()
+    warned = "frozen weights are stored in a wider dtype" in capsys.readouterr().err
+    assert warned == is_rounded
+    is_lora = own[0].startswith("lora")
+    after = exported(tmp_path / "run", tmp_path / "out", *(["--merged"] if is_lora else []))
+    frozen = [name for name in before if "norm" in name and (is_lora or "layers.0" in name or "model.norm" in name)]
+    assert len(frozen) >= 3
+    if "layers.0.attention.wq" in own[0]:
+        frozen = ["model.layers.0.self_attn.q_proj.weight"]
+    same = [torch.equal(after[name].float(), before[name].float()) for name in frozen]
+    assert all(same) != is_rounded

@@ -103,6 +103,13 @@ def load_initial_weights(
         )
     if source is not None and not config.lora.rank:
         channel.agreed(lambda: fill(model, source, initial.setting))
+        rounded = _rounded_frozen_weights(model, source, initial.setting)
+        if channel.is_main and rounded:
+            print_stderr(
+                f"warning: train.weights_dtype={config.train.weights_dtype}: {len(rounded)} frozen weights are stored "
+                f"in a wider dtype in {source.description}, and are rounded here and in an export: {rounded[0]}"
+                f"{', ...' if len(rounded) > 1 else ''}\n  to keep them: train.weights_dtype=float32"
+            )
 
     def read_files() -> dict[str, bytes]:  # from the folder of the weights, else from `model.path`
         if not channel.is_main:
@@ -120,6 +127,24 @@ def load_initial_weights(
     if channel.is_main and hasattr(source, "remarks"):
         remarks = [*remarks, *contradictions(source.description)]
     return "; ".join([where, *remarks])
+
+
+def _rounded_frozen_weights(model: nn.Module, source: WeightSource, setting: str) -> list[str]:
+    """Return the frozen parameters of `model` whose dtype cannot represent the values that `source` stores.
+
+    Training does not change them, but loading rounds them.
+    """
+    narrow = [
+        (name, p.dtype)
+        for name, p in model.named_parameters()
+        if not p.requires_grad and p.is_floating_point() and p.dtype != torch.float32
+    ]
+    if not narrow:
+        return []
+    names, dtypes = find_weights(model, source, setting), source.dtypes
+    return [
+        name for name, dtype in narrow if name in names and torch.promote_types(dtype, dtypes[names[name]]) != dtype
+    ]
 
 
 def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: str | None = None) -> BaseWeights:
