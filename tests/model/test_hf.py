@@ -326,6 +326,7 @@ def test_mistakes_name_their_setting(
     (source / "config.json").write_text(json.dumps(content | entries))
     given = [item for item in overrides(source) if item.partition("=")[0] != override.partition("=")[0]]
     given += [override] if "=" in override else []
+    capsys.readouterr()  # the library shows its progress in writing the folder
     assert run.main(["recipe=llama_small", *given, f"run.dir={tmp_path / 'run'}"]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith(f"error: {setting}"), printed

@@ -408,10 +408,14 @@ def _precision_policies(config: RunConfig) -> Callable[..., MixedPrecisionPolicy
     fsdp = config.fsdp
     param_dtype, reduce_dtype = getattr(torch, fsdp.param_dtype), getattr(torch, fsdp.reduce_dtype)
     output_dtype = getattr(torch, fsdp.output_dtype) if fsdp.output_dtype else None
+    if fsdp.param_dtype == storage_dtype(config) == "float32":
+        param_dtype = None
+        if fsdp.reduce_dtype == "float32":
+            reduce_dtype = None  # otherwise FSDP looks for gradients to cast in units that took no part in the step
 
     def policy(is_root: bool) -> MixedPrecisionPolicy:
         return MixedPrecisionPolicy(
-            param_dtype=None if fsdp.param_dtype == storage_dtype(config) == "float32" else param_dtype,
+            param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,  # None is the compute dtype before torch 2.15, and the stored dtype from then on
             output_dtype=output_dtype if is_root else None,
         )
