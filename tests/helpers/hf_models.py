@@ -83,6 +83,7 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{**TINY, "num_hidden_layers": 4, "num_key_value_heads": 4, "intermediate_size": 96, "num_experts": 4},
             **{"num_experts_per_token": 2, "moe_intermediate_size": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 8},
             **{"qk_rope_head_dim": 8, "v_head_dim": 8, "linear_num_heads": 4, "linear_head_dim": 8},
+            "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],
         },
     ),
     "olmo_hybrid": ("OlmoHybrid", {**GROUPED, **DELTA, "linear_num_key_heads": 4}),
@@ -96,6 +97,58 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """The same for hybrid models, some of whose layers have a recurrent state."""
+
+PLAIN = {key: value for key, value in TINY.items() if key not in ("num_attention_heads", "max_position_embeddings")}
+MORE_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
+    "mamba": KINDS["mamba"],
+    "mamba2": ("Mamba2", {**PLAIN, "state_size": 8, "num_heads": 6, "head_dim": 16, "n_groups": 1, "chunk_size": 16}),
+    "falcon_mamba": ("FalconMamba", {**PLAIN, "state_size": 4}),
+    "jamba": (
+        "Jamba",
+        {
+            **{**GROUPED, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4},
+            **{"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+        },
+    ),
+    "recurrent_gemma": (
+        "RecurrentGemma",
+        {
+            **{**GROUPED, "num_hidden_layers": 3, "lru_width": 48, "attention_window_size": 16, "head_dim": 12},
+            "block_types": ["recurrent", "attention", "recurrent"],
+        },
+    ),
+    "rwkv": ("Rwkv", {**PLAIN, "attention_hidden_size": 48, "context_length": 512, "intermediate_size": 96}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {
+            **{**GROUPED, **MAMBA, "mamba_expand": 2, "num_hidden_layers": 3, "num_local_experts": 4},
+            **{"num_experts_per_tok": 2, "shared_intermediate_size": 32, "intermediate_size": 32},
+            "layer_types": ["mamba", "attention", "mamba"],
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**GROUPED, **MORE_EXPERTS, "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]},
+    ),
+    "minimax": (
+        "MiniMax",
+        {
+            **{**GROUPED, "block_size": 16, "head_dim": 12, "num_local_experts": 4, "num_experts_per_tok": 2},
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5MoeText",
+        {**GROUPED, **DELTA, **MORE_EXPERTS, "head_dim": 16, "shared_expert_intermediate_size": 32},
+    ),
+}
+"""State-space models, and more hybrid ones."""
+
+ALIBI: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("Bloom", {"vocab_size": 257, "hidden_size": 48, "n_layer": 2, "n_head": 4}),
+}
+"""A model whose attention does not learn from positions where documents begin."""
 
 
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
@@ -119,7 +172,7 @@ MIXTURES: dict[str, tuple[str, dict[str, Any]]] = {
 def settings_of(kind: str, **changes: Any) -> Any:
     import transformers
 
-    name, entries = (KINDS | HYBRIDS | MIXTURES)[kind]
+    name, entries = (KINDS | HYBRIDS | STATE_SPACE | ALIBI | MIXTURES)[kind]
     return getattr(transformers, f"{name}Config")(**entries | changes)
 
 

@@ -16,6 +16,7 @@ from tests.helpers.hf_models import KINDS, settings_of
 from tests.helpers.launch import merged, run, tiny
 from trainer import Recipe, Trainer, UserError, load_config, register
 from trainer.loss import cross_entropy
+from trainer.model.documents import guard_documents
 from trainer.model.parameters import local
 from trainer.sequence import Documents, attend
 
@@ -218,3 +219,18 @@ def test_run_is_rejected_before_its_first_step(more: list[str], tmp_path: Path) 
     assert model in refused.err
     assert "hidden.1 (Carry)" in refused.err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_model_of_ones_own_is_checked_at_its_first_call_with_documents() -> None:
+    documents = torch.tensor([[0] * 5 + [1] * 7])
+    tokens = torch.randint(VOCAB, documents.shape, generator=torch.Generator().manual_seed(2))
+    for kind in ("nothing", "convolution"):
+        model = Model(MIXERS[kind]())
+        set_weights(model, "fresh")
+        guard_documents(model)
+        if kind == "nothing":
+            expected = torch.cat([model(part, documents=torch.zeros_like(part)) for part in tokens.split([5, 7], 1)], 1)
+            torch.testing.assert_close(model(tokens, documents=documents), expected)
+            continue
+        with pytest.raises(UserError, match=r"Model lets documents .* through blocks\.1\.mixer \(Convolution\)"):
+            model(tokens, documents=documents)

@@ -99,8 +99,10 @@ def test_logits_and_loss_equal_those_of_transformers(kind: str, folders: Folders
     model, (there, _) = model_of(folders(kind)), load_with_transformers(folders(kind))
     assert isinstance(model, type(there))
     expected = there(input_ids=tokens).logits
-    assert torch.equal(model(tokens), expected)
-    assert torch.equal(model(input_ids=tokens).logits, expected), "called as the library's own"
+    # Experts are computed by the trainer's own code, whose sums may be in another order if there are several threads.
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if hasattr(there.config, "num_experts_per_tok") else {"rtol": 0, "atol": 0}
+    torch.testing.assert_close(model(tokens), expected, **tolerance)
+    torch.testing.assert_close(model(input_ids=tokens).logits, expected, **tolerance)  # called as the library's own
     targets = torch.roll(tokens, -1, 1).index_fill_(1, torch.tensor([5, 23]), -100)
     loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), targets.flatten(), reduction="sum")
     assert float(model(tokens, targets)) == pytest.approx(float(loss.detach()), rel=1e-6)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,14 @@ import torch
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.helpers.cases import campaign_except
-from tests.helpers.hf_models import HYBRIDS, folder_of, model_of, overrides
+from tests.helpers.hf_models import HYBRIDS, STATE_SPACE, folder_of, model_of, overrides, settings_of
+from tests.helpers.launch import on_ranks
 from tests.helpers.tiny import lines
-from trainer import Source, Trainer, TrainLoader, UserError, load_config
+from trainer import Source, Trainer, TrainLoader, UserError, generate_batch, load_config, load_weights
+from trainer.config import LoraSection
 from trainer.loss import IGNORE
+from trainer.model.lora import AdaptedLinear, add_adapters
+from trainer.model.units import find_blocks
 from trainer.recipe import find_recipe
 from trainer.sequence import Documents, apply_by_document
 
@@ -44,7 +51,12 @@ def batch_of(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
     return {"tokens": tokens, "targets": targets, "documents": documents}
 
 
-@pytest.mark.parametrize("kind", campaign_except([*HYBRIDS], EVERYDAY))
+SEPARABLE = [*HYBRIDS, "granitemoehybrid", "lfm2_moe", "minimax", "qwen3_5_moe"]
+MIXING = ["mamba", "mamba2", "falcon_mamba", "jamba", "recurrent_gemma", "rwkv", "bloom"]
+"""Their blocks pass nothing on to the layers that mix documents, or only masks tell these where documents begin."""
+
+
+@pytest.mark.parametrize("kind", campaign_except(SEPARABLE, EVERYDAY))
 def test_packed_documents_equal_documents_apart(kind: str) -> None:
     """Loss and gradients."""
     model, batch = build(kind), batch_of(LENGTHS)
@@ -63,6 +75,57 @@ def test_packed_documents_equal_documents_apart(kind: str) -> None:
     assert torch.stack([*errors.values()]).norm() < 1e-6 * total
     for name, error in errors.items():  # those of decays are sums that cancel
         assert error <= 5e-5 * separate[name].norm(), name
+
+
+@pytest.mark.parametrize("kind", campaign_except(MIXING, ("mamba", "bloom")))
+def test_a_model_that_mixes_documents_raises(kind: str) -> None:
+    """Whoever calls it, and also the second time."""
+    model, batch = build(kind).eval(), batch_of(LENGTHS)
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(UserError, match="lets documents in one row influence each other: through"):
+            model(batch["tokens"], documents=batch["documents"])
+    expected = model_of(kind).eval()(input_ids=batch["tokens"], use_cache=False).logits
+    torch.testing.assert_close(model(batch["tokens"]), expected)
+
+
+def test_documents_are_kept_apart_in_weights_that_are_loaded(tmp_path: Path) -> None:
+    model, batch = load_weights(folder_of(tmp_path / "source", "lfm2")), batch_of(LENGTHS)
+    with torch.inference_mode():
+        expected = torch.cat([model(part) for part in batch["tokens"].split(list(LENGTHS), 1)], 1)
+        torch.testing.assert_close(model(batch["tokens"], documents=batch["documents"]), expected)
+    with pytest.raises(UserError, match="MambaForCausalLM lets documents in one row"):
+        load_weights(folder_of(tmp_path / "other", "mamba"))(batch["tokens"], documents=batch["documents"])
+
+
+def test_no_size_of_a_convolution_is_taken_for_a_number_of_tokens() -> None:
+    """A convolution has inputs (B, D, T): with D = T it could be taken for the layer that mixes documents."""
+    settings = settings_of("lfm2", hidden_size=320, intermediate_size=32)
+    torch.manual_seed(0)
+    recipe = find_recipe("hf")
+    model, batch = recipe.build_model(recipe.config(path="unused", config=settings.to_dict())), batch_of(LENGTHS)
+    with torch.no_grad():
+        expected = torch.cat([model(part) for part in batch["tokens"].split(list(LENGTHS), 1)], 1)
+        torch.testing.assert_close(model(batch["tokens"], documents=batch["documents"]), expected)
+
+
+def logits_of_a_sharded_model(folder: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the logits of packed documents and of documents apart, with weights divided among ranks."""
+    own = ["data.seq_len=128", "mesh.shard=2", "train.steps=1", f"run.dir={folder / 'run'}"]
+    trainer = Trainer(load_config("llama_small", overrides(folder / "source", *own)))
+    assert len([*trainer.steps()]) == 1
+    batch = batch_of(LENGTHS)
+    with torch.no_grad():
+        packed = trainer.model(batch["tokens"], documents=batch["documents"])
+        apart = torch.cat([trainer.model(part) for part in batch["tokens"].split(list(LENGTHS), 1)], 1)
+    trainer.close()
+    return packed, apart
+
+
+@pytest.mark.slow
+def test_documents_are_kept_apart_in_a_sharded_model_that_was_built_without_them(tmp_path: Path) -> None:
+    folder_of(tmp_path / "source", "lfm2")
+    for packed, apart in on_ranks(2, logits_of_a_sharded_model, tmp_path):
+        torch.testing.assert_close(packed, apart)
 
 
 def test_documents_become_rows_of_similar_length() -> None:
@@ -86,6 +149,62 @@ def test_documents_become_rows_of_similar_length() -> None:
     weights = torch.randn(x.shape, generator=torch.Generator().manual_seed(2))
     mine, theirs = (torch.autograd.grad((output * weights).sum(), x)[0] for output in (found, expected))
     torch.testing.assert_close(mine, theirs)
+
+
+# ---------------------------------------------------------------------------------------------------------------
+# Adapters and generated texts
+
+
+@pytest.mark.parametrize("kind", campaign_except([*HYBRIDS, *STATE_SPACE], ("mamba", "nemotron_h", "jamba")))
+def test_adapters_equal_weights_with_their_product_added(kind: str) -> None:
+    """Also in layers whose weight is used without a call of the layer; and every factor gets a gradient."""
+    model: Any = build(kind)
+    add_adapters(model, find_blocks(model, find_recipe("hf")), LoraSection(rank=4, alpha=8.0, targets="all-linear"))
+    layers = {name: layer for name, layer in model.named_modules() if isinstance(layer, AdaptedLinear)}
+    generator, there = torch.Generator().manual_seed(9), model_of(kind)
+    with torch.no_grad():
+        for name, layer in layers.items():
+            for factor in layer.factors:
+                factor.copy_(0.1 * torch.randn(factor.shape, generator=generator))
+            there.get_submodule(name).weight += 2.0 * layer.factors[1] @ layer.factors[0]
+    batch = batch_of(LENGTHS)
+    model.train()
+    model(batch["tokens"], batch["targets"]).backward()
+    assert layers
+    for name, layer in layers.items():
+        assert all(factor.grad is not None and factor.grad.any() for factor in layer.factors), name
+    expected = there.eval()(input_ids=batch["tokens"], use_cache=False).logits
+    found = model.eval()(batch["tokens"])
+    assert (found - expected).norm() < 1e-4 * expected.norm()
+
+
+@pytest.mark.parametrize("kind", campaign_except([*HYBRIDS, *STATE_SPACE], (*EVERYDAY, "mamba", "recurrent_gemma")))
+@pytest.mark.filterwarnings("error")
+def test_texts_equal_those_without_a_cache(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a warning about a name that the library will drop."""
+    prompts = [[5, 40, 3, 99, 7], [17, 4, 8, 100, 23]]
+    for model in (build(kind).eval(), model_of(kind).eval()):
+        with without_warnings_once(caplog):
+            found = [completion.tokens for completion in generate_batch(model, prompts, 8)]
+        assert not [message for message in caplog.messages if "deprecated" in message]
+        sequences = torch.tensor(prompts)
+        with torch.no_grad():
+            for _ in range(8):
+                logits = model(input_ids=sequences, use_cache=False).logits[:, -1]
+                sequences = torch.cat([sequences, logits.argmax(1, keepdim=True)], 1)
+        assert found == sequences[:, 5:].tolist()
+
+
+@contextmanager
+def without_warnings_once(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """Let transformers log its warnings again that it logs once, and to `caplog`."""
+    logger = logging.getLogger("transformers")
+    type(logger).warning_once.cache_clear()  # type: ignore[attr-defined]
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)
 
 
 # ---------------------------------------------------------------------------------------------------------------

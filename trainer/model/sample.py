@@ -199,7 +199,7 @@ class WindowDecoder(Decoder):
 
 
 class TransformersDecoder(Decoder):
-    """Uses a transformers model with its own KV cache."""
+    """Uses a transformers model with its own KV cache; like `WindowDecoder` if the model returns none."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model, self._device = model, device
@@ -207,18 +207,26 @@ class TransformersDecoder(Decoder):
         self._options = last_logits_option(model)
         self._cache_name = cache_argument(model) or ""
         self._cache: Any = None
-        self._max_tokens = 0
+        self._num_tokens = self._max_tokens = 0
         self._mask_BS: torch.Tensor | None = None
         """True for tokens other than padding; None if there is no padding."""
+        self._without_cache: WindowDecoder | None = None
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _pad_left(prompts, length)
-        self._cache, self._mask_BS, self._max_tokens = None, None, max_tokens
+        self._cache, self._mask_BS, self._num_tokens, self._max_tokens = None, None, 0, max_tokens
         if any(padding):
             self._mask_BS = (torch.arange(length) >= torch.tensor(padding).unsqueeze(1)).to(self._device)
-        return self._call(tokens_BT)
+        logits_BV = self._call(tokens_BT)
+        self._without_cache = None
+        if self._cache is None:
+            self._without_cache = WindowDecoder(self._model, self._device, max_tokens)
+            logits_BV = self._without_cache.begin(prompts, length, max_tokens)
+        return logits_BV
 
     def extend(self, tokens: Sequence[int]) -> torch.Tensor:
+        if self._without_cache is not None:
+            return self._without_cache.extend(tokens)
         if self._mask_BS is not None:
             self._mask_BS = nn.functional.pad(self._mask_BS, (0, 1), value=True)
         return self._call(torch.tensor(tokens).unsqueeze(1))
@@ -234,11 +242,15 @@ class TransformersDecoder(Decoder):
 
     def _call(self, tokens_BT: torch.Tensor) -> torch.Tensor:
         inputs: dict[str, Any] = {"input_ids": tokens_BT.to(self._device)}
+        num_new, self._num_tokens = tokens_BT.shape[1], self._num_tokens + tokens_BT.shape[1]
         if self._mask_BS is not None:
             inputs["attention_mask"] = self._mask_BS.long()
-            if self._takes_positions:
+        if self._takes_positions:  # without them, some hybrid models would count from 0 in every call
+            if self._mask_BS is None:
+                positions_BS = torch.arange(self._num_tokens, device=self._device).expand(tokens_BT.shape[0], -1)
+            else:
                 positions_BS = (self._mask_BS.long().cumsum(1) - 1).clamp(min=0, max=self._max_tokens - 1)
-                inputs["position_ids"] = positions_BS[:, -tokens_BT.shape[1] :]
+            inputs["position_ids"] = positions_BS[:, -num_new:]
         if self._cache is not None:
             inputs[self._cache_name] = self._cache
         output = self._model(**inputs, **self._options, use_cache=True)
@@ -295,11 +307,8 @@ def cache_argument(model: nn.Module) -> str | None:
 
 
 def cache_of(output: Mapping[str, Any]) -> Any:
-    """Return the cache in the output of a transformers model.  Raises ValueError if it has none."""
-    for value in output.values():
-        if _is_cache_type(type(value)):
-            return value
-    raise ValueError(f"{type(output).__name__} of transformers has no cache: it has {', '.join(output)}")
+    """Return the cache in the output of a transformers model, or None if it has none."""
+    return next((value for value in output.values() if _is_cache_type(type(value))), None)
 
 
 def _is_cache_type(annotation: Any) -> bool:
