@@ -108,7 +108,7 @@ STATE_SPACE: dict[str, tuple[str, dict[str, Any]]] = {
         "Jamba",
         {
             **{**GROUPED, "num_hidden_layers": 4, "num_experts": 4, "num_experts_per_tok": 2, "mamba_d_state": 4},
-            **{"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+            **{"mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
         },
     ),
     "recurrent_gemma": (
