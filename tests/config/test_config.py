@@ -132,7 +132,7 @@ YAML_VALUES += ["", "???", "${x}", "${", "${train.steps}", "!!python/none", "*a"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number_of", [40, pytest.param(1000, marks=pytest.mark.campaign)])
+@pytest.mark.parametrize("number_of", [60, pytest.param(1000, marks=pytest.mark.campaign)])
 def test_random_overrides_are_rejected_or_survive_a_round_trip(number_of: int, tmp_path: Path) -> None:
     """Seeded random overrides give a configuration that its own YAML reproduces, or a UserError, and nothing else."""
     draw = random.Random(0)

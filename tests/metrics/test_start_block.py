@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import re
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from tests.helpers.launch import run
+from tests.helpers.launch import REPOSITORY, run
 from tests.helpers.runs import SharedRun
 from tests.helpers.tiny import tiny_config
 from trainer import RunConfig, Trainer, load_config
+from trainer.lifecycle.versions import NEWEST_TESTED, newer_libraries
 
 
 def facts_in(printed: str) -> dict[str, str]:
@@ -110,3 +113,34 @@ def test_run_that_ends_within_its_warmup(tmp_path: Path, capsys: pytest.CaptureF
     assert trainer.fit() == 0
     trainer.close()
     assert "0.05 instead of 0.5" in capsys.readouterr().out
+
+
+def test_libraries_that_are_newer_than_tested_are_named() -> None:
+    constraints = dict(re.findall(r"^([\w-]+)==([\d.]+)", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE))
+    assert {name: constraints[name] for name in NEWEST_TESTED} == NEWEST_TESTED
+
+    def installed(versions: dict[str, str]) -> str:
+        def version_of(name: str) -> str:
+            if name not in versions:
+                raise importlib.metadata.PackageNotFoundError(name)
+            return versions[name]
+
+        return newer_libraries(version_of)
+
+    tested = NEWEST_TESTED["torch"]
+    assert (
+        installed({"torch": tested}) == installed({"torch": f"{tested}+cu130"}) == installed({"torch": "2.9.1"}) == ""
+    )
+    named = installed({**NEWEST_TESTED, "torch": "3.0.0a0+git", "omegaconf": "10.0"})
+    assert named == f"newer than tested: torch 3.0.0a0+git (tested up to {tested}), omegaconf 10.0 (tested up to 2.4.0)"
+
+
+@pytest.mark.slow
+def test_a_newer_library_is_named_in_the_start_block(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(NEWEST_TESTED, "torch", "2.0.0")
+    trainer = Trainer(tiny_config(tmp_path))
+    assert trainer.fit() == 0
+    trainer.close()
+    assert f"newer than tested: torch {torch.__version__}" in capsys.readouterr().out.replace("\n", " ")

@@ -27,6 +27,7 @@ from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.experts import ADAPTERS
 from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.versions import newer_libraries
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.stop_criterion import StopCriterion
 from trainer.metrics.writers import Metrics
@@ -217,7 +218,7 @@ def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> 
     """
     config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
-    notes = [describe_choice(trainer.plan_choice), *advice, "\n".join(lines) if changed else ""]
+    notes = [describe_choice(trainer.plan_choice), *advice, "\n".join(lines) if changed else "", newer_libraries()]
     if config.eval.every and not is_evaluated:
         reason = "data.holdout=0" if config.data.holdout == 0 else "there is too little data to divide"
         notes.append(
