@@ -92,7 +92,8 @@ OTHER = {
     *("_exit", "_scales", "_scale_inv", "_getframe", "_current_frames", "_replace", "_means", "_worker", "_backward"),
     *("_low", "_high", "_share", "_time_seconds", "_next_step"),
     *("_apply_gate", "_bias", "_init_weights", "_is_hf_initialized", "_keys_to_ignore_on_load_unexpected"),
-    *("_no_split_modules", "_attn_implementation", "_attn_implementation_autoset"),
+    *("_no_split_modules", "_attn_implementation", "_attn_implementation_autoset", "_experts_implementation"),
+    *("_name_or_path", "_commit_hash"),
 }
 """Of Python itself, trackio or transformers, or ends of names that stand in texts."""
 
