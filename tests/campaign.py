@@ -54,6 +54,7 @@ _NAMED = [
     Part("real", ("weights/test_real_model.py",), 3.0, workers=1),  # each test holds one or two models in memory
     Part("network", ("distributed/test_network.py",), 0.7, workers=1),
     Part("newest", (), 15.0, command=("-m", "tests.newest")),
+    Part("oldest_torch", (), 15.0, command=("-m", "tests.newest", "torch==2.11.0")),
     Part("ray", ("launch/test_ray.py",), 0.5, workers=1, needs="ray"),
     Part("compatibility", ("project/test_compatibility.py",), 10.0, workers=1),
     Part("pages", ("project/test_pages.py",), 11.0, workers=1),
