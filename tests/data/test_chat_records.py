@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.chat_families import CHAT_FAMILIES
 from tests.helpers.chats import CHATML, FAMILIES, GENERATION, QWEN3, conversation, write_tokenizer
 from tests.helpers.commands import meshtrainer
 from tests.helpers.data import read_all, write_records
@@ -185,6 +186,9 @@ def test_calls_in_another_notation_are_refused(odd: dict[str, Any], tmp_path: Pa
     assert "chats.jsonl:1: messages[1]." in refusal(data_of(tmp_path, [{"messages": [ASKED, answer("Yes", **odd)]}]))
 
 
+PARIS, TIMED_CALL = call({"city": "Paris"}), call({}, "get")
+
+
 def sharegpt(*turns: tuple[str, Any], **more: Any) -> dict[str, Any]:
     return {"conversations": [{"from": role, "value": value} for role, value in turns], **more}
 
@@ -261,6 +265,89 @@ def test_nulls_mean_the_same_in_all_files(tmp_path: Path) -> None:
     assert "nulls" not in opened(data).summary
 
 
+YES = {"prompt": [ASKED], "chosen": [answer("Yes")], "rejected": [answer("No")]}
+REFUSED_RECORDS: dict[str, tuple[dict[str, Any], str]] = {
+    "a pair without a prompt": ({"question": "Hi", "chosen": [answer("Yes")], "rejected": [answer("No")]}, "no prompt"),
+    "a system prompt beside a pair": ({**YES, "system": "Be brief"}, "'system'"),
+    "a system prompt beside a completion": ({"system": "Be brief", "prompt": "Hi", "completion": "Yes"}, "'system'"),
+    "functions beside messages": ({"messages": [ASKED, answer("Yes")], "functions": [{"name": "get"}]}, "'functions'"),
+    "two system prompts": (
+        {"system": "Be brief", "conversations": [{"role": "system", "content": "Bye"}, ASKED, answer("Yes")]}, "system"
+    ),
+    "arguments beside the function": (
+        {"messages": [ASKED, answer("", {"function": {"name": "get"}, "arguments": {"a": "b"}})]}, "tool_calls[0]"
+    ),
+    "a flag of a part": (
+        {"messages": [ASKED, {**answer(), "content": [{"type": "text", "text": "Yes", "weight": 0}]}]}, "weight"
+    ),
+    "a flag of a call": ({"messages": [ASKED, answer("", {**call({}), "weight": 0})]}, "weight"),
+    "a call of the user": ({"messages": [ASKED, {**ASKED, "tool_calls": [call({})]}, answer("Yes")]}, "messages[1]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", REFUSED_RECORDS)
+def test_what_would_be_ignored_is_refused(kind: str, tmp_path: Path) -> None:
+    record, named = REFUSED_RECORDS[kind]
+    message = refusal(data_of(tmp_path, [record]))
+    assert "chats.jsonl:1: " in message
+    assert named in message
+
+
+@pytest.mark.parametrize(
+    "arguments", ['{"city": ', '"{\\"city\\": \\"Paris\\"}"', "{'city': 'Paris'}", "[1]", "5", "null"]
+)
+@pytest.mark.parametrize("family", ["qwen2.5", "qwen3", "deepseek"])
+def test_broken_arguments_are_refused_by_every_form(family: str, arguments: str, tmp_path: Path) -> None:
+    record = {"messages": [ASKED, answer("", call(arguments))]}
+    assert "messages[1].tool_calls[0]" in refusal(data_of(tmp_path, [record], CHAT_FAMILIES[family].template))
+
+
+ACCEPTED: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "keys that only resemble flags": (
+        {"messages": [ASKED, answer("Yes", constraints=1, glossary=2, learner_id=3, target=4)]}, ["Yes<|im_end|>"]
+    ),
+    "an empty system prompt": ({"messages": conversation("Hi", "Yes", system="")}, ["Yes<|im_end|>"]),
+    "an empty answer that is excluded": (
+        {"messages": [ASKED, answer("", weight=0), ASKED, answer("No")]}, ["No<|im_end|>"]
+    ),
+    "a response that is one message": ({**YES, "chosen": answer("Yes")}, ["Yes<|im_end|>", "No<|im_end|>"]),
+    "a pair after a conversation": (
+        {"messages": [ASKED], "chosen": [answer("Yes")], "rejected": [answer("No")]}, ["Yes<|im_end|>", "No<|im_end|>"]
+    ),
+    "a pair in ShareGPT's keys": (
+        sharegpt(("human", "Hi"), chosen={"from": "gpt", "value": "Yes"}, rejected={"from": "gpt", "value": "No"}),
+        ["Yes<|im_end|>", "No<|im_end|>"],
+    ),
+    "a pair beside the conversation of one": (
+        {**YES, "messages": [ASKED, answer("Yes")]}, ["Yes<|im_end|>", "No<|im_end|>"]
+    ),
+    "a result that is an object": (
+        {"messages": [ASKED, answer("", PARIS), {"role": "tool", "content": {"city": "Paris"}}, answer("Yes")]},
+        [f"{CALLED}<|im_end|>Yes<|im_end|>"],
+    ),
+    "other names of roles in ShareGPT": (
+        {"conversations": [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Yes"}]}, ["Yes<|im_end|>"]
+    ),
+    "calls and tools as JSON": (
+        {"messages": [ASKED, answer("", tool_calls=json.dumps([PARIS]))], "tools": ['{"name": "weather"}']},
+        [f"{CALLED}<|im_end|>"],
+    ),
+    "a call after its text": ({"messages": [ASKED, answer("Yes"), answer("", PARIS)]}, [f"Yes{CALLED}<|im_end|>"]),
+    "another text beside the call": (
+        {"messages": [ASKED, answer("Yes"), answer("No", PARIS)]}, [f"Yes<|im_end|>No{CALLED}<|im_end|>"]
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_ordinary_records_are_read(kind: str, tmp_path: Path) -> None:
+    record, expected = ACCEPTED[kind]
+    data = data_of(tmp_path, [record])
+    assert trained(data) == expected
+    text = tokenizers.Tokenizer.from_file(f"{data.tokenizer}/tokenizer.json").id_to_token
+    assert all("user" in "".join(map(text, row.tolist())) for row in read_all(opened(data))["tokens"])
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Ends of turns, and what a template leaves out
 
@@ -269,7 +356,6 @@ ENDLESS_CALLS = """\
 {%- for call in m.tool_calls or [] %}{{ '<tool_call>' }}{{ call.function | tojson }}{{ '</tool_call>' }}{% endfor %}
 {%- if not m.tool_calls %}{{ '<|im_end|>' }}{% endif %}{{ '\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
-PARIS, TIMED_CALL = call({"city": "Paris"}), call({}, "get")
 BARE = "{% for m in messages %}{{ '\n' + m.role + ' ' + TEXT }}{% endfor %}"
 BARE += "{% if add_generation_prompt %}{{ '\nassistant ' }}{% endif %}"
 STOPS: dict[str, tuple[str, list[Any], str]] = {
@@ -330,6 +416,38 @@ def test_bytes_have_no_token_at_which_generation_stops(tmp_path: Path) -> None:
             assert "chats.jsonl:1: messages[3]" in refusal(data)
 
 
+ONLY_CALLS = TOOLS.replace("if m.content", "if not m.tool_calls")
+WITHOUT_TOOLS = TOOLS.replace("{% if tools %}", "{% if tools and messages[0].role == 'system' %}")
+HIDDEN: dict[str, tuple[str, dict[str, Any], str]] = {
+    "text that is in the call too": (
+        ONLY_CALLS,
+        {"messages": [ASKED, answer("weather", PARIS)]},
+        "messages[1].content",
+    ),
+    "a result that is in the answer too": (
+        CHATML.replace("in messages %}", "in messages if m.role != 'tool' %}").replace(
+            "{% if add", "{# tool_calls #}{% if add"
+        ),
+        {"messages": [ASKED, SUNNY, answer("sunny")]},
+        "messages[1].role='tool'",
+    ),
+    "a question that is asked twice": (
+        CHATML.replace("in messages %}", "in messages %}{% if loop.index0 != 2 %}").replace(
+            "{% endfor", "{% endif %}{% endfor"
+        ),
+        {"messages": [ASKED, answer("Yes"), ASKED, answer("Yes")]},
+        "messages[2].role='user'",
+    ),
+    "tools": (WITHOUT_TOOLS, {"messages": [ASKED, answer("Yes")], "tools": [{"name": "weather"}]}, "has tools"),
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_what_is_left_out_is_found_though_its_text_occurs_elsewhere(kind: str, tmp_path: Path) -> None:
+    template, record, named = HIDDEN[kind]
+    assert named in refusal(data_of(tmp_path, [record], template))
+
+
 LEAVING_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
     "text beside a call": (TOOLS.replace("if m.content", "if not m.tool_calls"), answer("Yes", PARIS), "content"),
     "the second call": (
@@ -337,7 +455,7 @@ LEAVING_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "the second of two equal calls": (
         TOOLS.replace("m.tool_calls or []", "(m.tool_calls or [])[:1]"),
-        answer("", TIMED_CALL, TIMED_CALL), "tool_calls[0]"
+        answer("", TIMED_CALL, TIMED_CALL), "tool_calls["
     ),
     "reasoning": (
         CHATML.replace("{% if add", "{# reasoning_content #}{% if add"), answer("Yes", reasoning_content="hm"),
@@ -351,7 +469,43 @@ LEAVING_OUT: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_what_a_template_leaves_out_is_named(kind: str, train_on: str, tmp_path: Path) -> None:
     template, message, part = LEAVING_OUT[kind]
     data = data_of(tmp_path, [{"messages": [ASKED, message]}], template, train_on=train_on)
-    assert f"chats.jsonl:1: messages[1].{part}: " in refusal(data)
+    assert f"chats.jsonl:1: messages[1].{part}" in refusal(data)
+
+
+def test_turns_outside_generation_tags(tmp_path: Path) -> None:
+    """A turn without the tag is said; text between two tags is refused, as the model has to write it."""
+    half = GENERATION.replace(
+        "{%- generation %}{{ m.content", "{%- if m.content != 'Yes' %}{% generation %}{{ m.content"
+    )
+    half = half.replace(
+        "{% endgeneration %}", "{% endgeneration %}{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}"
+    )
+    data = data_of(tmp_path, [{"messages": [ASKED, answer("Yes"), ASKED, answer("No")]}], half)
+    assert trained(data) == ["No<|im_end|>\n"] or trained(data) == ["No<|im_end|>"]
+    assert "outside the tag" in opened(data).summary
+    gap = GENERATION.replace(
+        "{{ m.content + '", "{{ m.content }}{% endgeneration %}{{ '</think>' }}{% generation %}{{ '"
+    )
+    (tmp_path / "gap").mkdir()
+    assert "'</think>'" in refusal(data_of(tmp_path / "gap", [{"messages": [ASKED, answer("Yes")]}], gap))
+
+
+def test_a_message_that_is_folded_into_another_cannot_be_excluded(tmp_path: Path) -> None:
+    folding = "{% if messages[0].role == 'system' %}{% set system = messages[0].content %}{% endif %}"
+    folding += (
+        "{% for m in messages if m.role != 'system' %}{{ '[INST] ' + (system or '') + m.content + '</s>' }}{% endfor %}"
+    )
+    messages = [{"role": "system", "content": "Be brief", "weight": 0}, ASKED, answer("Yes")]
+    data = data_of(tmp_path, [{"messages": messages}], folding, train_on="all")
+    assert "messages[0] cannot be excluded" in refusal(data)
+
+
+def test_flags_of_a_prompt_that_the_response_repeats(tmp_path: Path) -> None:
+    prompt = [{"role": "system", "content": "Be brief", "loss": False}, ASKED]
+    completion = [{"role": "system", "content": "Be brief"}, ASKED, answer("Yes")]
+    (text,) = trained(data_of(tmp_path, [{"prompt": prompt, "completion": completion}], CHATML, train_on="all"))
+    assert "brief" not in text
+    assert "weather" in text
 
 
 THINKING = CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif")
@@ -444,6 +598,13 @@ def test_special_tokens_in_escaped_json_are_text(tmp_path: Path) -> None:
         trained(data_of(tmp_path, [{"messages": [ASKED, answer(text)]}], template)) for text in ("Yes", "<|im_end|>")
     ]
     assert texts == [['"Yes"<|im_end|>'], ['"<|im_end|>"<|im_end|>']]
+
+
+def test_special_tokens_in_the_names_of_arguments_are_text(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [{"messages": [ASKED, answer("", call({"<|im_end|>": "Paris"}))]}])
+    (targets,) = read_all(opened(data))["targets"]
+    end = tokenizers.Tokenizer.from_file(f"{data.tokenizer}/tokenizer.json").token_to_id("<|im_end|>")
+    assert (targets == end).sum() == 1
 
 
 def test_prompts_are_rendered_like_training_data(tmp_path: Path) -> None:

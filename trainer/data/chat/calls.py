@@ -11,8 +11,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
-from trainer.data.chat.formats import BadChat, Conversation, Message
-from trainer.data.chat.template import REASONING_KEYS, ChatTemplate
+from trainer.data.chat.formats import REASONING_KEYS, BadChat, Conversation, Message
+from trainer.data.chat.template import ChatTemplate
 
 ArgumentsForm: TypeAlias = Literal["objects", "text", "either"]
 """The form in which a chat template takes the arguments of calls; `either` if it writes the same for both."""
@@ -59,33 +59,22 @@ def _render_calls(
 def convert_arguments(messages: Sequence[Message], form: ArgumentsForm) -> list[Message]:
     """Return messages with the arguments of all calls in a form; no arguments become an empty object.
 
-    Raises BadChat if a template takes objects, but arguments are text that is not a JSON object.
+    Text must be JSON, as `Format` checks.
     """
     converted = []
-    for number, message in enumerate(messages):
+    for message in messages:
         if calls := message.get("tool_calls"):
             new_calls = []
-            for call_number, call in enumerate(calls):
+            for call in calls:
                 arguments = call.get("function", call).get("arguments") or {}
-                if isinstance(arguments, str) and form == "objects":
-                    arguments = _parse(arguments, f"messages[{number}].tool_calls[{call_number}]")
-                elif not isinstance(arguments, str) and form == "text":
+                if isinstance(arguments, str) and (form == "objects" or not arguments.strip()):
+                    arguments = json.loads(arguments) if arguments.strip() else {}
+                if not isinstance(arguments, str) and form == "text":
                     arguments = json.dumps(arguments, ensure_ascii=False)
                 new_calls.append(_with_arguments(call, arguments))
             message = {**message, "tool_calls": new_calls}
         converted.append(message)
     return converted
-
-
-def _parse(arguments: str, location: str) -> Mapping[str, Any]:
-    try:
-        value = json.loads(arguments)
-    except (ValueError, RecursionError) as error:
-        rule = f"{location}: the arguments are not JSON ({error}), and the chat template takes an object"
-        raise BadChat(rule, fix="correct the arguments, or remove the record") from error
-    if not isinstance(value, Mapping):
-        raise BadChat(f"{location}: the arguments must be an object, as the chat template takes one")
-    return value
 
 
 def _with_arguments(call: Mapping[str, Any], arguments: Any) -> dict[str, Any]:
@@ -112,11 +101,50 @@ def find_missing_part(message: Message, text: str) -> str:
             return f"tool_calls[{number}]"
         arguments = call.get("function", call).get("arguments") or {}
         if isinstance(arguments, str) and arguments not in text:
-            arguments = _parse(arguments, f"tool_calls[{number}]")
+            arguments = json.loads(arguments)
         for leaf in _leaves(arguments) if isinstance(arguments, Mapping) else ():
             if not _is_written(leaf, text):
                 return f"tool_calls[{number}]"
     return ""
+
+
+def marked(message: Message) -> tuple[Message, dict[str, str]]:
+    """Return a message in which each part is a text that occurs nowhere else, and the text of each part.
+
+    Whether a template writes these texts shows which parts it writes, which the message's own texts may hide: the
+    city in a call may also be in the text beside it.
+    """
+    texts: dict[str, str] = {}
+
+    def mark(part: str) -> str:
+        texts[part] = f"qz{len(texts)}part"
+        return texts[part]
+
+    replaced = dict(message)
+    if message.get("content"):
+        replaced["content"] = mark("content")
+    reasoning_keys = [key for key in REASONING_KEYS if message.get(key)]
+    if reasoning_keys:
+        replaced |= dict.fromkeys(reasoning_keys, mark(reasoning_keys[0]))
+    calls = []
+    for number, call in enumerate(message.get("tool_calls", ())):
+        function, name = call.get("function", call), mark(f"tool_calls[{number}]")
+        renamed = {**call, **({"id": str(call["id"]).replace(function["name"], name)} if "id" in call else {})}
+        calls.append(renamed | ({"function": {**function, "name": name}} if "function" in call else {"name": name}))
+    if calls:
+        replaced["tool_calls"] = calls
+    return replaced, texts
+
+
+def marked_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[str]]:
+    """Return tools whose names occur nowhere else, and the names; see `marked`."""
+    names = [f"qz{number}tool" for number in range(len(tools))]
+    return [
+        {**tool, "function": {**tool["function"], "name": name}}
+        if isinstance(tool.get("function"), Mapping)
+        else {**tool, "name": name}
+        for tool, name in zip(tools, names, strict=True)
+    ], names
 
 
 def _leaves(value: Any) -> Iterator[Any]:

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     import pyarrow
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Keys of a message that may hold its reasoning; templates usually read one of the first two."""
 
 FLAGS = ("weight", "loss", "train", "trainable", "loss_mask")
 """The keys of a message that say whether its tokens may be targets: 0 or false excludes them.  They mean the same."""
@@ -229,7 +232,7 @@ COLUMNS: dict[str, tuple[str, ...]] = {
     "sharegpt": ("conversations", "system", "tools", "label"),
     "alpaca": ("instruction", "input", "output", "system", "history", "label"),
     "prompt_completion": ("prompt", "completion", "tools", "label"),
-    "preference": ("prompt", "chosen", "rejected", "tools"),
+    "preference": ("prompt", "messages", "conversations", "chosen", "rejected", "tools"),
     "text": ("text", "label"),
 }
 """Keys that are read from records of each format; `label` only for objectives that need one."""
@@ -311,7 +314,6 @@ class Format:
 
     def _read(self, record: Mapping[str, Any]) -> Sample | Pair:
         values = {key: _without_nulls(record.get(self._columns.get(key, key))) for key in COLUMNS[self.name]}
-        _check_system_key(record, values)
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
             if missing[0] in record:
@@ -326,6 +328,7 @@ class Format:
                 )
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
+        _check_context(record, {self._columns.get(key, key) for key in values}, values)
         sample = self._convert(values)
         if not any(_has_nulls(record.get(self._columns.get(key, key)), key == "tools") for key in values):
             return sample
@@ -425,29 +428,62 @@ def _with_nulls_noted(sample: Sample) -> Sample:
     return replace(sample, has_nulls=True) if isinstance(sample, Conversation) else sample
 
 
-def _check_system_key(record: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Raise BadChat if the record has a `system` key that would be ignored.
+_CONTEXT_KEYS = ("system", "system_prompt", "messages", "conversations", "history", "tools", "functions")
+"""Keys of a record that belong to the conversation, whichever its format."""
 
-    That is a key next to `messages` whose text the first message does not repeat.
+
+def _check_context(record: Mapping[str, Any], read_keys: Collection[str], values: Mapping[str, Any]) -> None:
+    """Raise BadChat if a key that belongs to the conversation would be ignored, unless its texts are read elsewhere.
+
+    read_keys: the keys of the record that are read.
+    values: their values.
     """
-    messages, system = values.get("messages"), record.get("system")
-    if not isinstance(messages, list) or not isinstance(system, str) or not system.strip() or "system" in values:
-        return
-    first = messages[0] if messages and isinstance(messages[0], Mapping) else {}
-    if first.get("role") != "system" or first.get("content") != system:
-        rule = "has the key 'system' next to 'messages', where it would be ignored"
-        raise BadChat(rule, fix="make it the first message, with the role system, or remove it")
+    read_texts: list[str] | None = None
+    for key in _CONTEXT_KEYS:
+        if key in read_keys or not record.get(key):
+            continue
+        read_texts = read_texts or list(_texts_in(values))
+        texts = [text.strip() for text in _texts_in(record[key])]
+        if not all(any(text in read_text for read_text in read_texts) for text in texts):
+            beside = ", ".join(name for name in values if values[name] is not None)
+            rule = f"has the key {key!r} beside {beside}, where it would be ignored"
+            raise BadChat(rule, fix="write it into the messages, or remove it")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    """Yield all texts in a JSON value, without keys."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (Mapping, list)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts_in(item)
 
 
 def _read_sharegpt(values: Mapping[str, Any]) -> Sample:
     turns = _list(values["conversations"], "conversations")
-    if isinstance(turns[0], Mapping) and "from" not in turns[0] and "role" in turns[0]:
-        messages = _messages(turns, "conversations")  # ShareGPT's key, but with roles and contents
-    else:
-        converted = [_from_sharegpt(turn, f"conversations[{number}]") for number, turn in enumerate(turns)]
-        messages = _messages(converted, "conversations", "from", "value")
-    system = [{"role": "system", "content": _text(values["system"], "system")}] if values["system"] else []
-    return Conversation([*system, *_join_calls(messages)], _tools(values["tools"]))
+    is_renamed = isinstance(turns[0], Mapping) and "from" in turns[0]
+    role_key, content_key = ("from", "value") if is_renamed else ("role", "content")
+    messages = _messages(_as_messages(turns, "conversations"), "conversations", role_key, content_key)
+    if not values["system"]:
+        return Conversation(messages, _tools(values["tools"]))
+    system = {"role": "system", "content": _text(values["system"], "system")}
+    if messages[0]["role"] == "system":
+        if messages[0]["content"] != system["content"]:
+            raise BadChat("has a system message, and another one under the key 'system'", fix="keep one of them")
+        return Conversation(messages, _tools(values["tools"]))
+    return Conversation([system, *messages], _tools(values["tools"]))
+
+
+def _as_messages(turns: Sequence[Any], location: str) -> list[Any]:
+    """Return turns with ShareGPT's keys and names of roles as messages; others as they are."""
+    messages = []
+    for number, turn in enumerate(turns):
+        if isinstance(turn, Mapping) and "from" in turn:
+            turn = _from_sharegpt(turn, f"{location}[{number}]")
+        elif isinstance(turn, Mapping) and location == "conversations":
+            turn = {**turn, "role": _ALIASES.get(str(turn.get("role")), turn.get("role"))}
+        messages.append(turn)
+    return messages
 
 
 def _from_sharegpt(turn: Any, location: str) -> Message:
@@ -455,10 +491,7 @@ def _from_sharegpt(turn: Any, location: str) -> Message:
     other_keys = {key: item for key, item in turn.items() if key not in ("from", "value")}
     if role not in ("function_call", "tool_call"):
         return {**other_keys, "role": _ALIASES.get(str(role), role), "content": value}
-    try:
-        calls = json.loads(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise BadChat(f"{location}.value must be JSON in a tool call ({error})") from error
+    calls = _parse_json(value, f"{location}.value, a call,") if isinstance(value, str) else value
     return {**other_keys, "role": "assistant", "content": "", "tool_calls": _as_tool_calls(calls)}
 
 
@@ -470,27 +503,6 @@ def _as_tool_calls(calls: Any) -> list[Any]:
         else {"type": "function", "function": call}
         for call in (calls if isinstance(calls, list) else [calls])
     ]
-
-
-def _join_calls(messages: Sequence[Message]) -> list[Message]:
-    """Join the calls of an assistant's turn with the text or calls before them: ShareGPT writes them as several turns.
-
-    Raises BadChat if only one of the parts is excluded from the loss.
-    """
-    joined: list[Message] = []
-    for number, message in enumerate(messages):
-        last = joined[-1] if joined else {}
-        if not (message.get("tool_calls") and message["role"] == last.get("role") == "assistant"):
-            joined.append(message)
-            continue
-        if message.get("weight", 1) != last.get("weight", 1):
-            rule = (
-                f"conversations[{number}] continues the turn before it, but only one of them is excluded from the loss"
-            )
-            raise BadChat(rule, fix="exclude both, or neither")
-        calls = [*last.get("tool_calls", ()), *message["tool_calls"]]
-        joined[-1] = {**last, **message, "content": last["content"], "tool_calls": calls}
-    return joined
 
 
 def _read_alpaca(values: Mapping[str, Any]) -> Sample:
@@ -513,14 +525,21 @@ def _read_alpaca(values: Mapping[str, Any]) -> Sample:
 
 def _read_preference(values: Mapping[str, Any]) -> Pair:
     prompt, tools = values["prompt"], _tools(values["tools"])
+    if prompt is None:
+        prompt = _find_prompt(values)
     sides: list[Sample] = []
     for key in ("chosen", "rejected"):
+        response = [values[key]] if isinstance(values[key], Mapping) else values[key]
+        if isinstance(response, list):
+            response = _as_messages(response, key)
         if prompt is not None:
-            sides.append(_join_prompt_and_response(prompt, values[key], key, tools))
-        else:
-            messages = _messages(values[key], key)
-            last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
-            sides.append(Conversation(messages, tools, first_trainable=last + 1))
+            sides.append(_join_prompt_and_response(prompt, response, key, tools))
+            continue
+        messages = _messages(response, key)
+        last = max((number for number, message in enumerate(messages) if message["role"] == "user"), default=-1)
+        if last < 0:
+            raise BadChat(f"has no prompt, and {key} has no message of the user", fix="name its key in data.columns")
+        sides.append(Conversation(messages, tools, first_trainable=last + 1))
     chosen, rejected = sides
     if chosen == rejected:
         raise BadChat("chosen and rejected are identical")
@@ -530,6 +549,16 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
             rule = "chosen and rejected must have the same messages up to the user's last one"
             raise BadChat(rule, fix="remove the record")
     return Pair(chosen, rejected)
+
+
+def _find_prompt(values: Mapping[str, Any]) -> list[Any] | None:
+    """Return the conversation beside a pair's responses that they answer, if there is one."""
+    for key in ("messages", "conversations"):
+        if values[key] is not None:
+            messages = _as_messages(_list(values[key], key), key)
+            if messages[-1].get("role") != "assistant":  # otherwise it repeats a response
+                return messages
+    return None
 
 
 def _roles_and_texts(messages: Sequence[Message]) -> list[tuple[str, str, str]]:
@@ -577,7 +606,12 @@ def _join_prompt_and_response(prompt: Any, response: Any, key: str, tools: Seque
         raise BadChat(rule, fix="start it with the assistant's message, or with the complete prompt")
     if first == len(response_turns):
         raise BadChat(f"{key} repeats the prompt, but has no answer to it")
-    return Conversation(response_turns, tools, first)
+    start = first - len(prompt_turns)
+    repeated = [
+        {**({"weight": turn["weight"]} if "weight" in turn else {}), **repetition}
+        for turn, repetition in zip(prompt_turns, response_turns[start:first], strict=True)
+    ]
+    return Conversation([*response_turns[:start], *repeated, *response_turns[first:]], tools, first)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -607,13 +641,19 @@ def _messages(value: Any, location: str, role_key: str = "role", content_key: st
             nearest_role = _ALIASES.get(str(role), nearest(role, ROLES))
             advice = f"nearest: {nearest_role}" if nearest_role else f"must be one of {', '.join(ROLES)}"
             raise BadChat(f"{message_location}.{role_key}={role!r}; {advice}")
-        calls = _calls(message, message_location)
-        if content is None and not calls and role != "tool":
+        calls, weight = _calls(message, message_location), _flag(message, message_location)
+        if calls and role != "assistant":
+            raise BadChat(f"{message_location}.tool_calls: only the assistant calls tools, not the role {role!r}")
+        if role == "tool" and isinstance(content, Mapping):
+            content = json.dumps(content, ensure_ascii=False, default=str)
+        # Tools may have nothing to say, a system prompt may be empty, and reasoning or calls can be all of a turn.
+        may_be_empty = bool(calls) or role in ("tool", "system", "developer") or weight == 0
+        may_be_empty = may_be_empty or any(message.get(key) for key in REASONING_KEYS)
+        if content is None and not may_be_empty:
             raise BadChat(f"{message_location} has no {content_key!r}")
         text = _text_of(content, f"{message_location}.{content_key}") if content is not None else ""
-        if not text.strip() and not calls and role != "tool":  # a tool may have nothing to say
+        if not text.strip() and not may_be_empty:
             raise BadChat(f"{message_location}.{content_key}={text!r} is empty")
-        weight = _flag(message, message_location)
         messages.append(
             {
                 **{key: item for key, item in message.items() if key not in FLAGS and key != "tool_calls"},
@@ -622,14 +662,40 @@ def _messages(value: Any, location: str, role_key: str = "role", content_key: st
                 **({} if weight is None else {"weight": weight}),
             }
         )
-    return messages
+    return _join_calls(messages, location)
 
 
-_FLAG_WORDS = re.compile(r"train|loss|mask|weight|supervis|ignore|learn|skip|exclude|target", re.IGNORECASE)
-"""Matches keys of messages that look like flags, such as `train_detail` or `masked`."""
+def _join_calls(messages: Sequence[Message], location: str) -> list[Message]:
+    """Join calls with the assistant's text or calls directly before them: some formats write one turn as several.
 
-_FLAG_TEXTS = ("true", "false", "yes", "no", "on", "off", "0", "1")
-"""Text values of keys that look like flags; with any other text, such as `training_source: web`, they do not."""
+    Raises BadChat if only one of the parts is excluded from the loss.
+    """
+    joined: list[Message] = []
+    for number, message in enumerate(messages):
+        last = joined[-1] if joined else {}
+        is_continued = "tool_calls" in message and message["role"] == last.get("role") == "assistant"
+        if not is_continued or message["content"] or any(message.get(key) for key in REASONING_KEYS):
+            joined.append(message)
+            continue
+        if message.get("weight", 1) != last.get("weight", 1):
+            rule = f"{location}[{number}] continues the turn before it, but only one of them is excluded from the loss"
+            raise BadChat(rule, fix="exclude both, or neither")
+        calls = [*last.get("tool_calls", ()), *message["tool_calls"]]
+        joined[-1] = {**last, "tool_calls": calls}
+    return joined
+
+
+_FLAG_WORDS = {
+    *("train", "trained", "trainable", "training", "loss", "mask", "masked", "weight", "weights", "ignore", "ignored"),
+    *("skip", "exclude", "excluded", "supervised", "learn"),
+}
+"""Words in the names of keys that look like flags, such as `train_detail` or `masked`."""
+
+
+def looks_like_flag(key: str, value: Any) -> bool:
+    """Return whether a key that is none of FLAGS looks like one, judging by the words of its name; text is no flag."""
+    is_text = isinstance(value, str) and value.lower() not in ("true", "false", "yes", "no", "0", "1")
+    return not is_text and value is not None and not _FLAG_WORDS.isdisjoint(re.split(r"[^a-z]+", key.lower()))
 
 
 def _flag(message: Mapping[str, Any], location: str) -> int | None:
@@ -644,7 +710,7 @@ def _flag(message: Mapping[str, Any], location: str) -> int | None:
                 rule = f"{location}.{key}={value!r:.60} must be 0 or 1, or true or false"
                 raise BadChat(rule, fix="leave it out, or set 0 to exclude the message from the loss")
             flags[key] = int(value)
-        elif _FLAG_WORDS.search(key) and (not isinstance(value, str) or value.lower() in _FLAG_TEXTS):
+        elif looks_like_flag(key, value):
             rule = f"{location}.{key}={value!r:.60} looks like a flag, but is not one of {', '.join(FLAGS)}"
             raise BadChat(rule, fix=f"write {FLAGS[0]}: 0 to exclude the message from the loss, or remove it")
     if len(set(flags.values())) > 1:
@@ -679,6 +745,7 @@ def _text_of(content: Any, location: str) -> str:
         if not isinstance(part, Mapping) or part.get("type", "text") != "text":
             kind = part.get("type") if isinstance(part, Mapping) else json_type(part)
             raise BadChat(f"{location}[{number}].type={kind!r}: only text is supported")
+        _check_no_flag(part, f"{location}[{number}]")
     return "".join(_text(part.get("text"), f"{location}[{number}].text") for number, part in enumerate(content))
 
 
@@ -700,29 +767,50 @@ def _calls(message: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]
             fix='write tool_calls: [{"type": "function", "function": {"name": ..., "arguments": ...}}]',
         )
     calls = message.get("tool_calls") or []
+    if isinstance(calls, str):
+        calls = _parse_json(calls, f"{location}.tool_calls") if calls.strip() else []
     if not isinstance(calls, list):
         raise BadChat(f"{location}.tool_calls must be a list, not {json_type(calls)}")
     for number, call in enumerate(calls):
         function = call.get("function", call) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise BadChat(f"{location}.tool_calls[{number}] does not name a function")
+        call_location = f"{location}.tool_calls[{number}]"
+        _check_no_flag(call, call_location)
+        if function is not call and not {"arguments", "parameters"}.isdisjoint(call):
+            raise BadChat(f"{call_location}: the arguments stand beside the function", fix="write them in the function")
         arguments = function.get("arguments")
-        if not isinstance(arguments, (str, Mapping, type(None))):
-            rule = f"{location}.tool_calls[{number}]: the arguments must be an object or JSON text"
+        if isinstance(arguments, str):
+            arguments = _parse_json(arguments, f"{call_location}: the arguments") if arguments.strip() else {}
+        if not isinstance(arguments, (Mapping, type(None))):
+            rule = f"{call_location}: the arguments must be an object, or text that contains one as JSON"
             raise BadChat(f"{rule}, not {json_type(arguments)}")
-        if arguments is None and not {"name", "description", "id", "type"}.issuperset(function):
-            rule = f"{location}.tool_calls[{number}] has no 'arguments'; its keys: {', '.join(function)}"
+        if arguments is None and not {"name", "description", "id", "type", "index"}.issuperset(function):
+            rule = f"{call_location} has no 'arguments'; its keys: {', '.join(function)}"
             raise BadChat(rule, fix="write the arguments under this key")
     return calls
 
 
+def _parse_json(text: str, name: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadChat(f"{name} must be JSON ({error})", fix="correct the record, or remove it") from error
+
+
+def _check_no_flag(part: Mapping[str, Any], location: str) -> None:
+    """Raise BadChat if a part of a message has a flag: only messages as a whole can be excluded from the loss."""
+    for key, value in part.items():
+        if value is not None and (key in FLAGS or looks_like_flag(key, value)):
+            raise BadChat(f"{location}.{key}: a part of a message cannot have a flag", fix="flag the whole message")
+
+
 def _tools(value: Any) -> Sequence[Mapping[str, Any]]:
     """Return a record's tools: a list of objects, or a JSON string that contains such a list."""
-    if isinstance(value, str) and value.strip():
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise BadChat(f"tools is not JSON ({error})") from error
+    if isinstance(value, str):
+        value = _parse_json(value, "tools") if value.strip() else None
+    if isinstance(value, list):
+        value = [_parse_json(tool, "tools") if isinstance(tool, str) else tool for tool in value]
     if not value:
         return ()
     if not isinstance(value, list) or not all(isinstance(tool, Mapping) for tool in value):

@@ -17,6 +17,7 @@ else the token with which the next message begins; see `turn_ends.py`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -29,16 +30,27 @@ from trainer.data.chat.calls import (
     convert_arguments,
     find_arguments_form,
     find_missing_part,
+    marked,
+    marked_tools,
     omission_error,
 )
-from trainer.data.chat.formats import BadChat, Completion, Conversation, Message, Sample
-from trainer.data.chat.template import REASONING_KEYS, ChatTemplate, RenderedChat
+from trainer.data.chat.formats import REASONING_KEYS, BadChat, Completion, Conversation, Message, Sample
+from trainer.data.chat.template import ChatTemplate, RenderedChat
 from trainer.data.chat.tokenizer import QUOTE, ChatTokenizer
 from trainer.data.chat.turn_ends import TurnEnds, common_length, without_end_error
 from trainer.stopping import raise_if_stop_requested
 
 Notice: TypeAlias = tuple[
-    Literal["spelled out", "read as text", "unread key", "nulls", "converted arguments", "flag without effect"], str
+    Literal[
+        "spelled out",
+        "read as text",
+        "unread key",
+        "nulls",
+        "converted arguments",
+        "flag without effect",
+        "untagged turn",
+    ],
+    str,
 ]
 """What the user should know about a sample, and a detail:
 
@@ -47,7 +59,8 @@ Notice: TypeAlias = tuple[
 - unread key: a message has a key, the detail, that the template does not read.
 - nulls: nulls in its calls or tools, the detail, were left out.
 - converted arguments: the arguments of its calls were converted to the form that the template takes, the detail.
-- flag without effect: a message of a role, the detail, is to be trained on, but only the assistant's can be.
+- flag without effect: a message of a role, the detail, is marked as a target, but `data.train_on` excludes it.
+- untagged turn: a turn of the assistant is not in the tag that marks targets, the detail, and has none.
 """
 
 
@@ -94,7 +107,8 @@ class Encoder:
         self._template, self._train_on = template, train_on
         self._arguments_forms: dict[bool, ArgumentsForm] = {}
         self._unread_keys: dict[tuple[str, str], bool] = {}
-        self._ends: TurnEnds | None = None
+        self._missing_parts: dict[tuple[Any, ...], str] = {}
+        self._known_turn_ends: TurnEnds | None = None
 
     @property
     def identity(self) -> list[Any]:
@@ -155,7 +169,7 @@ class Encoder:
         if template is None:
             return []
         notes = []
-        if self._train_on not in ("all", "end") and (text := self._turn_ends(template).text_without_token):
+        if self._train_on not in ("all", "end") and (text := self._turn_ends(template).closing_text):
             notes.append(
                 f"warning: the chat template ends turns with {text!r}, which is not a token of "
                 f"data.tokenizer={self.tokenizer.plain.name}: generation does not stop there"
@@ -205,16 +219,17 @@ class Encoder:
             unread_keys = self._find_unread_keys(template, prepared, full)
         except RecursionError as error:
             raise BadChat("is nested too deeply", fix="remove the record") from error
-        _check_all_included(prepared, full.text, includes_assistant=self._train_on == "all")
+        self._check_included(template, prepared, full.text)
         if not self.targets_only_last_token:
             full = replace(full, text=self._turn_ends(template).complete(prepared, full.text))
         ids, spans = self.tokenizer.encode(full.text)
-        is_in_turn = np.zeros(len(ids), bool)
+        is_in_turn, has_untagged_turn = np.zeros(len(ids), bool), False
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
         with template.shared_limits():
             for turn in self._turns(prepared):
                 raise_if_stop_requested()
                 turn_spans = self._message_spans(template, prepared, full, turn)
+                has_untagged_turn |= not turn_spans
                 for start, end in turn_spans:
                     is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
                 if turn_spans and turn_spans[0][0] >= needed_chars:
@@ -230,6 +245,8 @@ class Encoder:
             notices.add(("nulls", "calls or tools"))
         if converted_to := self._converted_to(chat, prepared):
             notices.add(("converted arguments", converted_to))
+        if has_untagged_turn:
+            notices.add(("untagged turn", "{% generation %}"))
         for role in self._roles_flagged_in_vain(chat):
             notices.add(("flag without effect", role))
         return _EncodedConversation(full.text, ids, spans, loss_mask, frozenset(notices))
@@ -242,9 +259,9 @@ class Encoder:
         return self._template
 
     def _turn_ends(self, template: ChatTemplate) -> TurnEnds:
-        if self._ends is None:
-            self._ends = TurnEnds(self.tokenizer, template, partial(self._prepare, template))
-        return self._ends
+        if self._known_turn_ends is None:
+            self._known_turn_ends = TurnEnds(self.tokenizer, template, partial(self._prepare, template))
+        return self._known_turn_ends
 
     def _prepare(self, template: ChatTemplate, chat: Conversation) -> Conversation:
         """Return a conversation as the template takes it: with converted arguments and quoted special tokens."""
@@ -259,6 +276,60 @@ class Encoder:
             return replace(chat, messages=self.tokenizer.quoted(messages), tools=self.tokenizer.quoted(chat.tools))
         except RecursionError as error:
             raise BadChat("is nested too deeply", fix="remove the record") from error
+
+    # -- what the template leaves out --
+
+    def _check_included(self, template: ChatTemplate, chat: Conversation, text: str) -> None:
+        """Raise BadChat if the rendered text lacks a tool, or a part of a message.
+
+        Of the assistant's messages, only those that are trained on are checked: some templates omit the reasoning of
+        earlier turns, at inference time as well.
+        """
+        roles = [message["role"] for message in chat.messages]
+        if chat.tools and self._find_missing(("tools", tuple(roles[:2]), roles[-1]), template, chat, None):
+            rule = "has tools, which the chat template does not write in this conversation"
+            raise BadChat(rule, "data.chat_template", fix=_FIX_NO_SUPPORT)
+        targets = range(len(roles)) if self._train_on == "all" else self._turns(chat)
+        for number, message in enumerate(chat.messages):
+            if message["role"] == "assistant" and number not in targets:
+                continue
+            is_whole = message["role"] != "assistant" or self._train_on == "all"
+            part = (find_missing_part(message, text) if is_whole else "") or self._find_missing(
+                (
+                    *(message["role"], roles[number - 1] if number else "", number == len(roles) - 1, bool(chat.tools)),
+                    *(bool(message["content"]), any(message.get(key) for key in REASONING_KEYS)),
+                    *(len(message.get("tool_calls", ())), is_whole),
+                ),
+                template,
+                chat if is_whole else replace(chat, messages=chat.messages[: number + 1]),
+                number,
+            )
+            if part and message["role"] != "assistant":
+                rule = f"messages[{number}].role={message['role']!r}: the chat template omits this message"
+                raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
+            if part:
+                raise omission_error(number, part)
+
+    def _find_missing(
+        self, shape: tuple[Any, ...], template: ChatTemplate, chat: Conversation, number: int | None
+    ) -> str:
+        """Return which part of a message the template leaves out, or "": a part of `marked`, or a tool if it is None.
+
+        Found out once for each shape of a message, by rendering the first one with other texts.
+        """
+        if shape not in self._missing_parts:
+            messages, tools = list(chat.messages), chat.tools
+            if number is None:
+                tools, names = marked_tools(tools)
+                texts = {name: name for name in names}
+            else:
+                messages[number], texts = marked(messages[number])
+            missing = ""
+            with suppress(BadChat):  # a template may reject such texts
+                rendered = template.render(messages, tools).text
+                missing = next((part for part, text in texts.items() if text not in rendered), "")
+            self._missing_parts[shape] = missing
+        return self._missing_parts[shape]
 
     # -- notices --
 
@@ -292,7 +363,8 @@ class Encoder:
     def _roles_flagged_in_vain(self, chat: Conversation) -> set[str]:
         if self._train_on in ("all", "end"):
             return set()
-        return {message["role"] for message in chat.messages if message.get("weight") == 1} - {"assistant"}
+        flagged = {number for number, message in enumerate(chat.messages) if message.get("weight") == 1}
+        return {chat.messages[number]["role"] for number in flagged.difference(self._turns(chat))}
 
     # -- which characters are targets --
 
@@ -326,7 +398,10 @@ class Encoder:
         """
         if chat.messages[number]["role"] == "assistant":
             return self._assistant_spans(template, chat, full, number)
-        start, end = (_find_end(template, chat, full, stop) for stop in (number, number + 1))
+        start, end = (_end_of_messages(template, chat, full, count) for count in (number, number + 1))
+        if find_missing_part(chat.messages[number], full.text[start:end]):
+            rule = f"messages[{number}] cannot be excluded: the chat template writes it as a part of another message"
+            raise BadChat(rule, "data.chat_template", fix="give a .jinja file that writes it apart")
         return [(start, end)]
 
     def _assistant_spans(
@@ -343,34 +418,37 @@ class Encoder:
         if turn + 1 < len(chat.messages):
             text_with_turn = template.render(chat.messages[: turn + 1], chat.tools).text
         prompt = template.render(chat.messages[:turn], chat.tools, add_generation_prompt=True).text
-        turn_ends, end = self._turn_ends(template), len(text_with_turn.rstrip())
-        end = turn_ends.find(text_with_turn, len(prompt), end) or end
-        if not full.text.startswith(text_with_turn[:end]):
+        turn_ends = self._turn_ends(template)
+        end_without_space = len(text_with_turn.rstrip())
+        turn_end = turn_ends.find(text_with_turn, len(prompt), end_without_space) or end_without_space
+        if not full.text.startswith(text_with_turn[:turn_end]):
             raise _changed_turn_error(turn)
         if not full.text.startswith(prompt):
             if not full.text.startswith(text_before):
                 raise _changed_turn_error(turn)
             raise _prompt_error(turn, chat.messages[turn], prompt[len(text_before) :], full.text[len(text_before) :])
-        first = common_length(text_before.rstrip(), full.text)
-        stop = turn_ends.find(full.text, len(prompt), end)
-        if stop is None:
+        stop_end = turn_ends.find(full.text, len(prompt), turn_end)
+        if stop_end is None:
             raise without_end_error(turn, text_with_turn)
-        if missing_part := find_missing_part(chat.messages[turn], full.text[first:stop]):
+        turn_start = common_length(text_before.rstrip(), full.text)
+        if missing_part := find_missing_part(chat.messages[turn], full.text[turn_start:stop_end]):
             raise omission_error(turn, missing_part)
         if not template.marks_generation:
-            return [(len(prompt), stop)]
-        spans = [(start, min(end_of_tag, end)) for start, end_of_tag in full.assistant_spans if first <= start < end]
-        if not spans:
-            return []
-        spans[-1] = (spans[-1][0], stop)
+            return [(len(prompt), stop_end)]
+        tagged = [(start, min(end, turn_end)) for start, end in full.assistant_spans if turn_start <= start < turn_end]
+        if not tagged:
+            return [(len(prompt), stop_end)] if self._train_on == "all" else []
+        tagged[-1] = (tagged[-1][0], stop_end)
         if prompt == text_before:  # no generation prompt: the model has to generate the header outside the tag as well
-            spans[0] = (len(text_before), spans[0][1])
-        skipped = full.text[len(prompt) : spans[0][0]]
-        if skipped.strip():
-            rule = f"messages[{turn}]: {skipped!r} stands between the generation prompt and {{% generation %}}"
-            fix = "include it in one of them: the model has to write what the prompt does not give"
-            raise BadChat(rule, "data.chat_template", fix=fix)
-        return spans
+            tagged[0] = (len(text_before), tagged[0][1])
+        gap_starts = [len(prompt), *(end for _, end in tagged[:-1])]
+        for gap_start, (gap_end, _) in zip(gap_starts, tagged, strict=True):
+            gap = full.text[gap_start:gap_end]
+            if gap.strip():
+                rule = f"messages[{turn}]: {gap!r} stands outside {{% generation %}}, but the model has to write it"
+                fix = "include it in the block, or before the first block in the generation prompt"
+                raise BadChat(rule, "data.chat_template", fix=fix)
+        return tagged
 
 
 @dataclass(frozen=True)
@@ -388,7 +466,7 @@ _KNOWN_KEYS = frozenset(("role", "content", "weight", "tool_calls", *REASONING_K
 """Keys of messages for which there are checks of their own."""
 
 
-def _find_end(template: ChatTemplate, chat: Conversation, full: RenderedChat, count: int) -> int:
+def _end_of_messages(template: ChatTemplate, chat: Conversation, full: RenderedChat, count: int) -> int:
     """Return where the first `count` messages end in the full text.
 
     Some templates reject a conversation without the user's first message.  Then the message after these is included,
@@ -429,6 +507,11 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
     if calls and not template.mentions(["tool_calls"]):
         rule = f"messages[{calls[0]}].tool_calls: the chat template does not support tool calls"
         raise BadChat(rule, "data.chat_template", fix=_FIX_NO_SUPPORT)
+    for number, message in enumerate(chat.messages):
+        given = {key: message[key] for key in REASONING_KEYS if message.get(key)}
+        if len(set(map(str, given.values()))) > 1:
+            rule = f"messages[{number}]: {' and '.join(given)} differ, but mean the same"
+            raise BadChat(rule, fix="keep one of them")
     reasoning = [(number, key) for number, m in enumerate(chat.messages) for key in REASONING_KEYS if m.get(key)]
     if reasoning and not template.mentions(REASONING_KEYS):
         number, key = reasoning[0]
@@ -439,21 +522,6 @@ def _check_support(chat: Conversation, template: ChatTemplate) -> None:
 _FIX_NO_TEMPLATE = "data.chat_template=chatml, or a .jinja file"
 
 _FIX_NO_SUPPORT = "give a .jinja file that supports it"
-
-
-def _check_all_included(chat: Conversation, text: str, includes_assistant: bool) -> None:
-    """Raise BadChat if the rendered text lacks the content of a message.
-
-    includes_assistant: whether to check the assistant's messages too.  Otherwise only the turns that are trained on are
-        checked, one by one: some templates omit the reasoning of earlier turns, at inference time as well.
-    """
-    for number, message in enumerate(chat.messages):
-        if message["role"] == "assistant":
-            if includes_assistant and (part := find_missing_part(message, text)):
-                raise omission_error(number, part)
-        elif find_missing_part({"content": message.get("content")}, text):
-            rule = f"messages[{number}].role={message['role']!r}: the chat template omits this message"
-            raise BadChat(rule, "data.chat_template", fix="give a .jinja file that includes it")
 
 
 def _prompt_error(number: int, message: Message, prompt: str, turn: str) -> BadChat:

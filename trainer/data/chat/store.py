@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, write_value
-from trainer.data.chat.formats import FLAGS, BadChat, Completion, Format, Pair, Sample, read_records
+from trainer.data.chat.formats import FLAGS, BadChat, Completion, Format, Pair, Sample, looks_like_flag, read_records
 from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.ingest.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
@@ -215,9 +215,9 @@ class _ChatReader:
         """
         try:
             samples = self._samples(record)
-            for flag in FLAGS:
-                if record.get(flag) is not None:
-                    self._report.add_notice("flag of a record", flag, location)
+            for key, value in record.items():
+                if (key in FLAGS and value is not None) or looks_like_flag(key, value):
+                    self._report.add_notice("flag of a record", key, location)
             documents = []
             for side, sample in zip(sides_of(samples), samples, strict=True):
                 with naming_side(side):
@@ -653,10 +653,12 @@ class ChatReport:
                 return f"note: nulls are left out, as if there were no such entry: {listed}"
             case "converted arguments":
                 return f"note: arguments of calls are converted to what the chat template takes: {listed}"
+            case "untagged turn":
+                return f"note: turns of the assistant outside the tag that marks targets have none: {listed}"
             case "flag of a record":
                 return f"warning: these keys are read as keys of messages only, not of records: {listed}"
             case _:
-                return f"note: only the assistant's messages are targets, but others are marked as such: {listed}"
+                return f"note: messages are marked as targets, but data.train_on excludes them: {listed}"
 
 
 _MAX_DETAILS = 20

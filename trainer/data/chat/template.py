@@ -27,7 +27,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
-from trainer.data.chat.formats import BadChat, Message
+from trainer.data.chat.formats import REASONING_KEYS, BadChat, Message
 from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, rendering_limits, try_in_child
 from trainer.data.chat.tokenizer import QUOTE
 from trainer.errors import setting_error
@@ -35,9 +35,6 @@ from trainer.files import read_json
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Keys of tokenizer_config.json that hold special tokens for templates, besides `extra_special_tokens`."""
-
-REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
-"""Keys of a message that may hold its reasoning; templates usually read one of the first two."""
 
 DEFAULT_DATE = datetime(2024, 7, 26)
 """The default date of `strftime_now`, which is also the default date in Llama 3.1's template."""

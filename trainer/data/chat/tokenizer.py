@@ -76,7 +76,7 @@ class ChatTokenizer:
         if isinstance(value, str):
             return self._quoted_pattern.sub(lambda match: match[0][:1] + QUOTE + match[0][1:], value.replace(QUOTE, ""))
         if isinstance(value, Mapping):
-            return {key: self.quoted(item) for key, item in value.items()}
+            return {self.quoted(key): self.quoted(item) for key, item in value.items()}
         return [self.quoted(item) for item in value] if isinstance(value, (list, tuple)) else value
 
     def find_special_tokens(self, text: str) -> set[str]:

@@ -41,7 +41,7 @@ class TurnEnds:
         return self._tokens_and_tails[0]
 
     @cached_property
-    def text_without_token(self) -> str:
+    def closing_text(self) -> str:
         """The text with which the template ends turns if the tokenizer has no added tokens, as `bytes`; or "".
 
         Generation does not stop there.
@@ -52,7 +52,8 @@ class TurnEnds:
             with suppress(BadChat):
                 chat = alternatives[0]
                 text = self._template.render(chat.messages, chat.tools).text.rstrip()
-                return text[text.rfind(str(chat.messages[-1]["content"])) :].removeprefix(chat.messages[-1]["content"])
+                _, _, closing_text = text.rpartition(str(chat.messages[-1]["content"]))
+                return closing_text
         return ""
 
     @cached_property
@@ -63,14 +64,14 @@ class TurnEnds:
         for alternatives in _probe_conversations():
             for chat in alternatives:
                 with suppress(BadChat):  # a template may reject system messages, tools, or more than one call
-                    token, tail = self._find_end(chat)
+                    token, tail = self._find_end_token(chat)
                     if token:
                         tokens[token] = self._tokenizer.added_tokens[token]
                         tails.setdefault("tool_calls" in chat.messages[-1], tail)
                     break
         return tokens, tails
 
-    def _find_end(self, chat: Conversation) -> tuple[str, str]:
+    def _find_end_token(self, chat: Conversation) -> tuple[str, str]:
         """Return the added token that ends the last message, or else the one that begins the message after it, or "".
 
         A token that is written twice in the message, such as the end of a call, does not end it.  Also returns the text
@@ -100,7 +101,7 @@ class TurnEnds:
 
     @cached_property
     def _ends(self) -> tuple[str, ...]:
-        return tuple(filter(None, [*self.stop_tokens, self.text_without_token]))
+        return tuple(filter(None, [*self.stop_tokens, self.closing_text]))
 
     @cached_property
     def _pattern(self) -> re.Pattern[str]:
@@ -112,7 +113,9 @@ class TurnEnds:
 
         It is the first end-of-document token in the turn, or else the token at the turn's end, or the one that follows.
         """
-        end_of_document = text.find(self._end_of_document, start, end) if self._end_of_document else -1
+        end_of_document = -1
+        if self._end_of_document and self._end_of_document not in self._tokenizer.accepted:  # not in a message, then
+            end_of_document = text.find(self._end_of_document, start, end)
         if end_of_document >= 0:
             return end_of_document + len(self._end_of_document)
         if text.endswith(self._ends, 0, end):
@@ -175,9 +178,9 @@ def _probe_conversations() -> Iterator[Sequence[Conversation]]:
         for name in names
     ]
     for context in ([user], [system, user]):
-        answer = {"role": "assistant", "content": "Hello"}
-        yield [Conversation([*context, answer])]
-        yield [Conversation([*context, answer], tools)]
+        answers = [{"role": "assistant", "content": "Hello", **more} for more in ({}, {"reasoning_content": "Hmm"})]
+        for answer_tools in ((), tools):
+            yield [Conversation([*context, answer], answer_tools) for answer in answers]
         for content in ("", "Hello"):
             turns = [{"role": "assistant", "content": content, "tool_calls": calls[:count]} for count in (2, 1)]
             yield [Conversation([*context, turn], turn_tools) for turn_tools in (tools, ()) for turn in turns]
