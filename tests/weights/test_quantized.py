@@ -68,7 +68,9 @@ def deepseek_v3(folder: Path) -> Path:
     """Write a DeepSeek-V3 with matrices in fp8, and with a block for multi-token prediction, as published."""
 
     def quantize(name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        if tensor.ndim != 2 or "embed" in name or "lm_head" in name or name.endswith("gate.weight"):
+        if name.endswith("gate.weight"):
+            return {name: tensor.bfloat16()}  # as published; transformers 5.24 writes float32
+        if tensor.ndim != 2 or "embed" in name or "lm_head" in name:
             return {name: tensor}
         sizes = [math.ceil(size / BLOCK) for size in tensor.shape]
         scales = torch.rand(sizes, generator=torch.Generator().manual_seed(len(name))) / 100 + 1e-3

@@ -9,7 +9,7 @@ from collections.abc import Callable
 NEWEST_TESTED = {
     "torch": "2.13.0",
     "torchdata": "0.11.0",
-    "transformers": "5.23.0",
+    "transformers": "5.24.0",
     "tokenizers": "0.23.3",
     "safetensors": "0.8.0",
     "omegaconf": "2.4.0",
