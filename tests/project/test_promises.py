@@ -20,7 +20,7 @@ def test_every_test_file_is_listed_with_the_promise_that_it_holds() -> None:
 
 def test_rows_that_the_campaign_holds_say_so(request: pytest.FixtureRequest) -> None:
     """A file without a test in `make test` is in a row with the word."""
-    if len(request.session.items) < 1000:
+    if len(request.session.items) < 1000 or "slow" in request.config.option.markexpr:
         pytest.skip("not all tests were collected")
     everyday = {item.path.relative_to(TESTS).as_posix() for item in request.session.items}
     rows = [line for line in (TESTS / "README.md").read_text().splitlines() if line.startswith("| ")]

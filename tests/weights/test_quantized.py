@@ -75,7 +75,7 @@ def deepseek_v3(folder: Path) -> Path:
         sizes = [math.ceil(size / BLOCK) for size in tensor.shape]
         scales = torch.rand(sizes, generator=torch.Generator().manual_seed(len(name))) / 100 + 1e-3
         whole = scales.repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)[: tensor.shape[0], : tensor.shape[1]]
-        return {name: (tensor.float() / whole).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
+        return {name: (tensor.float() / whole).clamp(-448, 448).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
 
     write(folder, settings_of("deepseek_v3", hidden_size=32, intermediate_size=40, initializer_range=0.2), quantize)
     file = folder / "model-00001-of-00002.safetensors"
