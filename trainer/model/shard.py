@@ -163,8 +163,10 @@ def _shard(
     split_mesh: Callable[[DeviceMesh, int], DeviceMesh],
 ) -> None:
     """Call `fully_shard` on the units, innermost first, then on the model itself."""
-    if config.lora.packs and config.fsdp.param_dtype != "float32" and TorchVersion(torch.__version__) < "2.13":
-        rule = f"needs torch 2.13: earlier versions of FSDP cast bytes to fsdp.param_dtype; this is {torch.__version__}"
+    if config.lora.packs and TorchVersion(torch.__version__) < "2.13":
+        rule = (
+            f"needs torch 2.13 to be sharded: earlier versions of FSDP cannot keep bytes; this is {torch.__version__}"
+        )
         raise setting_error("lora.base_dtype", config.lora.base_dtype, rule, "bfloat16")
     if expert_mesh is not None and TorchVersion(torch.__version__) < "2.12":
         rule = f"needs torch 2.12: earlier versions of FSDP support only one mesh per unit; this is {torch.__version__}"
