@@ -137,7 +137,9 @@ def _of_first_rank(found: list[Any] | str) -> dict[str, Any]:
 def table(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Table:
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if base.name.startswith("popen-") else base
-    specs = [getattr(item, "callspec", None) for item in request.session.items if item.path == Path(__file__)]
+    own = [item for item in request.session.items if item.path == Path(__file__)]
+    run = [item for item in own if not any(mark.args[0] for mark in item.iter_markers("skipif"))]
+    specs = [getattr(item, "callspec", None) for item in run]
     return Table(shared / "table", [spec.params["case"] for spec in specs if spec])
 
 
