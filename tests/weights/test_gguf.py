@@ -69,7 +69,7 @@ def test_logits_are_those_of_transformers_from_the_same_file(file: Path) -> None
 
 
 def test_a_configuration_names_the_file(file: Path) -> None:
-    config = load_config("llama_small", ["model.name=auto", f"model.path={file}"])
+    config = load_config("llama_small", ["model.name=auto", f"model.path={file}", f"run.dir={file.parent / 'run'}"])
     assert (config.model.name, config.model.dim, config.model.vocab_size) == ("qwen3", 64, len(TOKENS))
     text = config.to_yaml()
     assert f"init_from: {file}\n" in text
