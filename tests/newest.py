@@ -1,4 +1,4 @@
-"""Runs the fast tests and some slow ones with the newest release of every package that we stand on.
+"""Runs the fast tests and some slow ones with the newest release of every package that the project depends on.
 
     python -m tests.newest                # in a new environment, which is kept in .newest/ and updated
     python -m tests.newest torch==2.11.0  # with this version of a package, for the oldest torch that is supported

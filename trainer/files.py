@@ -195,8 +195,12 @@ def _checksum_of(content: Mapping[str, Any]) -> str:
     return f"{crc32(json.dumps(content, sort_keys=True, separators=(',', ':')).encode()):08x}"
 
 
-_SAMPLED_BYTES, _MIN_SAMPLED_BYTES, _SAMPLE_BYTES = 1 << 26, 1 << 14, 1 << 12
-"""Bytes that `sample_contents` reads of all files together, at least of each file, and at each place in a file."""
+_SAMPLED_BYTES = 1 << 26
+"""Maximum number of bytes that `sample_contents` reads of all files together."""
+_MIN_SAMPLED_BYTES = 1 << 14
+"""Number of bytes that it reads of each file, even if this exceeds the maximum in total."""
+_SAMPLE_BYTES = 1 << 12
+"""Number of bytes that it reads at each place in a file."""
 
 
 def sample_contents(paths: Sequence[str], key: str) -> list[str]:

@@ -87,7 +87,7 @@ class AdaptedLinear(nn.Module):
     def weight(self) -> torch.Tensor:
         """The weight of the whole layer, with the adapter's product added, in the base layer's layout and dtype.
 
-        Computed anew at each access, and differentiable: code that uses a layer's weight instead of calling the layer,
+        Computed at each access, and differentiable: code that uses a layer's weight instead of calling the layer,
         as fused kernels of state-space layers do, trains the adapter too.  Only its dropout has no effect there.
         """
         down, up = self.factors

@@ -214,7 +214,9 @@ class TransformersDecoder(Decoder):
 
     def begin(self, prompts: Sequence[Sequence[int]], length: int, max_tokens: int) -> torch.Tensor:
         tokens_BT, padding = _pad_left(prompts, length)
-        self._cache, self._mask_BS, self._num_tokens, self._max_tokens = None, None, 0, max_tokens
+        self._cache = self._mask_BS = None
+        self._num_tokens = 0
+        self._max_tokens = max_tokens
         if any(padding):
             self._mask_BS = (torch.arange(length) >= torch.tensor(padding).unsqueeze(1)).to(self._device)
         logits_BV = self._call(tokens_BT)

@@ -445,8 +445,8 @@ def _check_context(record: Mapping[str, Any], read_keys: Collection[str], values
         read_texts = read_texts or list(_texts_in(values))
         texts = [text.strip() for text in _texts_in(record[key])]
         if not all(any(text in read_text for read_text in read_texts) for text in texts):
-            beside = ", ".join(name for name in values if values[name] is not None)
-            rule = f"has the key {key!r} beside {beside}, where it would be ignored"
+            others = ", ".join(name for name in values if values[name] is not None)
+            rule = f"has the key {key!r} next to {others}, where it would be ignored"
             raise BadChat(rule, fix="write it into the messages, or remove it")
 
 
@@ -496,7 +496,7 @@ def _from_sharegpt(turn: Any, location: str) -> Message:
 
 
 def _as_tool_calls(calls: Any) -> list[Any]:
-    """Return a call or a list of calls, in which a function and its arguments may stand directly, as `tool_calls`."""
+    """Return a call or a list of calls, whose function may lack its wrapper, as `tool_calls`."""
     return [
         call
         if not isinstance(call, Mapping) or isinstance(call.get("function"), Mapping)
@@ -552,7 +552,7 @@ def _read_preference(values: Mapping[str, Any]) -> Pair:
 
 
 def _find_prompt(values: Mapping[str, Any]) -> list[Any] | None:
-    """Return the conversation beside a pair's responses that they answer, if there is one."""
+    """Return the conversation that a pair's responses answer, if the record has one."""
     for key in ("messages", "conversations"):
         if values[key] is not None:
             messages = _as_messages(_list(values[key], key), key)
@@ -693,7 +693,7 @@ _FLAG_WORDS = {
 
 
 def looks_like_flag(key: str, value: Any) -> bool:
-    """Return whether a key that is none of FLAGS looks like one, judging by the words of its name; text is no flag."""
+    """Return whether a key that is not in FLAGS looks like a flag, judging by its name; text is not one."""
     is_text = isinstance(value, str) and value.lower() not in ("true", "false", "yes", "no", "0", "1")
     return not is_text and value is not None and not _FLAG_WORDS.isdisjoint(re.split(r"[^a-z]+", key.lower()))
 
@@ -778,7 +778,7 @@ def _calls(message: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]
         call_location = f"{location}.tool_calls[{number}]"
         _check_no_flag(call, call_location)
         if function is not call and not {"arguments", "parameters"}.isdisjoint(call):
-            raise BadChat(f"{call_location}: the arguments stand beside the function", fix="write them in the function")
+            raise BadChat(f"{call_location}: the arguments are outside the function", fix="write them in the function")
         arguments = function.get("arguments")
         if isinstance(arguments, str):
             arguments = _parse_json(arguments, f"{call_location}: the arguments") if arguments.strip() else {}

@@ -199,11 +199,10 @@ class Encoder:
                 return [(text.removesuffix(last), False), (last, True)]
             return [(sample.prompt, self._train_on == "all"), (completion, True)]
         encoded = self._encode_conversation(sample)
-        text, spans, loss_mask = encoded.text, encoded.spans, encoded.loss_mask
-        changes = [0, *(np.flatnonzero(np.diff(loss_mask)) + 1).tolist()]
-        starts = [0, *spans[changes[1:], 0].tolist(), len(text)]
+        changes = [0, *(np.flatnonzero(np.diff(encoded.loss_mask)) + 1).tolist()]
+        starts = [0, *encoded.spans[changes[1:], 0].tolist(), len(encoded.text)]
         return [
-            (text[start:stop].replace(QUOTE, ""), bool(loss_mask[change]))
+            (encoded.text[start:stop].replace(QUOTE, ""), bool(encoded.loss_mask[change]))
             for change, start, stop in zip(changes, starts[:-1], starts[1:], strict=True)
         ]
 
@@ -445,7 +444,7 @@ class Encoder:
         for gap_start, (gap_end, _) in zip(gap_starts, tagged, strict=True):
             gap = full.text[gap_start:gap_end]
             if gap.strip():
-                rule = f"messages[{turn}]: {gap!r} stands outside {{% generation %}}, but the model has to write it"
+                rule = f"messages[{turn}]: {gap!r} is outside {{% generation %}}, but the model has to write it"
                 fix = "include it in the block, or before the first block in the generation prompt"
                 raise BadChat(rule, "data.chat_template", fix=fix)
         return tagged

@@ -1,6 +1,6 @@
 """Finds the token with which each turn of the assistant ends, so that the model learns to stop there.
 
-Most templates end every turn with a token of its own, and some write more after it, such as the header of another turn.
+Most templates end every turn with a special token, and some write more after it, such as the header of another turn.
 With others, the model's turn ends where the next message begins, and inference stops at the token with which it does.
 Which it is, depends on the template and on whether the turn has calls.  It is found out by rendering short
 conversations.
@@ -28,7 +28,9 @@ class TurnEnds:
     def __init__(
         self, tokenizer: ChatTokenizer, template: ChatTemplate, prepare: Callable[[Conversation], Conversation]
     ) -> None:
-        self._tokenizer, self._template, self._prepare = tokenizer, template, prepare
+        self._tokenizer = tokenizer
+        self._template = template
+        self._prepare = prepare
         self._end_of_document = tokenizer.token_text(tokenizer.plain.end_id) if tokenizer.added_tokens else ""
 
     @property
@@ -52,8 +54,7 @@ class TurnEnds:
             with suppress(BadChat):
                 chat = alternatives[0]
                 text = self._template.render(chat.messages, chat.tools).text.rstrip()
-                _, _, closing_text = text.rpartition(str(chat.messages[-1]["content"]))
-                return closing_text
+                return text.rpartition(str(chat.messages[-1]["content"]))[2]
         return ""
 
     @cached_property
