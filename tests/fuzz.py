@@ -40,7 +40,8 @@ import transformers
 from tests.helpers.chats import CHATML, conversation, write_tokenizer
 from tests.helpers.gate import PATIENCE_S, wait_until
 from tests.helpers.launch import Run, command, kill_leftovers, start
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.checkpoint.find import find_checkpoint
+from trainer.checkpoint.weights import StoredWeights
 from trainer.checkpoints import compare_tensors
 
 

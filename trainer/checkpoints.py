@@ -20,18 +20,17 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from trainer.checkpoint.find import find_checkpoints, is_checkpoint
 from trainer.checkpoint.layout import StoredTensor
 from trainer.checkpoint.manifest import (
-    TORCH_METADATA,
     checkpoint_name,
     find_damage,
     list_steps,
-    read_file,
     read_manifest,
 )
-from trainer.checkpoint.reader import StoredWeights, find_checkpoints, is_checkpoint
 from trainer.checkpoint.retention import best_step
 from trainer.checkpoint.storage import MANIFEST, Damaged, Storage, open_storage, split_parent
+from trainer.checkpoint.weights import StoredWeights
 from trainer.config import compare_stored
 from trainer.errors import (
     EXIT_FAILED,
@@ -124,11 +123,6 @@ def _entry(storage: Storage, name: str, verify: bool) -> CheckpointEntry:
         entry.damage = tuple(find_damage(folder, manifest, "full" if verify else "sizes"))
         if manifest.num_skipped:
             entry.notes += (_SAVED_WHILE_SKIPPING.format(name, manifest.num_skipped),)
-        if verify:
-            try:
-                read_file(folder, manifest, TORCH_METADATA)
-            except Damaged as error:
-                entry.notes += (f"{error}; only torch's own tools need it",)
         entry.state = "damaged" if entry.damage else "verified" if verify else "whole"
     return entry
 

@@ -51,7 +51,7 @@ from trainer.stopping import StopRequested
 from trainer.tables import table_lines
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.reader import StoredWeights
+    from trainer.checkpoint.weights import StoredWeights
     from trainer.trainer import Trainer
 
 _EVALUATION_OVERRIDES = {
@@ -103,8 +103,8 @@ def find_subject(
 
     Raises UserError for invalid input, and TrainingFailed for a corrupt checkpoint.
     """
-    from trainer.checkpoint.reader import open_checkpoint
     from trainer.checkpoint.storage import PinnedStorage
+    from trainer.checkpoint.weights import open_checkpoint
 
     path = local_model_path(path)
     source, location = None, locate(path)
@@ -188,7 +188,7 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
     Writes no run files.  Raises UserError if there is no held-out data, or if the weights under the adapters or the
     reference model are not the ones that the run used.  Collective.
     """
-    from trainer.checkpoint.reader import StoredWeights
+    from trainer.checkpoint.weights import StoredWeights
     from trainer.weights.loading import load_initial_weights
 
     if trainer.eval_loader is None:

@@ -24,7 +24,7 @@ import safetensors.torch
 import torch
 
 from trainer import __version__
-from trainer.checkpoint.reader import open_checkpoint
+from trainer.checkpoint.weights import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_other_tokenizer
 from trainer.data.ingest.inputs import kind_of

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.reader import open_checkpoint
+from trainer.checkpoint.weights import open_checkpoint
 from trainer.config import config_from_yaml
 from trainer.config.initial_weights import check_tokenizer_of_folder
 from trainer.config.location import Location, local_model_path, locate

@@ -19,8 +19,8 @@ import torch
 from tests.defects import Defect, Kind, replace
 from trainer import Trainer
 from trainer.checkpoint.retention import RetentionPolicy
+from trainer.checkpoint.stager import Staging
 from trainer.checkpoint.storage import LocalStorage, _SyncedFile
-from trainer.checkpoint.writer import Staging
 from trainer.config import RunConfig, check_config, compare_configs
 from trainer.config.schema import RunSection
 from trainer.data.chat.masking import Encoder

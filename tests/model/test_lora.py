@@ -23,7 +23,8 @@ from tests.helpers.launch import tiny
 from tests.helpers.native_models import BESIDE, GPT2, LLAMA, SOURCE, TINY, edit, folder_of
 from tests.helpers.tiny import lines
 from trainer import Recipe, Trainer, UserError, load_config, load_weights, run
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.checkpoint.find import find_checkpoint
+from trainer.checkpoint.weights import StoredWeights
 from trainer.config import LoraSection
 from trainer.export import command_line as export_command
 from trainer.model.lora import add_adapters, parse_adapter, without_adapters

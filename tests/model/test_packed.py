@@ -23,7 +23,8 @@ from tests.helpers.native_models import TINY, folder_of
 from tests.helpers.plan_truth import as_logged, measure
 from trainer import RunConfig, Trainer, UserError, load_config, load_weights
 from trainer import run as run_command
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.checkpoint.find import find_checkpoint
+from trainer.checkpoint.weights import StoredWeights
 from trainer.config import LoraSection, MeshShape
 from trainer.export import command_line as export_command
 from trainer.model.lora import AdaptedLinear, add_adapters

@@ -27,7 +27,8 @@ from tests.helpers.no_plan import make_no_plan
 from tests.helpers.plan_truth import CollectiveLog, as_logged
 from tests.helpers.tiny import full
 from trainer import Recipe, RunConfig, Trainer, TrainLoader, UserError, load_config, register
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.checkpoint.find import find_checkpoint
+from trainer.checkpoint.weights import StoredWeights
 from trainer.config import MeshShape
 from trainer.data.opening import open_source
 from trainer.model.gradients import gradient_sync, norm_and_clip_factor

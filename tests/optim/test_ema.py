@@ -10,7 +10,8 @@ import torch.nn.functional as F
 
 from tests.helpers.tiny import full, lines, tiny_config
 from trainer import Trainer, UserError, load_config, load_weights
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint
+from trainer.checkpoint.find import find_checkpoint
+from trainer.checkpoint.weights import StoredWeights
 from trainer.checkpoints import command_line as checkpoints
 from trainer.data.opening import open_source
 from trainer.evaluate import main as evaluate

@@ -1,8 +1,7 @@
 """Layout of a checkpoint: which bytes of which file hold each chunk of each tensor, and which rank writes the chunk.
 
-The layout is stored as compact JSON.  It is also stored as the `.metadata` of torch.distributed.checkpoint (DCP), so
-that torch's own tools can load a checkpoint.  That file is never read here, because it is a pickle: in one case a
-single flipped bit made loading allocate 20 GB.
+The layout is stored as compact JSON.  On request, it is also stored as the `.metadata` of torch.distributed.checkpoint
+(DCP), for torch's own reader (see `torch_metadata`).
 
 Chunk offsets and sizes are kept in integer columns, with one row per chunk, instead of one object per chunk.  A 70B
 model and its optimizer moments have 1.1 million chunks on 512 ranks.  As objects, these take a gigabyte of memory and
@@ -14,7 +13,6 @@ rank's file.
 from __future__ import annotations
 
 import json
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -23,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.storage import Damaged
 from trainer.model.parameters import local
@@ -191,6 +191,8 @@ class StoredTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     chunks: Chunks
+    is_object: bool = False
+    """True for an object other than a tensor, which torch's own planner stores as bytes, in a single chunk."""
 
     @property
     def num_bytes(self) -> int:
@@ -199,6 +201,11 @@ class StoredTensor:
 
 Layout = dict[str, StoredTensor]
 """Every stored tensor by key."""
+
+
+def part_of_layout(layout: Layout, part: str) -> dict[str, StoredTensor]:
+    """Return the tensors of one part of the state, by their keys within the part."""
+    return {key.removeprefix(f"{part}."): stored for key, stored in layout.items() if key.startswith(f"{part}.")}
 
 
 @dataclass(frozen=True)
@@ -272,16 +279,7 @@ class PlannedTensor:
     shape: tuple[int, ...]
     offsets: IntArray
     sizes: IntArray
-
-    def num_missing(self, offsets: IntArray, sizes: IntArray) -> int:
-        """Return how many of the planned chunks are not among the given ones."""
-        if np.array_equal(offsets, self.offsets) and np.array_equal(sizes, self.sizes):
-            return 0
-        planned, written = (
-            {tuple(row) for row in np.column_stack(columns).tolist()}
-            for columns in ((self.offsets, self.sizes), (offsets, sizes))
-        )
-        return len(planned - written)
+    is_object: bool = False
 
 
 @dataclass(frozen=True)
@@ -295,151 +293,123 @@ class WrittenChunks:
 
 
 def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChunks]) -> Layout:
-    """Return the layout of all ranks' files.  Raises ValueError if a planned chunk was not written."""
+    """Return the layout of all ranks' files.  Raises ValueError unless exactly the planned chunks were written."""
     files = [chunks.file for chunks in written]
     boxes = Boxes.concatenate([chunks.boxes for chunks in written])
     tensor_indices = boxes.tensor_indices(planned)
     file_indices = np.repeat(np.arange(len(written)), [len(chunks.boxes) for chunks in written])
-    order = np.lexsort((file_indices, tensor_indices))
+    order = np.lexsort((*reversed(boxes.offsets.T), tensor_indices))
     bounds = np.searchsorted(tensor_indices[order], np.arange(len(planned) + 1)).tolist()
-    positions = np.concatenate([chunks.positions for chunks in written])
+    positions = np.concatenate([chunks.positions for chunks in written]) if written else np.empty((0, 3), np.int64)
     layout: Layout = {}
     for (key, tensor), start, stop in zip(planned.items(), bounds, bounds[1:], strict=False):
         rows, num_dims = order[start:stop], len(tensor.shape)
         offsets, sizes = boxes.offsets[rows, :num_dims], boxes.sizes[rows, :num_dims]
-        if missing := tensor.num_missing(offsets, sizes):
-            raise ValueError(f"{key}: {missing} of its {len(tensor.offsets)} chunks have not been written")
+        if not (np.array_equal(offsets, tensor.offsets) and np.array_equal(sizes, tensor.sizes)):
+            raise ValueError(f"{key}: {len(rows)} chunks were written, which are not the {len(tensor.offsets)} planned")
         table = np.column_stack((file_indices[rows], offsets, sizes, positions[rows]))
-        layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table))
+        layout[key] = StoredTensor(tensor.dtype, tensor.shape, Chunks.of(files, table), tensor.is_object)
     return layout
 
 
-def layout_to_json(layout: Layout, files: Sequence[str]) -> str:
-    """Serialize a layout for `layout_from_json`.  files: in the order of the file indices."""
-    tensors = {key: [str(t.dtype).removeprefix("torch."), t.shape, t.chunks.columns] for key, t in layout.items()}
-    return json.dumps({"files": files, "tensors": tensors}, separators=(",", ":"))
+_OBJECT = "object"
+"""Written in place of the dtype of an object that is not a tensor."""
 
 
-def pickled_metadata(layout: Layout, paths: Mapping[str, tuple[str, ...]]) -> bytes:
-    """Return the layout as DCP's `.metadata`.  paths: the path of each key in the nested state dict."""
-    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
-    from torch.distributed.checkpoint.metadata import (
-        ChunkStorageMetadata,
-        Metadata,
-        MetadataIndex,
-        StorageMeta,
-        TensorProperties,
-        TensorStorageMetadata,
-    )
+def layout_to_json(layout: Layout, files: Sequence[str], paths: Mapping[str, Sequence[str | int]]) -> str:
+    """Serialize a layout for `layout_from_json`.
 
-    tensors, storage_infos = {}, {}
-    for key, stored in layout.items():
-        chunks = list(stored.chunks)
-        tensors[key] = TensorStorageMetadata(
-            TensorProperties(dtype=stored.dtype),
-            torch.Size(stored.shape),
-            [ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks],
-        )
-        for number, chunk in enumerate(chunks):
-            index = MetadataIndex(key, torch.Size(chunk.offsets), number)
-            storage_infos[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    metadata = Metadata(tensors, planner_data=dict(paths), storage_data=storage_infos, storage_meta=StorageMeta())  # type: ignore[arg-type]
-    metadata.version = CURRENT_DCP_VERSION
-    return pickle.dumps(metadata)
+    files: in the order of the file indices.
+    paths: the path of each key in the nested state dict; torch's own tools need it to rebuild that state dict.
+    """
+    tensors = {key: [_dtype_name(stored), stored.shape, stored.chunks.columns] for key, stored in layout.items()}
+    return json.dumps({"files": files, "tensors": tensors, "paths": paths}, separators=(",", ":"))
+
+
+def _dtype_name(stored: StoredTensor) -> str:
+    return _OBJECT if stored.is_object else str(stored.dtype).removeprefix("torch.")
 
 
 def layout_from_json(text: bytes | str) -> Layout:
-    """Parse a layout written by `layout_to_json`, in the current format or in format 2."""
+    """Parse a layout that `layout_to_json` has serialized."""
     content = json.loads(text)
-    if not isinstance(content.get("tensors"), dict):
-        return _layout_of_rows(content)
-    files = content["files"]
-    return {
-        key: StoredTensor(getattr(torch, dtype), tuple(shape), Chunks(files, columns))
-        for key, (dtype, shape, columns) in content["tensors"].items()
-    }
-
-
-def _layout_of_rows(content: Mapping[str, Any]) -> Layout:
-    """Parse the layout of checkpoint format 2, with one row per chunk: offsets, sizes, file and three positions."""
-    files = list(dict.fromkeys(chunk[2] for *_, chunks in content.values() for chunk in chunks))
-    file_indices = {file: index for index, file in enumerate(files)}
     layout: Layout = {}
-    for key, (dtype, shape, chunks) in content.items():
-        rows = [(file_indices[file], *offsets, *sizes, *positions) for offsets, sizes, file, *positions in chunks]
-        table = padded_rows(rows, 4 + 2 * len(shape), 0)
-        layout[key] = StoredTensor(getattr(torch, dtype), tuple(shape), Chunks.of(files, table))
+    for key, (dtype_name, shape, columns) in content["tensors"].items():
+        is_object = dtype_name == _OBJECT
+        dtype = torch.uint8 if is_object else getattr(torch, dtype_name)
+        layout[key] = StoredTensor(dtype, tuple(shape), Chunks(content["files"], columns), is_object)
     return layout
+
+
+def paths_from_json(text: bytes | str) -> dict[str, tuple[str | int, ...]]:
+    """Return the `paths` that `layout_to_json` was given."""
+    return {key: tuple(path) for key, path in json.loads(text)["paths"].items()}
 
 
 # ---------------------------------------------------------------------------------------------------------------
 # Which rank writes which box
 
 
-def choose_writers(
-    boxes_by_rank: Sequence[Boxes], tensors: Tensors
-) -> tuple[list[np.ndarray[Any, Any]], dict[str, PlannedTensor]]:
-    """Return which of its boxes each rank writes (one bool mask per rank), and the planned chunks of each tensor.
+def boxes_to_write(tensors: Tensors) -> list[TensorBox]:
+    """Return the boxes that this rank writes, so that each box is written by exactly one of the ranks that hold it.
 
-    The writer of a box is one of the ranks that hold a copy of it, chosen to balance the load.  DCP's planner compares
-    Python objects for this and takes some 16 seconds for a 70B model on 512 ranks, while all ranks wait.
+    The ranks that hold the same boxes share the work: the largest box comes first, and each goes to the rank that has
+    the fewest bytes so far.  Every rank derives this from meshes and placements, without a message.  Plain tensors are
+    the same on all ranks, and rank 0 writes them.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    keys_by_holders: dict[tuple[int, ...], list[str]] = {}
+    for key, tensor in tensors.items():
+        keys_by_holders.setdefault(_holders_of(tensor), []).append(key)
+    written_here = set()
+    for holders, keys in keys_by_holders.items():
+        if rank not in holders:
+            continue
+        num_bytes = {key: local(tensors[key].detach()).nbytes for key in keys}
+        loads = dict.fromkeys(holders, 0)
+        for key in sorted(keys, key=lambda key: (-num_bytes[key], key)):
+            writer = min(holders, key=loads.__getitem__)
+            loads[writer] += num_bytes[key]
+            if writer == rank and num_bytes[key]:
+                written_here.add(key)
+    return local_boxes({key: tensor for key, tensor in tensors.items() if key in written_here})
 
-    boxes_by_rank: the boxes that each rank holds.
 
-    Raises ValueError unless the distinct boxes cover every tensor without overlap.
+def _holders_of(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return the ranks that hold the same box of a tensor as this rank, in ascending order; rank 0 for a plain one."""
+    if not isinstance(tensor, DTensor):
+        return (0,)
+    coordinate = tensor.device_mesh.get_coordinate()
+    if coordinate is None:  # this rank is not in the mesh
+        return ()
+    same_box = tuple(
+        slice(None) if placement.is_replicate() else index
+        for index, placement in zip(coordinate, tensor.placements, strict=True)
+    )
+    return tuple(sorted(tensor.device_mesh.mesh[same_box].flatten().tolist()))
+
+
+def planned_tensors(boxes_by_rank: Sequence[Boxes], tensors: Tensors) -> dict[str, PlannedTensor]:
+    """Return the planned chunks of each tensor.
+
+    boxes_by_rank: the boxes that each rank writes.
+
+    Raises ValueError unless the boxes cover every tensor exactly once.
     """
     boxes = Boxes.concatenate(boxes_by_rank)
     tensor_indices = boxes.tensor_indices(tensors)
-    ranks = np.repeat(np.arange(len(boxes_by_rank)), [len(table) for table in boxes_by_rank])
-    rows = np.column_stack((tensor_indices, boxes.offsets, boxes.sizes))
-    order = np.lexsort((ranks, *reversed(rows.T)))
-    is_first = np.ones(len(order), dtype=bool)
-    is_first[1:] = (np.diff(rows[order], axis=0) != 0).any(axis=1)
-
-    itemsizes = np.array([tensor.element_size() for tensor in tensors.values()], dtype=np.int64)
-    writes = np.zeros(len(order), dtype=bool)
-    starts = np.flatnonzero(is_first)
-    num_bytes = boxes.sizes[order[starts]].prod(axis=1) * itemsizes[tensor_indices[order[starts]]]
-    writes[order[starts + _balanced_choice(ranks[order], starts, num_bytes, len(boxes_by_rank))]] = True
-    ends = np.cumsum([len(table) for table in boxes_by_rank])[:-1]
-    return np.split(writes, ends), _planned_tensors(rows[order[starts]], tensors)
-
-
-def _balanced_choice(ranks: IntArray, starts: IntArray, num_bytes: IntArray, num_ranks: int) -> IntArray:
-    """Return the index of each box's writer among its holders: the holder with the fewest bytes so far.
-
-    ranks: the holders of all boxes, concatenated; those of box i start at starts[i].
-    """
-    chosen = np.zeros(len(starts), dtype=np.int64)
-    counts = np.diff(np.append(starts, len(ranks)))
-    if (counts <= 1).all():
-        return chosen
-    loads = [0] * num_ranks
-    for number, start in enumerate(starts.tolist()):
-        holders = ranks[start : start + counts[number]].tolist()
-        writer = min(holders, key=loads.__getitem__)
-        loads[writer] += int(num_bytes[number])
-        chosen[number] = holders.index(writer)
-    return chosen
-
-
-def _planned_tensors(rows: IntArray, tensors: Tensors) -> dict[str, PlannedTensor]:
-    """Return the planned chunks of each tensor.  rows: tensor index, offsets and sizes of each box, sorted.
-
-    Raises ValueError unless the boxes cover every tensor.
-    """
-    width = (rows.shape[1] - 1) // 2
-    bounds = np.searchsorted(rows[:, 0], np.arange(len(tensors) + 1)).tolist()
+    order = np.lexsort((*reversed(boxes.offsets.T), tensor_indices))
+    bounds = np.searchsorted(tensor_indices[order], np.arange(len(tensors) + 1)).tolist()
     planned = {}
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
-        boxes, shape = rows[start:stop], tuple(tensor.shape)
-        offsets, sizes = boxes[:, 1 : 1 + len(shape)], boxes[:, 1 + width : 1 + width + len(shape)]
+        rows, shape = order[start:stop], tuple(tensor.shape)
+        offsets, sizes = boxes.offsets[rows, : len(shape)], boxes.sizes[rows, : len(shape)]
         # DCP checks that the boxes cover the tensor only when saving from several ranks, and never on load.
-        num_held, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
-        if num_held != numel:
-            raise ValueError(f"{key}: the ranks hold {num_held} of its {numel} elements")
+        num_written, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
+        if num_written != numel:
+            raise ValueError(f"{key}: the ranks write {num_written} of its {numel} elements")
         if (offsets + sizes > shape).any() or _any_overlap(offsets, sizes):
-            raise ValueError(f"{key}: the ranks hold parts of it that overlap or lie outside of it")
+            raise ValueError(f"{key}: the ranks write parts of it that overlap or lie outside of it")
         planned[key] = PlannedTensor(tensor.dtype, shape, offsets, sizes)
     return planned
 

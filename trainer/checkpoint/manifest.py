@@ -11,7 +11,7 @@ __0_0.distcp ...            the tensors, one file per rank, in the format of tor
 __0_0.blocks.json ...       the block checksums of each of those files
 ranks/00000.safetensors     per-rank state, such as the states of random number generators
 config.yaml                 the configuration of the run that wrote the checkpoint
-.metadata                   the layout in torch's own format, for torch's tools; verified but never parsed here
+.metadata                   on request: the layout as a pickle, for torch's own reader; never read here, and not listed
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -28,12 +27,10 @@ from trainer.checkpoint.storage import MANIFEST, BlockReader, Blocks, Damaged, S
 from trainer.errors import UserError
 from trainer.files import crc32
 
-FORMAT_VERSION = 3
-_READABLE_VERSIONS = (2, 3)
-"""Format versions that can be read.  In version 2, the layout is not run-length encoded."""
+FORMAT_VERSION = 1
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
-TORCH_METADATA = ".metadata"
+LAYOUT = "layout.json"
 BLOCKS_SUFFIX = ".blocks.json"
 """Replaces the `.distcp` of a data file's name to form the name of its block-checksum file."""
 
@@ -44,42 +41,28 @@ class Manifest:
 
     step: int
     world_size: int
-    mesh: Mapping[str, int]
-    """Size of each mesh axis, by name."""
     torch: str
     created: str
     """Time of writing in UTC, in ISO 8601 format."""
-    config_sha256: str
     files: Mapping[str, Sequence[int]]
     """(size in bytes, CRC-32) of every other file; for a data file, the CRC-32 covers its block checksums."""
+    mesh: Mapping[str, int] = field(default_factory=dict)
+    """Size of each mesh axis, by name."""
+    job: str = ""
+    """The launcher's identifier of the job."""
+    restarts: int = 0
+    """How many times the launcher had restarted the job."""
+    num_skipped: int = 0
+    """Number of consecutive steps skipped just before the save.  If above 0, the weights may be bad."""
+    replaced_steps: Sequence[int] = ()
+    """Steps of earlier saves that were due but did not succeed; this checkpoint replaces them."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """Results of the evaluation at this step, keyed by metrics field; empty if the step was not evaluated."""
+    metric: str = "loss"
+    """The field of `evaluation` by which checkpoints were ranked."""
+    higher_is_better: bool = False
+    """True if higher values of `metric` are better."""
     format_version: int = FORMAT_VERSION
-    extra: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of consecutive steps skipped just before the save.  If above 0, the weights may be bad."""
-        return int(self.extra.get("num_skipped", 0))
-
-    @property
-    def replaced_steps(self) -> Sequence[int]:
-        """Steps of earlier saves that were due but did not succeed; this checkpoint replaces them."""
-        return tuple(self.extra.get("due", ()))
-
-    @property
-    def evaluation(self) -> Mapping[str, float]:
-        """Results of the evaluation at this step, keyed by metrics field; empty if the step was not evaluated."""
-        losses: Mapping[str, float] = self.extra.get("evaluation", {})
-        return losses
-
-    @property
-    def metric(self) -> str:
-        """The field of `evaluation` by which checkpoints were ranked."""
-        return str(self.extra.get("metric", "loss"))
-
-    @property
-    def higher_is_better(self) -> bool:
-        """True if higher values of `metric` are better."""
-        return bool(self.extra.get("higher_is_better", False))
 
     @property
     def num_bytes(self) -> int:
@@ -136,7 +119,11 @@ def read_manifest(storage: Storage) -> Manifest:
             raise ValueError("its own checksum differs")
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise Damaged(f"{storage}/{MANIFEST}: {error}") from error
-    check_format(storage, content.get("format_version"))
+    version = content.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{storage}: has checkpoint format {version}; this version of meshtrainer reads format {FORMAT_VERSION}"
+        )
     manifest, step_of_folder = Manifest(**content), parse_step(split_parent(str(storage))[1])
     if step_of_folder not in (None, manifest.step):
         raise Damaged(
@@ -144,25 +131,6 @@ def read_manifest(storage: Storage) -> Manifest:
             f"{checkpoint_name(manifest.step)}"
         )
     return manifest
-
-
-def check_format(storage: Storage, version: object) -> None:
-    """Raise UserError, with advice, if this version of the trainer does not support the format."""
-    if version in _READABLE_VERSIONS:
-        return
-    if isinstance(version, int) and version > FORMAT_VERSION:
-        advice = "update meshtrainer"
-    else:
-        advice = (
-            "its index is a pickle without a checksum, which is not read here.  To train from its weights:\n"
-            "  python -m torch.distributed.checkpoint.format_utils dcp_to_torch "
-            f"{shlex.quote(str(storage))} weights.pt\n"
-            "  and train.init_from=weights.pt"
-        )
-    raise UserError(
-        f"{storage}: has checkpoint format {version}; this version of meshtrainer reads formats "
-        f"{' and '.join(map(str, _READABLE_VERSIONS))}; {advice}"
-    )
 
 
 def blocks_name(data_file: str) -> str:
@@ -227,11 +195,10 @@ def find_damage(storage: Storage, manifest: Manifest, depth: str, rank: int = 0,
 
     depth: `sizes` checks sizes only; `metadata` checks all bytes except those of large tensors, which `read_tensors`
     verifies as it reads them; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one
-    rank checks them all.  `.metadata`, which is for torch's tools, is not checked, since nothing here depends on it.
+    rank checks them all.
     """
     damage = []
-    checked = sorted((name, size) for name, (size, _) in manifest.files.items() if name != TORCH_METADATA)
-    for index, (name, size) in enumerate(checked):
+    for index, (name, (size, _)) in enumerate(sorted(manifest.files.items())):
         if index % num_ranks != rank:
             continue
         try:

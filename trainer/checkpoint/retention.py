@@ -74,7 +74,8 @@ class RetentionPolicy:
 
     def __init__(self, storage: Storage, section: CheckpointSection, metric: str, higher_is_better: bool) -> None:
         self._storage, self._keep_last, self._keep_every = storage, section.keep_last, section.keep_every
-        self._keep_best, self._metric, self._sign = section.keep_best, metric, -1 if higher_is_better else 1
+        self._keep_best, self._sign = section.keep_best, -1 if higher_is_better else 1
+        self.metric, self.higher_is_better = metric, higher_is_better
         self._manifests: dict[int, Manifest | None] = {}
         """The manifest of each step; None if it cannot be used."""
 
@@ -88,14 +89,14 @@ class RetentionPolicy:
         It is compared only with existing checkpoints, not with ones that failed to save or were deleted.  This method
         does not update the cache, since a save may be in flight.  It propagates storage errors.
         """
-        value = evaluation.get(self._metric)
+        value = evaluation.get(self.metric)
         if value is None:
             return False
         num_better = 0
         for step in list_steps(self._storage):
             manifest = self._manifests.get(step) or _read_if_usable(self._storage / checkpoint_name(step))
             if manifest is not None and not manifest.num_skipped:
-                other = manifest.evaluation.get(self._metric)
+                other = manifest.evaluation.get(self.metric)
                 num_better += other is not None and self._sign * other <= self._sign * value
         return num_better < self._keep_best
 
@@ -113,8 +114,8 @@ class RetentionPolicy:
         if not newest or len(newest) < num_last:
             return []
         manifests = {step: self._manifest_of(step) for step in steps}
-        evaluated = [m for m in manifests.values() if m and not m.num_skipped and self._metric in m.evaluation]
-        ranked = sorted((self._sign * m.evaluation[self._metric], m.step) for m in evaluated)  # ties: older first
+        evaluated = [m for m in manifests.values() if m and not m.num_skipped and self.metric in m.evaluation]
+        ranked = sorted((self._sign * m.evaluation[self.metric], m.step) for m in evaluated)  # ties: older first
         to_keep = {step for _, step in ranked[: self._keep_best]}
         for step, manifest in manifests.items():
             due_steps = (step, *(manifest.replaced_steps if manifest is not None else ()))

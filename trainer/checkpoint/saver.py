@@ -1,8 +1,8 @@
 """Decides when to save, starts each save, and retries failed ones.
 
 `Saver` handles due saves, retries and the final save.  Around each save, it also locks the run's folders, moves the
-run if one of them is lost, notifies the watchdog and records metrics.  `Checkpoints` (writer.py) performs the saves,
-one at a time.
+run if one of them is lost, notifies the watchdog and records metrics.  `Checkpoints` (saves.py) performs the saves, one
+at a time.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from typing import TYPE_CHECKING
 from trainer.checkpoint.interval import Costs, costs_of, describe_costs, estimated_save_s
 from trainer.checkpoint.manifest import checkpoint_name
 from trainer.checkpoint.retention import find_best
-from trainer.checkpoint.storage import DISK_FULL_ADVICE, SUSPECT, describe
-from trainer.checkpoint.writer import Checkpoints, SaveResult
+from trainer.checkpoint.saves import Checkpoints, SaveResult
+from trainer.checkpoint.storage import SUSPECT, describe
 from trainer.config import CheckpointSection, RunConfig
 from trainer.distributed.channel import StepSync
-from trainer.errors import TrainingFailed
+from trainer.errors import TrainingFailed, UserError
 from trainer.files import local_path
 from trainer.metrics.goodput import RunHistory
 from trainer.metrics.record import Record
 from trainer.metrics.step_metrics import StepMetrics
 from trainer.metrics.writers import Metrics, warn
-from trainer.renamed import Renamed
 
 if TYPE_CHECKING:
     from trainer.lifecycle.folder import Relocation, RunFolder
@@ -98,8 +97,6 @@ class Saver:
         """Return whether to save after step `step`, the same on all ranks.  Not collective."""
         return self.schedule.is_due(step, self._may_retry.any_yes)
 
-    due, collect = Renamed("is_due"), Renamed("take_finished_save")
-
     def save_if_best(self, state: TrainState) -> None:
         """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast, and a save.
 
@@ -149,6 +146,8 @@ class Saver:
         self.finish()
         background = self._config.mode == "async" and not wait
         self._start(state, background)
+        if background and self._checkpoints.wait_for_plan():
+            self._collect()
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
         path = str(self._checkpoints.storage / checkpoint_name(state.step))
@@ -157,7 +156,7 @@ class Saver:
     def take_finished_save(self) -> None:
         """Take the result of the save in flight if it has ended on every rank or is overdue on any."""
         if self._checkpoints.in_flight and (self._is_written.all_yes or self._is_overdue.any_yes):
-            self._collect(has_ended=self._is_written.all_yes)
+            self._collect()
 
     def finish(self) -> SaveResult | None:
         """Wait for the save in flight, report it and return its result, or None."""
@@ -169,19 +168,19 @@ class Saver:
         If the disk is full, keep retrying for about a minute, in case some space is freed.  Raises TrainingFailed.
         """
         self.finish()
-        error = ""
+        result: SaveResult | None = None
         for attempt, pause_s in enumerate((*_FINAL_PAUSES_S, *_DISK_FULL_PAUSES_S)):
-            if self._is_saved(state) or (attempt >= len(_FINAL_PAUSES_S) and DISK_FULL_ADVICE not in error):
+            if self._is_saved(state) or (attempt >= len(_FINAL_PAUSES_S) and not (result and result.is_disk_full)):
                 break
-            if attempt == len(_FINAL_PAUSES_S):
-                self._warn(f"the final save waits up to {sum(_DISK_FULL_PAUSES_S):.0f} s for disk space: {error}")
+            if attempt == len(_FINAL_PAUSES_S) and result:
+                total_s = sum(_DISK_FULL_PAUSES_S)
+                self._warn(f"the final save waits up to {total_s:.0f} s for disk space: {result.error}")
             time.sleep(pause_s)
             self._start(state, background=False)
-            error = self._collect(warns=False, is_last=True).error
-        if not self._is_saved(state):
-            raise TrainingFailed(
-                f"the final save failed: {error}{'; then run the same command again' * (DISK_FULL_ADVICE in error)}"
-            )
+            result = self._collect(warns=False, is_last=True)
+        if result and result.error:
+            advice = "; then run the same command again" * result.is_disk_full
+            raise TrainingFailed(f"the final save failed: {result.error}{advice}")
 
     def begin(self) -> list[str]:
         """Load the measurements of this run's earlier attempts; return lines that describe the save policy."""
@@ -258,19 +257,22 @@ class Saver:
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
-    def _collect(self, warns: bool = True, has_ended: bool = False, is_last: bool = False) -> SaveResult:
+    def _collect(self, warns: bool = True, is_last: bool = False) -> SaveResult:
         """Collect and report the result of the save in flight, which is the same on all ranks.
 
-        Raises TrainingFailed if the storage does not respond, or after too many consecutive failures unless `is_last`.
+        Raises UserError if the state cannot be saved at all, and TrainingFailed if the storage does not respond, or
+        after too many consecutive failures unless `is_last`.
         """
         with self._watchdog.during("save"):
-            result = self._checkpoints.take_result(has_ended)
+            result = self._checkpoints.take_result()
         self._watchdog.end_save()
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
             every_s = self.schedule.policy.every_s
             times |= {} if every_s is None else {"every_s": every_s}
             self._metrics.write(Record(kind="checkpoint", step=result.step, **times, bytes=result.bytes))
+        if result.is_mistake:
+            raise UserError(result.error)
         if result.lost == "storage":
             raise TrainingFailed(f"cannot save: {result.error} (checkpoint.timeout_s)")
         if result.error:

@@ -106,26 +106,24 @@ class SharedState:
 
     parts: Mapping[str, Any]
     """Everything except the tensors, by part, as JSON values (see `split_state`)."""
-    per_rank_parts: Sequence[str] | None
-    """Names of the per-rank parts; None in the earliest checkpoints, which did not list them."""
+    per_rank_parts: Sequence[str]
+    """Names of the per-rank parts."""
     differing_keys: Sequence[str]
     """Keys of unsharded tensors that each rank stores separately, because their values differ."""
 
-    def to_json(self, step: int) -> str:
-        """Return the content of the file.  `step` is for other readers: a resume uses the manifest's."""
+    def to_json(self) -> str:
+        """Return the content of the file."""
         content = {
-            "step": step,
             "parts": self.parts,
-            "rank_parts": self.per_rank_parts,
-            "unlike": self.differing_keys,
+            "per_rank_parts": self.per_rank_parts,
+            "differing_keys": self.differing_keys,
         }
         return json.dumps(content, indent=1)
 
     @classmethod
     def from_json(cls, text: bytes) -> SharedState:
         """Parse what `to_json` has written."""
-        content = json.loads(text)
-        return cls(content["parts"], content.get("rank_parts"), content.get("unlike", []))
+        return cls(**json.loads(text))
 
 
 def rank_state_to_bytes(plain: Mapping[str, Any], tensors: dict[str, torch.Tensor]) -> bytes:

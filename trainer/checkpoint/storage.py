@@ -18,6 +18,7 @@ import bisect
 import contextlib
 import errno
 import os
+import re
 import resource
 import shutil
 import tempfile
@@ -25,13 +26,13 @@ import threading
 import time
 import uuid
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.errors import UserError, is_disk_full, masked, redact
+from trainer.errors import UserError, masked, redact
 from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
@@ -208,6 +209,10 @@ class LocalStorage:
         return shutil.disk_usage(existing).free
 
     def begin(self, name: str) -> str:
+        """Delete what an interrupted save of the same name has left, and create the folder."""
+        leftover = re.compile(re.escape(f"{_WRITING}{name}-") + "[0-9a-f]{8}")
+        for entry in filter(leftover.fullmatch, self.names()):
+            shutil.rmtree(self.path / entry)
         unpublished = f"{_WRITING}{name}-{uuid.uuid4().hex[:8]}"
         self.path.mkdir(exist_ok=True)  # not its parents: a run folder that was deleted meanwhile must stay deleted
         (self.path / unpublished).mkdir()
@@ -671,28 +676,7 @@ def write_files(folder: Storage, contents: Mapping[str, bytes]) -> dict[str, tup
     return {name: (len(data), crc32(data)) for name, data in contents.items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------
-# Errors of a save or load as one message for all ranks
-
-DISK_FULL_ADVICE = "to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"
-"""The end of the message of a save that failed because the disk is full.  `Saver.save_final` recognizes it."""
-
-
 def describe(error: BaseException) -> str:
-    """Return an error's message, with its type unless it is a UserError or Damaged; with advice if the disk is full."""
+    """Return an error's message, with its type unless it is a UserError or Damaged."""
     text = str(error) or repr(error)
-    if isinstance(error, OSError) and is_disk_full(error):
-        text += f"; {DISK_FULL_ADVICE}"
     return text if isinstance(error, (UserError, Damaged)) else f"{type(error).__name__}: {text}"
-
-
-def merge_errors(errors: Iterable[str]) -> str:
-    """Merge the errors of all ranks into one message that names the ranks; empty if no rank failed."""
-    ranks: dict[str, list[int]] = {}
-    for rank, error in enumerate(errors):
-        if error:
-            ranks.setdefault(error, []).append(rank)
-    return "; ".join(
-        f"rank{'s' if len(failed) > 1 else ''} {', '.join(map(str, failed))}: {error}"
-        for error, failed in ranks.items()
-    )

@@ -34,7 +34,7 @@ class Location:
             with a PEFT adapter gets this kind too, but is rejected when its weights are opened;
         checkpoint: one checkpoint of a run;
         run: anything else, such as a run folder, a folder of checkpoints, RUN/best, or any URL without one of the
-            suffixes above, even the URL of a single checkpoint.  `checkpoint.reader.find_checkpoint` finds the
+            suffixes above, even the URL of a single checkpoint.  `checkpoint.find.find_checkpoint` finds the
             checkpoint there.
     """
 

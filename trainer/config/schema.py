@@ -200,6 +200,11 @@ class CheckpointSection:
         above=0,
         at_most=WEEK_S,
     )
+    torch_metadata: bool = declare(
+        False,
+        "also write .metadata, a pickle with which torch's own FileSystemReader reads checkpoints; a child process "
+        "builds it",
+    )
     when_busy: Literal["wait", "skip"] = declare(
         "wait",
         "if a save is due while the previous one is still running: wait for it, or skip the new one",

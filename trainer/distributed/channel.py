@@ -26,18 +26,35 @@ class Channel:
     """
 
     def __init__(self, rank: int, size: int, timeout: timedelta, use_default_group: bool = False) -> None:
-        """Open a new group, unless there is only one rank or `use_default_group` is True.
+        """Open a new group, unless the default group will do.
 
-        With `use_default_group`, the default process group must be a gloo group.  An open group costs CPU time, even
-        if it is idle: gloo runs a thread for it that wakes up a hundred times per second.
+        With `use_default_group`, the default process group must be a gloo group.  With one rank, it will do if it can
+        communicate on the CPU, which a group of NCCL cannot.  An open group costs CPU time, even if it is idle: gloo
+        runs a thread for it that wakes up a hundred times per second.
         """
         self.rank, self.size = rank, size
-        open_group = size > 1 and not use_default_group
-        self.group = dist.new_group(backend="gloo", timeout=timeout) if open_group else cast(Any, dist.group.WORLD)
+        default_will_do = use_default_group or (size == 1 and "cpu:" in dist.get_backend_config())
+        self.group = cast(Any, dist.group.WORLD) if default_will_do else dist.new_group(backend="gloo", timeout=timeout)
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    def connect(self) -> None:
+        """Connect the ranks that talk to each other in a gather, a scatter and a broadcast.  One of each.
+
+        Groups connect two ranks when they first talk to each other.  A rank that waits for another one to which it was
+        never connected does not notice that the other one has died.
+        """
+        if self.size > 1:
+            dist.gather_object(None, [None] * self.size if self.is_main else None, dst=0, group=self.group)
+            dist.scatter_object_list([None], [None] * self.size if self.is_main else None, src=0, group=self.group)
+            self.broadcast(None)
+
+    def abort(self) -> None:
+        """Close this rank's connections, so that ranks that wait for it fail too.  Not collective."""
+        if self.size > 1:
+            self.group.abort()
 
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks, exact for integers below 2**53.  One all-reduce."""
@@ -67,22 +84,6 @@ class Channel:
             dist.all_gather_object(box, value, group=self.group)
             return box
         return [value]
-
-    def gather_to_main(self, value: Any) -> list[Any]:
-        """Return every rank's `value` in rank order on rank 0, and an empty list on the others.  One gather."""
-        if self.size == 1:
-            return [value]
-        box: list[Any] | None = [None] * self.size if self.is_main else None
-        dist.gather_object(value, box, dst=0, group=self.group)
-        return box or []
-
-    def scatter(self, values: Sequence[Any]) -> Any:
-        """Return this rank's element of rank 0's `values`, which holds one element per rank.  One scatter."""
-        if self.size == 1:
-            return values[0]
-        box = [None]
-        dist.scatter_object_list(box, [*values] if self.is_main else None, src=0, group=self.group)
-        return box[0]
 
     def agree(self, error: BaseException | None) -> None:
         """Raise on every rank if any rank passes an error, so that no rank waits for one that has failed.

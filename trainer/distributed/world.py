@@ -167,9 +167,14 @@ class World(Channel):
         )
 
     def open_channel(self, timeout: timedelta) -> Channel:
-        """Open a channel for another thread that communicates during training steps.  All ranks must call this."""
-        channel = Channel(self.rank, self.size, timeout)
+        """Open a channel for another thread that communicates during training steps.  All ranks must call this.
+
+        Collective: opens a process group and connects its ranks.
+        """
+        channel = Channel(self.rank, self.size, self.timeout)
+        channel.connect()
         if self.size > 1:
+            _set_timeout(timeout, channel.group)
             self._groups_with_custom_timeout.add(channel.group)
         return channel
 

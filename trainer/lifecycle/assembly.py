@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from trainer.checkpoint.manifest import RunInfo
 from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.saves import Checkpoints
 from trainer.checkpoint.storage import open_storage
-from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig
 from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync

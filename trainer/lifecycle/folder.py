@@ -30,7 +30,7 @@ from trainer.files import local_path, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot_id
 
 if TYPE_CHECKING:
-    from trainer.checkpoint.writer import Checkpoints
+    from trainer.checkpoint.saves import Checkpoints
     from trainer.distributed.world import World
     from trainer.metrics.writers import Metrics
 

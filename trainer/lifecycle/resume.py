@@ -17,16 +17,12 @@ from pathlib import Path
 from tempfile import gettempdir
 from typing import Any
 
+from trainer.checkpoint.compare import IncompatibleCheckpoint
+from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.manifest import checkpoint_name, list_steps
-from trainer.checkpoint.reader import (
-    CheckpointReader,
-    IncompatibleCheckpoint,
-    RestoredCheckpoint,
-    RestoreRequest,
-    find_checkpoint,
-)
+from trainer.checkpoint.restore import CheckpointReader, RestoredCheckpoint, RestoreRequest
+from trainer.checkpoint.saves import Checkpoints
 from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storage
-from trainer.checkpoint.writer import Checkpoints
 from trainer.config import RunConfig, stored_value
 from trainer.config.passes import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World

@@ -18,8 +18,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from trainer.checkpoint.compare import tensor_differences
 from trainer.checkpoint.layout import StoredTensor
-from trainer.checkpoint.reader import tensor_differences
 from trainer.checkpoint.state_parts import Stateful, StatePart
 from trainer.data.loader import TrainLoader
 from trainer.distributed.channel import Channel

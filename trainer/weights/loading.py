@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.reader import StoredWeights, find_checkpoint, open_checkpoint
+from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.state_parts import join_state
+from trainer.checkpoint.weights import StoredWeights, open_checkpoint
 from trainer.config import RunConfig, config_from_yaml, declared_model, stored_value
 from trainer.config.initial_weights import cannot_quantize_random_weights_error
 from trainer.config.location import Location, local_model_path, locate

@@ -1,0 +1,353 @@
+"""Saves a run's checkpoints through `torch.distributed.checkpoint.async_save`, one at a time, and prunes old ones.
+
+`Checkpoints.start` calls `async_save`, which calls the parts in this order, C marking a collective of DCP's own:
+
+    thread       ranks   called                                              does
+    main         all     CopyStager.stage                                    copies what this rank writes
+    background   all     ColumnSavePlanner.create_local_plan                 reports an error, or checksums and boxes
+                         C gather
+                 0       ColumnSavePlanner.create_global_plan                compares the ranks, plans the chunks
+                 0       RunWriter.prepare_global_plan                       checks the disk, creates the folder
+                         C scatter
+                 all     ColumnSavePlanner.finish_plan
+                 all     RunWriter.write_data                                writes and flushes the rank's files
+                         C gather
+                 0       RunWriter.finish                                    writes the manifest, publishes
+                         C broadcast
+                 all     Checkpoints._end                                    makes the result; rank 0 prunes
+    main         all     Checkpoints.take_result                             agrees on the result
+
+If any rank raises in one of these, DCP raises the errors of all ranks on every rank, and the files of the failed save
+are deleted.  If a rank dies, the others lose their connections to it, and the unpublished folder remains until the run
+is next started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.checkpoint.manifest import CHECKPOINT_PREFIX, RunInfo
+from trainer.checkpoint.messages import DiskFull, UnsavableState, describe_failures
+from trainer.checkpoint.retention import RetentionPolicy
+from trainer.checkpoint.snapshot import collect, take_snapshot
+from trainer.checkpoint.storage import Storage, describe
+from trainer.config import CheckpointSection
+from trainer.distributed.channel import Channel
+from trainer.distributed.world import World
+from trainer.errors import UserError
+
+if TYPE_CHECKING:
+    from trainer.checkpoint.planner import ColumnSavePlanner
+    from trainer.checkpoint.run_writer import RunWriter
+    from trainer.checkpoint.stager import CopyStager, LiveStager
+    from trainer.lifecycle.state import TrainState
+
+_DELETE_TIMEOUT_S = 60.0
+"""Maximum time to wait for the deletion of pruned checkpoints."""
+_WAITING = "waiting for the other ranks"
+
+_DISK_FULL_ADVICE = "; to fix: free some space there, or set checkpoint.keep_last=1 or a checkpoint.dir on another disk"
+
+
+@dataclass(frozen=True)
+class SaveResult:
+    """The outcome of one save, the same on all ranks except for the times, `bytes` and `warning`.
+
+    If `lost` is set, only `error` and `lost` are the same on all ranks.
+    """
+
+    step: int
+    path: str
+    bytes: int = 0
+    """Total size of the files, without the manifest.  On rank 0 only, and 0 if the save failed."""
+    blocked_s: float = 0.0
+    """Time that training was paused."""
+    total_s: float = 0.0
+    """Time from the start until the checkpoint was published, or until the save failed."""
+    error: str = ""
+    """What went wrong and where; empty if the checkpoint was published."""
+    is_mistake: bool = False
+    """True if the state cannot be saved at all, so that it is no use trying again."""
+    is_disk_full: bool = False
+    """True if the save failed because the disk is full."""
+    warning: str = ""
+    """The error of the last deletion of pruned checkpoints; empty if it succeeded.  On rank 0 only."""
+    lost: Literal["", "ranks", "storage"] = ""
+    """What did not respond in time, if the save failed for that reason."""
+
+
+@dataclass(frozen=True)
+class _Save:
+    """A save that has been started."""
+
+    step: int
+    path: str
+    started: float
+    blocked_s: float | None
+    """How long training was paused; None if it stays paused until the save has ended."""
+    result: Future[SaveResult]
+
+
+@dataclass
+class _Tools:
+    """The parts of torch.distributed.checkpoint that all saves of a run use."""
+
+    channel: Channel
+    """Used by the background thread of a save, and by nothing else."""
+    planner: ColumnSavePlanner
+    writer: RunWriter
+    copy_stager: CopyStager
+    live_stager: LiveStager
+
+
+class Checkpoints:
+    """The checkpoints in one folder.  Methods documented as collective must be called by all ranks."""
+
+    def __init__(
+        self,
+        storage: Storage,
+        world: World,
+        section: CheckpointSection,
+        metric: str,
+        higher_is_better: bool,
+        run_info: RunInfo,
+    ) -> None:
+        """metric: the evaluation field by which checkpoints are ranked.
+
+        higher_is_better: whether higher values of `metric` are better.
+        """
+        self.world, self.run_info, self._section = world, run_info, section
+        self._metric, self._higher_is_better = metric, higher_is_better
+        self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
+        self.in_flight: Future[SaveResult] | None = None
+        """The save that has been started, until `take_result` returns its result."""
+        self.move_to(storage)
+        self._tools: _Tools | None = None
+        self.is_throttled = False
+        """True during a training step on the CPU: the background writer then leaves memory bandwidth to the step."""
+        self.is_planned = threading.Event()
+        """Set once the ranks have agreed on what to write, or have failed to."""
+        self._overdue_at = 0.0
+        self.stage = _WAITING
+        """What the save in flight is doing now, as text for messages."""
+        self._deleting: Future[None] | None = None
+        self._warning = ""
+        """The error of the last deletion; empty if it succeeded."""
+
+    def move_to(self, storage: Storage) -> None:
+        """Save to this folder from now on.  No save may be in flight."""
+        assert self.in_flight is None, "the save in flight writes to the old folder"
+        self.storage = storage
+        self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
+
+    def begin_step(self, step: int) -> None:
+        """Throttle background writing during a step on the CPU, because the two compete for memory bandwidth."""
+        self.is_throttled = self.world.device.type == "cpu"
+
+    def end_step(self, step: int) -> None:
+        """Stop throttling background writing."""
+        self.is_throttled = False
+
+    @property
+    def is_written(self) -> bool:
+        """True if the save in flight has ended on this rank."""
+        return self.in_flight is not None and self.in_flight.done()
+
+    @property
+    def is_overdue(self) -> bool:
+        """True if the save in flight has exceeded its time limit on this rank."""
+        return self.in_flight is not None and not self.in_flight.done() and time.monotonic() > self._overdue_at
+
+    def check(self, state: TrainState) -> None:
+        """Raise UserError on all ranks if the state cannot be saved, before hours of training are lost.  One gather."""
+
+        def try_to_collect() -> None:
+            state.check_complete()
+            try:
+                collect(state, self.world.size)
+            except TypeError as error:
+                raise UserError(str(error)) from error
+
+        self.world.agreed(try_to_collect)
+
+    def start(self, state: TrainState, background: bool, replaced_steps: Sequence[int] = ()) -> None:
+        """Start saving `state` as it is now.
+
+        With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
+        returns.  `replaced_steps`: earlier steps at which a save was due, which this save replaces.
+
+        No save may be in flight.  Raises nothing: every error is in the result.
+        No collective on this thread, except that the first save opens a process group.
+        """
+        assert self.in_flight is None, "one save at a time: call take_result() for the previous one first"
+        from torch.distributed.checkpoint import async_save
+
+        started = time.perf_counter()
+        tools = self._opened_tools()
+        self._overdue_at = time.monotonic() + self._timeout_s
+        self.is_planned.clear()
+        snapshot = take_snapshot(state, self.world.size)
+        snapshot.replaced_steps = replaced_steps
+        tools.planner.begin(snapshot)
+        tools.writer.begin(state, snapshot)
+        upload = async_save(
+            {"state": snapshot.tensors},
+            storage_writer=tools.writer,
+            planner=tools.planner,
+            process_group=tools.channel.group,
+            async_stager=tools.copy_stager if background else tools.live_stager,
+        )
+        assert isinstance(upload, Future)
+        blocked_s = time.perf_counter() - started if background else None
+        save = _Save(snapshot.step, tools.writer.checkpoint_id, started, blocked_s, Future())
+        self.in_flight = save.result
+        upload.add_done_callback(partial(self._end, save))
+
+    def wait_for_plan(self) -> bool:
+        """Wait until the ranks have agreed on what to write; return whether they found that the state cannot be saved.
+
+        The answer is the same on all ranks.  Not collective.
+        """
+        self.is_planned.wait(max(0.0, self._overdue_at - time.monotonic()))
+        return self.in_flight is not None and self.in_flight.done() and self.in_flight.result().is_mistake
+
+    def _end(self, save: _Save, upload: Future[Any]) -> None:
+        """Set the result of a save that has ended on this rank, and prune, on the background thread."""
+        from torch.distributed.checkpoint import CheckpointException
+
+        assert self._tools is not None
+        total_s = time.perf_counter() - save.started
+        blocked_s = total_s if save.blocked_s is None else save.blocked_s
+        result = SaveResult(save.step, save.path, blocked_s=blocked_s, total_s=total_s)
+        error = upload.exception()
+        pruned: list[str] = []
+        if error is None and self.world.is_main:
+            result = replace(result, bytes=self._tools.writer.manifest.num_bytes)
+            if self._tools.writer.is_good:
+                warning, pruned = self._unpublish_obsolete()
+                result = replace(result, warning=warning)
+        elif isinstance(error, CheckpointException):  # the same on all ranks
+            errors = [error for error, _ in error.failures.values()]
+            is_disk_full = any(isinstance(error, DiskFull) for error in errors)
+            result = replace(
+                result,
+                error=f"{save.path}: {describe_failures(error.failures)}{_DISK_FULL_ADVICE * is_disk_full}",
+                is_mistake=any(isinstance(error, UnsavableState) for error in errors),
+                is_disk_full=is_disk_full,
+            )
+        elif error is not None:  # a collective has failed, because another rank has died or does not respond
+            lost = f"rank {self.world.rank}: lost the other ranks while saving: {describe(error)}"
+            result = replace(result, error=f"{save.path}: {lost}", lost="ranks")
+            self._tools.channel.abort()  # close the connections to ranks that wait for this one
+        if error is not None:
+            self._tools.writer.discard()
+        self._tools.planner.end(is_saved=error is None)
+        self._deleting = Future()
+        save.result.set_result(result)
+        self.is_planned.set()
+        self._delete(pruned)
+        self._deleting.set_result(None)
+
+    def _unpublish_obsolete(self) -> tuple[str, list[str]]:
+        """Unpublish obsolete checkpoints, on rank 0.
+
+        Returns a warning if this or the previous deletion failed, and the names to delete, which takes longer.
+        """
+        warning, self._warning = self._warning, ""
+        unpublished: list[str] = []
+        with self.in_stage(f"pruning {self.storage}"):
+            try:
+                for name in self.retention.obsolete():
+                    unpublished.append(self.storage.unpublish(name))
+            except Exception as error:  # any error: the new checkpoint is already published
+                warning = f"cannot delete old checkpoints: {describe(error)}"
+        return warning, unpublished
+
+    def _delete(self, names: Sequence[str]) -> None:
+        try:
+            for name in names:
+                self.storage.delete(name)
+        except Exception as error:  # the next start deletes the rest
+            self._warning = f"cannot delete old checkpoints: {describe(error)}"
+
+    def take_result(self) -> SaveResult:
+        """Wait for the save in flight and return its result, the same on all ranks.  Collective: one gather.
+
+        If the save exceeds its time limit, the result says that the storage does not respond.
+        """
+        future = self.in_flight
+        assert future is not None
+        self.is_throttled = False  # training waits here
+        try:
+            result = future.result(max(0.0, self._overdue_at - time.monotonic()))
+        except FutureTimeout:
+            path = f"{self.storage}/{CHECKPOINT_PREFIX}*"
+            late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
+            result = SaveResult(-1, path, error=late, lost="storage")
+        outcomes = self.world.gather((result.error, result.lost, self.stage))
+        all_lost = {lost for _, lost, _ in outcomes}
+        if all_lost != {""}:
+            # Prefer the error of a rank that was working to those of ranks that were waiting for it.
+            working_errors = [error for error, lost, stage in outcomes if lost and stage != _WAITING]
+            first = next(error for error in [*working_errors, *(error for error, *_ in outcomes)] if error)
+            result = replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
+            if result.lost == "ranks" and self._tools is not None:
+                self._tools.channel = self._open_channel()  # the old one is closed, or has messages of the failed save
+                self._tools.planner.end(is_saved=False)
+        self.in_flight = None
+        return result
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for a save in flight to end, for a limited time, before this rank exits.  Not collective."""
+        future = self.in_flight
+        self.is_throttled = False
+        if future is not None:
+            with contextlib.suppress(FutureTimeout):
+                future.exception(timeout_s)  # any exception is raised when the result is taken
+
+    def wait_for_deletion(self) -> None:
+        """Wait for the deletion of pruned checkpoints, up to a time limit; the next start deletes the rest."""
+        deleting, self._deleting = self._deleting, None
+        if deleting is not None:
+            with contextlib.suppress(FutureTimeout):
+                deleting.result(_DELETE_TIMEOUT_S)
+
+    def clean(self) -> None:
+        """Delete the leftovers of interrupted saves, on rank 0.  Only the owner of the run may call this."""
+        if self.world.is_main:
+            self.wait_for_deletion()
+            self.storage.clean(CHECKPOINT_PREFIX)
+
+    @contextlib.contextmanager
+    def in_stage(self, stage: str) -> Iterator[None]:
+        """Set `stage` while the block, which may hang, is running."""
+        self.stage = stage
+        yield
+        self.stage = _WAITING
+
+    def _opened_tools(self) -> _Tools:
+        """Return what saves with torch.distributed.checkpoint need, opened by the first save.  Collective then."""
+        if self._tools is None:
+            # Imported here because torch.distributed.checkpoint is 70 modules, which take 0.05 s to import.
+            from trainer.checkpoint.planner import ColumnSavePlanner
+            from trainer.checkpoint.run_writer import RunWriter
+            from trainer.checkpoint.stager import CopyStager, LiveStager
+
+            planner = ColumnSavePlanner()
+            writer = RunWriter(self, planner, self._section.torch_metadata)
+            copy_stager = CopyStager(planner, self.world.device)
+            self._tools = _Tools(self._open_channel(), planner, writer, copy_stager, LiveStager())
+        return self._tools
+
+    def _open_channel(self) -> Channel:
+        # Ranks wait on this channel for storage, which takes longer than the messages on other channels.
+        return self.world.open_channel(timedelta(seconds=2 * self._timeout_s))
