@@ -3,8 +3,10 @@
     python -m trainer.checkpoints <run folder>                  list steps, sizes, ages and meshes; check sizes
     python -m trainer.checkpoints <run folder> --verify         check every checksum
     python -m trainer.checkpoints <run folder> --diff 100 200   compare configuration, tensors and norms
+    python -m trainer.checkpoints <run folder> --torch-metadata make them readable by torch's own FileSystemReader
 
-The command is read-only.  It exits with 1 if a listed checkpoint is damaged, and with 2 if the arguments are invalid.
+Only the last form writes anything: a file `.metadata` in each checkpoint that has none.  The command exits with 1 if a
+listed checkpoint is damaged, and with 2 if the arguments are invalid.
 """
 
 from __future__ import annotations
@@ -30,6 +32,7 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.checkpoint.retention import best_step
 from trainer.checkpoint.storage import MANIFEST, Damaged, Storage, open_storage, split_parent
+from trainer.checkpoint.torch_metadata import TORCH_METADATA, add_torch_metadata
 from trainer.checkpoint.weights import StoredWeights
 from trainer.config import compare_stored
 from trainer.errors import (
@@ -189,6 +192,11 @@ def command_line(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two steps (or paths)")
     parser.add_argument("--all", action="store_true", help="with --diff: include the optimizer's tensors")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--torch-metadata",
+        action="store_true",
+        help="write .metadata into each checkpoint that has none, for torch's own FileSystemReader",
+    )
     options = parser.parse_args(argv)
     return run_command(lambda: _show(options))
 
@@ -204,6 +212,11 @@ def _show(options: argparse.Namespace) -> int:
             _show_diff(storage, options.diff, as_json=options.json, all_parts=options.all)
             return EXIT_FINISHED
         entries = list_checkpoints(storage, options.verify)
+    if options.torch_metadata:
+        for entry in entries:
+            checkpoint = storage / entry.name
+            if entry.state in ("whole", "verified") and TORCH_METADATA not in checkpoint.names():
+                add_torch_metadata(checkpoint)
     if options.json:
         print_stdout(json.dumps([asdict(entry) for entry in entries]))
     else:

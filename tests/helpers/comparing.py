@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from trainer.checkpoint.torch_metadata import pickled_metadata
+
 
 def relative(found: Sequence[float], expected: Sequence[float]) -> float:
     """Return the largest relative difference of two lists of the same length."""
@@ -21,9 +23,12 @@ def relative(found: Sequence[float], expected: Sequence[float]) -> float:
 
 def load_tensors(checkpoint: Path) -> dict[str, torch.Tensor]:
     """Return all full tensors of a checkpoint by their path, read by torch and not by the trainer."""
-    with tempfile.TemporaryDirectory() as folder:
-        whole = Path(folder) / "whole.pt"
-        dcp_to_torch_save(checkpoint, whole)
+    with tempfile.TemporaryDirectory() as name:
+        folder, whole = Path(name), Path(name) / "whole.pt"
+        for path in checkpoint.glob("*.distcp"):
+            (folder / path.name).symlink_to(path.absolute())
+        (folder / ".metadata").write_bytes(pickled_metadata((checkpoint / "layout.json").read_bytes()))
+        dcp_to_torch_save(folder, whole)
         state = torch.load(whole, weights_only=False)
     return {name: value for name, value in _flat(state).items() if isinstance(value, torch.Tensor)}
 

@@ -195,7 +195,7 @@ class CheckedWriter(StorageWriter):
             names = (self._parent / self._name).names()
             if names and MANIFEST not in names:
                 raise CheckpointError(
-                    f"{self.checkpoint_id}: is not a checkpoint, and would be replaced; choose another"
+                    f"{self.checkpoint_id}: exists and is not a checkpoint (it has no {MANIFEST}); choose another path"
                 )
         items = [item.tensor_data for plan in plans for item in plan.items if item.tensor_data is not None]
         self.check_space(sum(data.chunk.sizes.numel() * data.properties.dtype.itemsize for data in items))
