@@ -28,7 +28,7 @@ from trainer.metrics.step_metrics import SkipCounter
 from trainer.model.parameters import local, mesh_of, num_writes, tied_names
 from trainer.optim.adamw import convert_moments
 from trainer.optim.ema import WeightAverage
-from trainer.optim.optimizer import MATCHES_TORCH_MUON, Optimizer
+from trainer.optim.optimizer import Optimizer
 from trainer.weights.adapters import BASE, BaseWeights
 
 EMA = "ema"
@@ -325,14 +325,11 @@ class OptimizerState(StatePart):
     """
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
-        self.optimizer, self._names, self._all_names = optimizer, names, set(names.values())
-        self._index_parameters()
-
-    def _index_parameters(self) -> None:
-        self._initial_hyperparameters = self.optimizer.hyperparameters()
+        self.optimizer, self._names = optimizer, set(names.values())
+        self._initial_hyperparameters = optimizer.hyperparameters()
         self._parameters = {
-            self._names.get(id(p), f"unnamed.{number}"): (part, group, p)
-            for part in self.optimizer.parts
+            names.get(id(p), f"unnamed.{number}"): (part, group, p)
+            for part in optimizer.parts
             for group in part.param_groups
             for number, p in enumerate(group["params"])
         }
@@ -370,22 +367,16 @@ class OptimizerState(StatePart):
                 group.update({k: v for k, v in stored.items() if k not in ("lr", "initial_lr") and v != initial.get(k)})
 
     def differences(self, plain: Any, stored: Mapping[str, StoredTensor]) -> list[str]:
-        # Older versions used torch.optim.Muon, and also gave it output projections and routers, but no stacked experts.
-        # For their checkpoints, Muon gets the parameters that it had then.
-        if any("ns_steps" in group or MATCHES_TORCH_MUON in group for group in plain["groups"]):
-            names = {name for name, kind in plain["classes"].items() if kind == "Muon"}
-            self.optimizer.match_torch_muon([p for name, (_, _, p) in self._parameters.items() if name in names])
-            self._index_parameters()
         changed: dict[tuple[str, str], list[str]] = {}
         for name, (part, _, _) in self._parameters.items():
             old, new = plain["classes"].get(name), _algorithm(part)
             if old is None:
-                if name in self._all_names and plain["classes"]:
+                if name in self._names:
                     changed.setdefault(("none", new), []).append(name)
             elif _SAME_MOMENTS.get(old, old) != _SAME_MOMENTS.get(new, new):
                 changed.setdefault((old, new), []).append(name)
         for name in plain["classes"]:
-            if name not in self._parameters and name in self._all_names:
+            if name not in self._parameters and name in self._names:
                 changed.setdefault((plain["classes"][name], "none"), []).append(name)
         lines = [
             f"optimizer: {old} in the checkpoint, {new} now, for {', '.join(names)}"
@@ -394,7 +385,7 @@ class OptimizerState(StatePart):
         mismatched = [
             name
             for name, (_, _, parameter) in self._parameters.items()
-            if plain.get("parameters", {}).get(name, _kind_of(parameter)) != _kind_of(parameter)
+            if plain["parameters"].get(name, _kind_of(parameter)) != _kind_of(parameter)
         ]
         if mismatched:
             lines.append(f"optimizer: holds moments of parameters with another shape or dtype: {', '.join(mismatched)}")

@@ -462,11 +462,6 @@ class Muon(torch.optim.Optimizer):
         self._blocks = dict(blocks or {})
         self._layouts: dict[tuple[int, ...], list[_Layout]] = {}
 
-    def ignore_blocks(self) -> None:
-        """Treat fused parameters as one matrix each."""
-        self._blocks.clear()
-        self._layouts.clear()
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Perform one step for all parameters that have a gradient, which must be the same on all ranks."""

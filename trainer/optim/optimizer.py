@@ -24,10 +24,6 @@ from trainer.optim.blockwise import block_length
 from trainer.optim.groups import Assignment, assign, block_rows, matrices_for_muon
 from trainer.optim.muon import Muon
 
-MATCHES_TORCH_MUON = "as_torchs"
-"""Key in Muon's parameter groups, set if the run continues from a checkpoint of torch.optim.Muon.  Checkpoints contain
-this string, so it must not change."""
-
 
 class Optimizer:
     """One or more torch optimizers over disjoint parameters, stepped together."""
@@ -61,12 +57,6 @@ class Optimizer:
         """Return every group's settings, without its parameters."""
         return [{k: v for k, v in g.items() if k != "params"} for part in self.parts for g in part.param_groups]
 
-    def set_hyperparameters(self, settings: list[dict[str, Any]]) -> None:
-        """Restore settings returned by `hyperparameters`."""
-        groups = [group for part in self.parts for group in part.param_groups]
-        for group, values in zip(groups, settings, strict=True):
-            group.update(values)
-
     @torch.no_grad()  # with autograd, taking the shard of a gradient costs 5 us more
     def step(self, is_finite: torch.Tensor | None = None, scale: torch.Tensor | None = None) -> None:
         """Update the parameters with their gradients times the scalar `scale`, which is the same on all ranks.
@@ -96,50 +86,9 @@ class Optimizer:
         for listener in self.step_listeners:
             listener(is_finite)
 
-    def match_torch_muon(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Make Muon update exactly `parameters`, and fused ones as a single matrix each, like torch.optim.Muon."""
-        muon = next((part for part in self.parts if isinstance(part, Muon)), None)
-        rest = next((part for part in self.parts if part is not muon), None)
-        if muon is None:
-            return
-        muon.ignore_blocks()
-        for group in muon.param_groups:
-            group[MATCHES_TORCH_MUON] = True  # for the checkpoints of this run
-        muon_ids = {id(parameter) for parameter in parameters}
-        num_moved = 0
-        if rest is not None:
-            num_moved += _move(rest, muon, lambda parameter: id(parameter) in muon_ids)
-            num_moved += _move(muon, rest, lambda parameter: id(parameter) not in muon_ids)
-            self.parts = tuple(part for part in self.parts if part.param_groups)
-        if num_moved:
-            self.notes.append(f"{num_moved} parameters keep the optimizer that they had in the checkpoint")
-
     def zero_grad(self) -> None:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
-
-
-def _move(
-    source: torch.optim.Optimizer, target: torch.optim.Optimizer, should_move: Callable[[torch.Tensor], bool]
-) -> int:
-    """Move the parameters for which `should_move` is true, keeping their rate and decay.  Returns how many."""
-    num_moved = 0
-    for group in source.param_groups:
-        moving = [p for p in group["params"] if should_move(p)]
-        if not moving:
-            continue
-        num_moved += len(moving)
-        group["params"] = [p for p in group["params"] if not should_move(p)]
-        settings: dict[str, Any] = {key: group[key] for key in ("weight_decay", "lr_scale") if key in group}
-        matching = [
-            g for g in target.param_groups if {k: g[k] for k in ("weight_decay", "lr_scale") if k in g} == settings
-        ]
-        if matching:
-            matching[0]["params"].extend(moving)
-        else:
-            target.add_param_group({"params": moving, **settings})
-    source.param_groups[:] = [group for group in source.param_groups if group["params"]]
-    return num_moved
 
 
 def _device_of(part: torch.optim.Optimizer) -> torch.device:
