@@ -370,7 +370,6 @@ class Trainer:
         start_time = time.perf_counter()
         restored = self.resume.load(self.state, path, self.lifecycle.is_running)
         if restored is not None:
-            self.schedule.zero_after_end = self.state.zero_after_end
             self.step_metrics.discard_pending_step()
             self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
             self.stop_criterion.after_load(self.resume.is_own_checkpoint)

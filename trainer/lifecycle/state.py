@@ -54,9 +54,6 @@ class TrainState:
         self._owner = owner
         self.step = 0
         self.tokens = 0
-        self.zero_after_end = True
-        """True if a learning rate that decays to zero reaches 0 one step after the last step.  False for runs started
-        by older versions, whose learning rate reaches 0 at the last step."""
         self.eval_pending = False
         """True if the evaluation at this step was interrupted; `fit` repeats the evaluation after the next start."""
         self.evaluation: dict[str, float] = {}
@@ -474,14 +471,12 @@ class _Counters(StatePart):
             "tokens": state.tokens,
             "owes_evaluation": state.eval_pending,
             "evaluation": dict(state.evaluation),
-            "zero_after_end": state.zero_after_end,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.tokens = state["tokens"]
         self.state.eval_pending = state.get("owes_evaluation", False)
         self.state.evaluation = state.get("evaluation", {})
-        self.state.zero_after_end = state.get("zero_after_end", False)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -261,9 +261,6 @@ class Schedule:
         self.peak = config.optim.lr
         self.num_steps = config.train.steps
         self.section: ScheduleSection = config.schedule
-        self.zero_after_end = True
-        """Whether a decay to zero reaches zero one step after the last.  A resumed run keeps the value it started with.
-        """
 
     def lr(self, step: int) -> float:
         """Return the learning rate of step `step`, counted from 1."""
@@ -284,7 +281,7 @@ class Schedule:
         wsd (warmup, stable, decay): Hu et al. 2024, arXiv:2404.06395; its decay is linear, over a fraction of the run.
         """
         name, warmup = self.section.name, self.section.warmup(self.num_steps)
-        extra = int(self.section.min_lr_ratio == 0 and self.zero_after_end)
+        extra = int(self.section.min_lr_ratio == 0)
         steps_left = max(0, self.num_steps + extra - step)
         fraction_left = steps_left / max(1, self.num_steps + extra - warmup)
         if name == "cosine":
