@@ -56,7 +56,6 @@ class BaseWeights(StatePart):
     checksum: checksum of the weights (see `combine_checksums`); empty for random weights.
     names: the names, in the model's state, of the weights that checkpoints leave out.
     setting: the configuration key that names the weights, for messages.
-    packed_experts: number of stacked expert weights that are quantized (`lora.base_dtype`).
     """
 
     def __init__(
@@ -65,14 +64,11 @@ class BaseWeights(StatePart):
         checksum: str = "",
         names: Collection[str] = (),
         setting: str = "train.init_from",
-        packed_experts: int = 0,
     ) -> None:
         self.path, self.checksum, self.names, self.setting = path, checksum, frozenset(names), setting
-        self.packed_experts = packed_experts
 
     def state_dict(self) -> dict[str, Any]:
-        packed = {"packed_experts": self.packed_experts} if self.packed_experts else {}
-        return {"path": self.path, "checksum": self.checksum, **packed}
+        return {"path": self.path, "checksum": self.checksum}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Do nothing: the weights have been read from their path, and `changes_from` has compared them."""
@@ -80,19 +76,11 @@ class BaseWeights(StatePart):
     def changes_from(self, stored: Mapping[str, Any], allowed: Collection[str]) -> tuple[list[str], list[str]]:
         """Compare with the state that a run has stored; return lists of errors and of remarks.
 
-        Different weights are an error; a different path is not.  If the number of quantized expert weights differs, as
-        after an upgrade to the first version that quantizes them, a remark says so, since the base then computes
-        slightly different values.
+        Different weights are an error; a different path is not.
         """
         if stored["checksum"] == self.checksum:
-            is_same = stored.get("packed_experts", 0) == self.packed_experts
-            return [], [] if is_same else [_EXPERTS_PACKED]
+            return [], []
         return [wrong_base_message(self.path, self.checksum, stored, self.setting)], []
-
-
-_EXPERTS_PACKED = (
-    "lora.base_dtype packs stacked experts, which the version that began this run did not: the loss may change slightly"
-)
 
 
 def wrong_base_message(path: str, checksum: str, expected: Mapping[str, Any], setting: str = "train.init_from") -> str:

@@ -38,7 +38,7 @@ from trainer.model.lora import is_base_weight, name_without_adapters, transposed
 from trainer.model.materialize import materialize
 from trainer.model.mup import scale_initial_weights
 from trainer.model.network import build_network, replace_head
-from trainer.model.packed import CODE_BITS, Packing, find_packings
+from trainer.model.packed import CODE_BITS, Packing
 from trainer.model.units import find_blocks
 from trainer.recipe import Recipe
 from trainer.weights.adapters import (
@@ -58,10 +58,8 @@ from trainer.weights.exporting import ModelFiles, read_model_files, read_tokeniz
 from trainer.weights.sources import SafetensorsFolder, StateDictFile, WeightSource, fill, find_weights
 from trainer.weights.two_sources import contradictions
 
-MODEL_FILES = "origin"
-"""The key in a checkpoint's state for the small files that came with the model (`ModelFiles`).
-
-The value must not change, since existing checkpoints use it."""
+MODEL_FILES = "model_files"
+"""The key in a checkpoint's state for the small files that came with the model (`ModelFiles`)."""
 
 
 def init_weights(model: nn.Module, config: RunConfig, device: torch.device, load_later: bool) -> None:
@@ -167,9 +165,8 @@ def load_base(model: nn.Module, config: RunConfig, channel: Channel, setting: st
     filled = channel.agreed(lambda: _fill_base(model, source, initial.setting))
     lines = channel.agreed(lambda: checksum_lines(source, filled.values(), channel.rank, channel.size))
     path = initial.path if "://" in initial.path else name_of_source(str(Path(initial.path).absolute()))
-    packed_experts = sum(model.get_parameter(name).ndim == 3 for name in find_packings(model))
     checksum = combine_checksums(channel.gather(lines))
-    return BaseWeights(path, checksum, filled, setting or "train.init_from", packed_experts)
+    return BaseWeights(path, checksum, filled, setting or "train.init_from")
 
 
 def _fill_base(model: nn.Module, source: WeightSource, setting: str) -> dict[str, str]:
@@ -396,7 +393,7 @@ def model_files_of(source: WeightSource) -> ModelFiles:
     source = source.adapters if isinstance(source, MergedSource) else source
     if isinstance(source, SafetensorsFolder):
         model_files.files = read_model_files(source.description)
-    elif isinstance(source, StoredWeights) and MODEL_FILES in source.parts:
+    elif isinstance(source, StoredWeights):
         keys = [key for key in source.layout if key.startswith(f"{MODEL_FILES}.")]
         model_files.load_state_dict(
             join_state(source.parts[MODEL_FILES], {key: source.read_stored(key) for key in keys})
