@@ -196,8 +196,6 @@ class TrainLoader:
 
         Returns two lists with a line per change: changes that forbid resuming, and changes to report only.
         """
-        if "data" not in stored:
-            return [], ["does not record its training data, so changes to it cannot be detected"]
         refused, reported = self.fingerprint.changes(stored["data"], allowed)
         order_changes = self._order.changes(stored, stored["samples"], self._global_batch_size, allowed)
         return [*refused, *order_changes[0]], [*reported, *order_changes[1]]
