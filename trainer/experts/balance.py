@@ -256,9 +256,6 @@ class ExpertBalance:
     layers that no token chose.
     """
 
-    may_be_absent = True
-    """Older checkpoints do not have it."""
-
     def __init__(self, model: nn.Module, world: World, log: Callable[[str, torch.Tensor, float], None]) -> None:
         """`log(name, value, over)` is `Trainer.log`."""
         self.model, self._balance, self._world, self._log = model, find_balance(model), world, log

@@ -109,7 +109,7 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     state = TrainState(trainer, model, optimizer, skips, random_state, base)
     state.add_loaders(trainer.loader, trainer.eval_loader, world)
     state.add("metrics", metrics)
-    state.add("horizon", stop_criterion)  # its name in checkpoints of earlier versions
+    state.add("stop_criterion", stop_criterion)
     average = WeightAverage(state.trained, config.train.ema, config.eval.ema)
     optimizer.step_listeners.append(average.after_step)
     state.add(EMA, AverageState(average))

@@ -434,8 +434,6 @@ def _moment_like(parameter: torch.Tensor, group: Mapping[str, Any], field: str, 
 class AverageState(StatePart):
     """The average of the weights, by parameter name; no weights without `train.ema`."""
 
-    may_be_absent = True
-
     def __init__(self, average: WeightAverage) -> None:
         self.average = average
 
@@ -444,10 +442,10 @@ class AverageState(StatePart):
         if not average.has_started:  # before the first step, the average is the weights
             average.copy_weights()
         weights = {name: _for_checkpoint(tensor, average.parameters[name]) for name, tensor in average.averages.items()}
-        return {"has_begun": average.has_started, "weights": weights}
+        return {"has_started": average.has_started, "weights": weights}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.average.has_started = state["has_begun"]
+        self.average.has_started = state["has_started"]
         for name, tensor in self.average.averages.items():
             _copy_unless_shared(tensor, state["weights"][name])
 
@@ -469,14 +467,14 @@ class _Counters(StatePart):
         state = self.state
         return {
             "tokens": state.tokens,
-            "owes_evaluation": state.eval_pending,
+            "eval_pending": state.eval_pending,
             "evaluation": dict(state.evaluation),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.state.tokens = state["tokens"]
-        self.state.eval_pending = state.get("owes_evaluation", False)
-        self.state.evaluation = state.get("evaluation", {})
+        self.state.eval_pending = state["eval_pending"]
+        self.state.evaluation = state["evaluation"]
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -19,9 +19,6 @@ from trainer.files import write_atomically
 class StopCriterion:
     """Decides at which step a run ends.  The decision is the same on all ranks."""
 
-    may_be_absent = True
-    """Older checkpoints do not contain this state."""
-
     def __init__(self, config: RunConfig) -> None:
         self.num_steps, self._eval = config.train.steps, config.eval
         self._sign = -1.0 if config.higher_is_better else 1.0
@@ -84,15 +81,24 @@ class StopCriterion:
             self.best, self.num_without_best, self._latest = None, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        best = [] if self.best is None else [list(self.best)]
-        return {"metric": self._eval.metric, "best": best, "num_worse": self.num_without_best, "latest": self._latest}
+        return {
+            "metric": self._eval.metric,
+            "best": None if self.best is None else list(self.best),
+            "num_without_best": self.num_without_best,
+            "latest": self._latest,
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the best evaluation.  It is reset if `eval.metric` has changed: the values are not comparable."""
-        is_comparable = state["metric"] == self._eval.metric
-        self.best = next(((value, step) for value, step in state["best"]), None) if is_comparable else None
-        self.num_without_best = state["num_worse"] if is_comparable else 0
         self._latest = state["latest"]
+        if state["metric"] != self._eval.metric:
+            self.best, self.num_without_best = None, 0
+            return
+        self.num_without_best = state["num_without_best"]
+        self.best = None
+        if state["best"] is not None:
+            value, step = state["best"]
+            self.best = value, step
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -158,7 +164,7 @@ class RangeTest(StopCriterion):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self.points = [(lr, math.nan if loss is None else loss) for lr, loss in state.get("points", [])]
+        self.points = [(lr, math.nan if loss is None else loss) for lr, loss in state["points"]]
 
 
 def suggested_lr(points: Sequence[tuple[float, float]]) -> float | None:

@@ -236,10 +236,10 @@ class Metrics:
         return ConsoleWriter(self._config.train.steps, screen, on_close, sources)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"wandb_id": self.tracking_id}  # its name in checkpoints, although all trackers use it
+        return {"tracking_id": self.tracking_id}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.tracking_id = state["wandb_id"]
+        self.tracking_id = state["tracking_id"]
 
     def open(self, path: Path, resumed_step: int) -> None:
         """Open all writers, including the metrics file at `path`, for a run that resumes after `resumed_step`."""

@@ -80,9 +80,6 @@ class ModelFiles(StatePart):
         (`data.chat_template`) if that is set; empty for `bytes` without a template.
     """
 
-    may_be_absent = True
-    """Older checkpoints do not have this part of the state."""
-
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self.tokenizer: dict[str, bytes] = {}

@@ -393,7 +393,7 @@ def model_files_of(source: WeightSource) -> ModelFiles:
     source = source.adapters if isinstance(source, MergedSource) else source
     if isinstance(source, SafetensorsFolder):
         model_files.files = read_model_files(source.description)
-    elif isinstance(source, StoredWeights):
+    elif isinstance(source, StoredWeights) and MODEL_FILES in source.parts:
         keys = [key for key in source.layout if key.startswith(f"{MODEL_FILES}.")]
         model_files.load_state_dict(
             join_state(source.parts[MODEL_FILES], {key: source.read_stored(key) for key in keys})
