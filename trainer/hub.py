@@ -217,13 +217,13 @@ def commits_of_run(
 
 
 def _pinned_names(tree: Mapping[str, Any], prefix: str = "") -> dict[str, HubName]:
-    """Return the pinned names in a stored configuration, by setting; older ones have some as paths in the cache."""
+    """Return the pinned names in a stored configuration, by setting."""
     found: dict[str, HubName] = {}
     for key, value in tree.items():
         if isinstance(value, Mapping):
             found |= _pinned_names(value, f"{prefix}{key}.")
-        elif isinstance(value, str) and (text := pinned_name(value) or value).startswith(SCHEME):
-            name = parse_name(text)
+        elif isinstance(value, str) and value.startswith(SCHEME):
+            name = parse_name(value)
             if name is not None and name.is_pinned:
                 found[f"{prefix}{key}"] = name
     return found

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainer.config.schema import MODEL_KEYS, SUBSECTIONS, RunConfig, name_of_source, plain_lists
+from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.config.stored import read_stored
 from trainer.errors import UserError, setting_error
 from trainer.urls import without_credentials
@@ -126,7 +126,7 @@ def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple
     current = config.to_dict()
     for section in current:
         for name, now in _flat_section(current, section).items():
-            # A checkpoint without this key is older than the key, and its run behaved as with the default.
+            # A user's own model or objective may have gained this key since then: the run behaved as with its default.
             before = _flat_section(stored, section).get(name, _default_of(getattr(config, section), name, now))
             if not _are_equivalent(f"{section}.{name}", before, now):
                 yield f"{section}.{name}", before, now
@@ -135,11 +135,8 @@ def _differences(config: RunConfig, stored: Mapping[str, Any]) -> Iterator[tuple
 def _are_equivalent(key: str, before: Any, now: Any) -> bool:
     """Return whether two values of a key are equivalent.
 
-    With `data.too_long=auto`, a run either refuses to start or drops the same conversations as with `drop`.  Older runs
-    stored the path of `objective.teacher` in the Hub's cache instead of its name.
+    With `data.too_long=auto`, a run either refuses to start or drops the same conversations as with `drop`.
     """
-    if key in MODEL_KEYS:
-        before, now = (name_of_source(value) if isinstance(value, str) else value for value in (before, now))
     is_same = bool(_without_credentials(before) == _without_credentials(now))
     return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 

@@ -468,8 +468,7 @@ def check_chats(config: RunConfig) -> None:
     data = config.data
     if data.source != "chat":
         for name, default in _CHAT_DEFAULTS.items():
-            was_default = (name, getattr(data, name)) == ("too_long", "drop")  # stored by runs older than `auto`
-            if getattr(data, name) != default and not was_default:
+            if getattr(data, name) != default:
                 rule = f"only applies to data.source=chat, not {data.source}"
                 raise setting_error(f"data.{name}", getattr(data, name), rule, default)
         return

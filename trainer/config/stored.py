@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config.pretrained import DeclaredModel
-from trainer.errors import UserError, is_masked, masked, masked_command, setting_error
+from trainer.errors import UserError, is_masked, setting_error
 from trainer.recipe import check_import
 
 CONFIG = "config.yaml"
@@ -82,8 +82,7 @@ def reject_masked(key: str, value: Any, path: Path) -> None:
 def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
     """Return a stored configuration by section, without resolving references or importing anything.
 
-    Credentials are masked, since files from older versions may contain them.  Raises UserError, which names `origin`,
-    if the text is not a configuration.
+    Raises UserError, which names `origin`, if the text is not a configuration.
     """
     try:
         tree = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
@@ -91,10 +90,7 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
         raise UserError(f"{origin}: not a configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: not a configuration")
-    stored = {str(key): masked(value) for key, value in tree.items()}
-    run = stored.get("run")
-    if isinstance(run, dict) and isinstance(run.get("on_end"), str):
-        run["on_end"] = masked_command(run["on_end"])
+    stored = {str(key): value for key, value in tree.items()}
     dpo_section = stored.pop(OLD_DPO_SECTION, None)
     if section_of(stored, "train").get("objective") == OLD_DPO_SECTION and dpo_section is not None:
         stored["objective"] = dpo_section

@@ -237,7 +237,7 @@ def _run_state(folder: Path, attempts: Sequence[Attempt]) -> tuple[str, str]:
 def _read_config(path: Path) -> tuple[str, Mapping[str, Any]]:
     """Return the text of `config.yaml` and its parsed contents; each is empty if that fails."""
     try:
-        text = redact(path.read_text(errors="replace"))  # older runs stored secrets
+        text = path.read_text(errors="replace")
     except OSError:
         return "", {}
     try:
