@@ -204,7 +204,7 @@ def test_preference_loss_follows_the_formula(model: Path, tmp_path: Path) -> Non
         {"prompt": conversation(asked), "chosen": conversation("", good)[1:], "rejected": conversation("", bad)[1:]}
         for asked, good, bad in PAIRS
     ]
-    ran = train(tmp_path, "dpo", model, records, "train.steps=2", "optim.lr=1e-5", f"dpo.beta={BETA}")
+    ran = train(tmp_path, "dpo", model, records, "train.steps=2", "optim.lr=1e-5", f"objective.beta={BETA}")
     assert ran.train("loss")[0] == pytest.approx(math.log(2), rel=1e-6)
     options = [f"data.eval_path={tmp_path / 'data.jsonl'}", "eval.steps=0", "run.threads=1", "--json"]
     found = json.loads(command("trainer.evaluate", ran.folder, *options).out)

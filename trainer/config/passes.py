@@ -49,7 +49,6 @@ from trainer.config.rules import likely_device
 from trainer.config.schema import AUTO, MODEL, MODEL_KEYS, SUBSECTIONS, RunConfig
 from trainer.config.stored import (
     CONFIG,
-    OLD_DPO_SECTION,
     check_imports,
     declared_model,
     is_checkpoint,
@@ -370,26 +369,11 @@ def objective_name(keys: Keys) -> str:
 
 
 def objective_section(keys: Keys, resolution: Resolution) -> Keys:
-    """Move DPO settings from their old section to the new one: `dpo.beta` becomes `objective.beta`.
-
-    Older runs stored the old section with any objective; it is dropped unless the objective is DPO.  If the command
-    line selects another objective than the file, the file's objective settings are dropped.
-    """
-    objective, file_objective = objective_name(keys), objective_name(Keys(keys.values, {}))
-    values, assignments = dict[str, Any](), dict[str, str]()
-    for key, value in keys.values.items():
-        section, _, name = key.partition(".")
-        if section == OLD_DPO_SECTION and objective == "dpo":
-            values[f"objective.{name}"] = value
-        elif section != OLD_DPO_SECTION and (section != "objective" or objective == file_objective):
-            values[key] = value
-    for key, text in keys.assignments.items():
-        section, _, name = key.partition(".")
-        if section == OLD_DPO_SECTION and objective != "dpo":
-            rule = f"only applies to train.objective=dpo, not to {objective}"
-            raise setting_error(key, text, rule, fix="set train.objective=dpo, or leave it out")
-        assignments[f"objective.{name}" if section == OLD_DPO_SECTION else key] = text
-    return Keys(values, assignments)
+    """Drop the file's objective settings if the command line selects another objective than the file."""
+    if objective_name(keys) == objective_name(Keys(keys.values, {})):
+        return keys
+    values = {key: value for key, value in keys.values.items() if not key.startswith("objective.")}
+    return Keys(values, keys.assignments)
 
 
 _GENERIC_KEYS = ("model.path", "model.fresh")

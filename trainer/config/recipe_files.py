@@ -16,7 +16,7 @@ from yaml import YAMLError
 from trainer.config.keys import EMPTY_VALUE_PROBLEM, declared_keys, expand_subsection
 from trainer.config.messages import unknown_key_error
 from trainer.config.schema import RunConfig
-from trainer.config.stored import CONFIG, OLD_DPO_SECTION
+from trainer.config.stored import CONFIG
 from trainer.errors import UserError, choice_error, nearest, setting_error
 from trainer.recipe import load_recipes
 
@@ -95,7 +95,7 @@ def keys_of_sections(tree: Mapping[str, Any], path: Path) -> Iterator[tuple[str,
     """
     sections = [f.name for f in dataclasses.fields(RunConfig)]
     for section, values in tree.items():
-        if section not in (*sections, OLD_DPO_SECTION):
+        if section not in sections:
             if values is None and not section.isidentifier():  # a line without a colon
                 rule = f"must contain sections with keys below them, not {section!r}"
                 fix = "write each key as `key: value`, as in `recipe: llama_small`"

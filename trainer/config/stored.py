@@ -21,12 +21,6 @@ from trainer.recipe import check_import
 CONFIG = "config.yaml"
 """File name of the stored configuration in a run folder or a checkpoint."""
 
-OLD_DPO_SECTION = "dpo"
-"""Name of the old section for DPO settings, stored by every run before there were other objectives.
-
-`read_stored` converts this section in the text that it parses; the pass `objective_section` does so in files that
-`load_config` loads."""
-
 _RUN_FILES = ("status.json", "metrics.jsonl")
 
 
@@ -90,11 +84,7 @@ def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:
         raise UserError(f"{origin}: not a configuration ({error})") from error
     if not isinstance(tree, dict):
         raise UserError(f"{origin}: not a configuration")
-    stored = {str(key): value for key, value in tree.items()}
-    dpo_section = stored.pop(OLD_DPO_SECTION, None)
-    if section_of(stored, "train").get("objective") == OLD_DPO_SECTION and dpo_section is not None:
-        stored["objective"] = dpo_section
-    return stored
+    return {str(key): value for key, value in tree.items()}
 
 
 def read_run_config(folder: Path) -> Mapping[str, Any]:
