@@ -105,7 +105,7 @@ _STORED_NAMES = {
     "boot_id": "boot",
     "boot_time": "booted",
 }
-"""Names in start records that differ from the fields' names, kept because earlier versions wrote them."""
+"""The public names, in start records, of the fields whose own names differ."""
 
 
 class SaveTimes(NamedTuple):
