@@ -187,8 +187,6 @@ class TimeLedger:
         before = record.get("before")
         if isinstance(before, dict):
             self._total = Goodput.from_state(before)
-        else:
-            self._total.has_failed = self._has_failed
         total = self._total
         total.num_failures += total.has_failed
         started, load_s = _number(record, "started") or time, _number(record, "load_s")
