@@ -240,12 +240,12 @@ def _build(
 
 
 def _groups(members: Sequence[Assignment], lr: float) -> list[dict[str, Any]]:
-    """Return torch's parameter groups.  Groups with decay come first, as in checkpoints older than `optim.groups`."""
+    """Return torch's parameter groups, one for each weight decay and scale of the learning rate."""
     by_settings: dict[tuple[float, float], list[nn.Parameter]] = defaultdict(list)
     for each in members:
         by_settings[each.weight_decay, each.lr_scale].append(each.parameter)
     groups = []
-    for (decay, scale), parameters in sorted(by_settings.items(), key=lambda item: item[0][0] == 0):
+    for (decay, scale), parameters in by_settings.items():
         group = {"params": parameters, "weight_decay": decay}
         groups.append(group if scale == 1 else {**group, "lr": lr * scale, "lr_scale": scale})
     return groups
