@@ -92,7 +92,7 @@ def check_compatible(
         part = StatePart.of(stateful)
         differences: list[str] | None = []
         if name not in (parts if name in state.parts else per_rank_parts):
-            differences = [] if part.may_be_absent else [_state_differs(name, "not in the checkpoint")]
+            differences = [_state_differs(name, "not in the checkpoint")]
         elif name in state.per_rank_parts:
             if stored.per_rank_bytes is None and not part.can_restart:
                 differences = [_state_differs(name, "per-rank state, saved with a different number of ranks")]

@@ -35,8 +35,6 @@ class StatePart:
     and adds the hooks that it lacks; its `differences`, `prepare` and `may_differ` are used only if it has all three.
     """
 
-    may_be_absent = False
-    """True if a checkpoint that lacks this part, for example an older one, can be restored."""
     can_restart = False
     """True if `restart` can replace stored per-rank state when the checkpoint is from a different number of ranks."""
 
@@ -91,7 +89,7 @@ class _WrappedPart(StatePart):
         # Take all three or none: the user's object may have a method `prepare` for another purpose.
         hooks = ("differences", "prepare", "may_differ")
         names += hooks if all(hasattr(thing, name) for name in hooks) else ()
-        names += [name for name in ("changes_from", "restart", "may_be_absent") if hasattr(thing, name)]
+        names += [name for name in ("changes_from", "restart") if hasattr(thing, name)]
         vars(self).update({name: getattr(thing, name) for name in names})
         self.can_restart = "restart" in names
 
