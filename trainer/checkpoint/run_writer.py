@@ -45,7 +45,7 @@ class RunWriter(CheckedWriter):
             return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._checkpoints.is_planned.set()
+        self._checkpoints.has_compared.set()
         with self._checkpoints.in_stage(f"writing {self.checkpoint_id}"):
             return super().write_data(plan, planner)
 

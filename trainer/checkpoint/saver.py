@@ -90,6 +90,7 @@ class Saver:
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
         """The key of the state that was last saved, or loaded from this run; None if nothing was."""
+        self._has_acquired_folder = False
         self.longest_save_s = 0.0
         """Duration of the longest save so far, in seconds."""
 
@@ -146,7 +147,7 @@ class Saver:
         self.finish()
         background = self._config.mode == "async" and not wait
         self._start(state, background)
-        if background and self._checkpoints.wait_for_plan():
+        if background and self._checkpoints.wait_for_first_plan():
             self._collect()
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
@@ -248,7 +249,9 @@ class Saver:
         return self._saved_key == self._state_key(state)
 
     def _start(self, state: TrainState, background: bool) -> None:
-        self._world.agreed(self._folder.acquire)
+        if not self._has_acquired_folder:
+            self._world.agreed(self._folder.acquire)
+            self._has_acquired_folder = True
         self._relocation.move_if_lost()
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()

@@ -85,18 +85,6 @@ class SaveResult:
     """What did not respond in time, if the save failed for that reason."""
 
 
-@dataclass(frozen=True)
-class _Save:
-    """A save that has been started."""
-
-    step: int
-    path: str
-    started: float
-    blocked_s: float | None
-    """How long training was paused; None if it stays paused until the save has ended."""
-    result: Future[SaveResult]
-
-
 @dataclass
 class _Tools:
     """The parts of torch.distributed.checkpoint that all saves of a run use."""
@@ -134,9 +122,11 @@ class Checkpoints:
         self._tools: _Tools | None = None
         self.is_throttled = False
         """True during a training step on the CPU: the background writer then leaves memory bandwidth to the step."""
-        self.is_planned = threading.Event()
-        """Set once the ranks have agreed on what to write, or have failed to."""
+        self.has_compared = threading.Event()
+        """Set once the ranks have compared their state in a save, or have failed to."""
         self._overdue_at = 0.0
+        self._blocked_s: float | None = None
+        """How long the save in flight has paused training; None if it does so until it ends."""
         self.stage = _WAITING
         """What the save in flight is doing now, as text for messages."""
         self._deleting: Future[None] | None = None
@@ -185,7 +175,8 @@ class Checkpoints:
         With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
         returns.  `replaced_steps`: earlier steps at which a save was due, which this save replaces.
 
-        No save may be in flight.  Raises nothing: every error is in the result.
+        No save may be in flight.  Raises UserError if this rank's state cannot be saved at all; the other ranks learn
+        it, like any other error, from the result.
         No collective on this thread, except that the first save opens a process group.
         """
         assert self.in_flight is None, "one save at a time: call take_result() for the previous one first"
@@ -194,7 +185,6 @@ class Checkpoints:
         started = time.perf_counter()
         tools = self._opened_tools()
         self._overdue_at = time.monotonic() + self._timeout_s
-        self.is_planned.clear()
         snapshot = take_snapshot(state, self.world.size)
         snapshot.replaced_steps = replaced_steps
         tools.planner.begin(snapshot)
@@ -207,27 +197,35 @@ class Checkpoints:
             async_stager=tools.copy_stager if background else tools.live_stager,
         )
         assert isinstance(upload, Future)
-        blocked_s = time.perf_counter() - started if background else None
-        save = _Save(snapshot.step, tools.writer.checkpoint_id, started, blocked_s, Future())
-        self.in_flight = save.result
-        upload.add_done_callback(partial(self._end, save))
+        self.in_flight = Future()
+        upload.add_done_callback(partial(self._end, self.in_flight, snapshot.step, started))
+        self._blocked_s = time.perf_counter() - started if background else None
+        if snapshot.mistake:
+            result = self.in_flight.result(self._timeout_s)  # soon: the save fails once all ranks have begun it
+            self.in_flight = None
+            raise UserError(result.error)
 
-    def wait_for_plan(self) -> bool:
-        """Wait until the ranks have agreed on what to write; return whether they found that the state cannot be saved.
+    def wait_for_first_plan(self) -> bool:
+        """Wait until the ranks have compared their state, in the run's first save; return whether it cannot be saved.
 
-        The answer is the same on all ranks.  Not collective.
+        The answer is the same on all ranks.  Later saves are not waited for: their results say it.  Not collective.
         """
-        self.is_planned.wait(max(0.0, self._overdue_at - time.monotonic()))
-        return self.in_flight is not None and self.in_flight.done() and self.in_flight.result().is_mistake
+        started = time.perf_counter()
+        self.has_compared.wait(max(0.0, self._overdue_at - time.monotonic()))
+        if self._blocked_s is not None:
+            self._blocked_s += time.perf_counter() - started
+        if self.in_flight is not None and self.in_flight.done() and self.in_flight.result().is_mistake:
+            self.has_compared.clear()
+            return True
+        return False
 
-    def _end(self, save: _Save, upload: Future[Any]) -> None:
+    def _end(self, ended: Future[SaveResult], step: int, started: float, upload: Future[Any]) -> None:
         """Set the result of a save that has ended on this rank, and prune, on the background thread."""
         from torch.distributed.checkpoint import CheckpointException
 
         assert self._tools is not None
-        total_s = time.perf_counter() - save.started
-        blocked_s = total_s if save.blocked_s is None else save.blocked_s
-        result = SaveResult(save.step, save.path, blocked_s=blocked_s, total_s=total_s)
+        path = self._tools.writer.checkpoint_id
+        result = SaveResult(step, path, total_s=time.perf_counter() - started)
         error = upload.exception()
         pruned: list[str] = []
         if error is None and self.world.is_main:
@@ -240,22 +238,22 @@ class Checkpoints:
             is_disk_full = any(isinstance(error, DiskFull) for error in errors)
             result = replace(
                 result,
-                error=f"{save.path}: {describe_failures(error.failures)}{_DISK_FULL_ADVICE * is_disk_full}",
+                error=f"{path}: {describe_failures(error.failures)}{_DISK_FULL_ADVICE * is_disk_full}",
                 is_mistake=any(isinstance(error, UnsavableState) for error in errors),
                 is_disk_full=is_disk_full,
             )
         elif error is not None:  # a collective has failed, because another rank has died or does not respond
             lost = f"rank {self.world.rank}: lost the other ranks while saving: {describe(error)}"
-            result = replace(result, error=f"{save.path}: {lost}", lost="ranks")
+            result = replace(result, error=f"{path}: {lost}", lost="ranks")
             self._tools.channel.abort()  # close the connections to ranks that wait for this one
         if error is not None:
             self._tools.writer.discard()
         self._tools.planner.end(is_saved=error is None)
-        self._deleting = Future()
-        save.result.set_result(result)
-        self.is_planned.set()
+        deleting = self._deleting = Future()
+        ended.set_result(result)
+        self.has_compared.set()
         self._delete(pruned)
-        self._deleting.set_result(None)
+        deleting.set_result(None)
 
     def _unpublish_obsolete(self) -> tuple[str, list[str]]:
         """Unpublish obsolete checkpoints, on rank 0.
@@ -293,6 +291,7 @@ class Checkpoints:
             path = f"{self.storage}/{CHECKPOINT_PREFIX}*"
             late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
+        result = replace(result, blocked_s=result.total_s if self._blocked_s is None else self._blocked_s)
         outcomes = self.world.gather((result.error, result.lost, self.stage))
         all_lost = {lost for _, lost, _ in outcomes}
         if all_lost != {""}:
