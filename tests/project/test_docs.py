@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.commands import meshtrainer
-from tests.helpers.launch import REPOSITORY, command, fork, merged, run_script, tiny
+from tests.helpers.launch import REPOSITORY, Run, command, fork, merged, run_script, tiny
 from tests.helpers.launch import run as train
 from tests.helpers.metrics_page import DOCS, check_fields, documented
 from tests.helpers.runs import SharedRun
@@ -180,6 +181,40 @@ def test_distillation_example(ranks: int, tmp_path: Path) -> None:
     assert refused.code == 2
     assert "train.steps=5" in refused.err
     assert "Traceback" not in refused.err
+
+
+@pytest.mark.slow
+def test_example_of_own_loop(tmp_path: Path) -> None:
+    """It resumes on another number of ranks, repeats the same losses, and refuses a damaged checkpoint."""
+
+    def start(ranks: int) -> Run:
+        return fork(run_script, [str(REPOSITORY / "examples/own_loop.py"), []], tmp_path, ranks, cwd=tmp_path).wait()
+
+    def mean_losses(out: str) -> dict[int, float]:
+        """Return the loss of each step, averaged over the ranks."""
+        found: dict[int, list[float]] = {}
+        for step, loss in re.findall(r"^step (\d+), rank \d: loss (.*)$", out, re.MULTILINE):
+            found.setdefault(int(step), []).append(float(loss))
+        return {step: sum(losses) / len(losses) for step, losses in found.items()}
+
+    first = start(2)
+    assert first.codes == [0, 0], first.err
+    newest = tmp_path / "runs/own_loop/step_00000020"
+    file = newest / "__1_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    refused = start(2)
+    assert refused.codes == [1, 1]
+    assert f"DamagedCheckpoint: {file}: the checksum of bytes" in refused.err
+    shutil.rmtree(newest)
+    resumed = start(1)
+    assert resumed.codes == [0], resumed.err
+    before, after = mean_losses(first.out), mean_losses(resumed.out)
+    assert [*before] == [*range(1, 21)]
+    assert [*after] == [*range(16, 36)]
+    for step in range(16, 21):
+        assert after[step] == pytest.approx(before[step], abs=2e-6)  # they are printed with six digits
 
 
 def test_custom_loop_on_the_page_runs() -> None:

@@ -135,7 +135,7 @@ def smaller(words: list[str], folder: Path) -> list[str]:
     """Return settings that make the run of a command small."""
     recipe = next((word[7:] for word in words if word.startswith("recipe=")), "")
     given = {word.partition("=")[0] for word in words}
-    if {"--help", "--print-config"} & given or words[2] != "trainer.run":
+    if {"--help", "--print-config"} & given or words[1:3] != ["-m", "trainer.run"]:
         return []
     if recipe.startswith("llama3"):
         return OF_A_CLUSTER if "train.init_from" not in given else [*SMALL, *SHORT]
