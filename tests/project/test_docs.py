@@ -205,7 +205,7 @@ def test_example_of_own_loop(tmp_path: Path) -> None:
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     refused = start(2)
-    assert refused.codes == [1, 1]
+    assert 1 in refused.codes  # the first rank that exits; the other may be stopped before it does
     assert f"DamagedCheckpoint: {file}: the checksum of bytes" in refused.err
     shutil.rmtree(newest)
     resumed = start(1)
