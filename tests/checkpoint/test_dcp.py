@@ -30,8 +30,8 @@ from tests.checkpoint.runs import step_folder
 from tests.helpers.cases import in_campaign
 from tests.helpers.launch import on_ranks, tiny
 from tests.helpers.runs import SharedRun
-from trainer import Trainer, load_config
-from trainer.checkpoint import CheckedWriter, VerifiedReader
+from trainer import Trainer, UserError, load_config, load_weights
+from trainer.checkpoint import CheckedWriter, VerifiedReader, checked_writer
 
 pytestmark = [
     pytest.mark.slow,
@@ -67,6 +67,11 @@ def own_state(mesh_shape: tuple[int, ...] | None) -> dict[str, Any]:
         state["moments"][name] = dict(optimizer.state[parameter])
     replicated = torch.arange(6.0).reshape(2, 3)
     state["table"] = replicated if mesh is None else distribute_tensor(replicated, mesh, [Replicate()] * mesh.ndim)
+    state["empty"], row = (
+        torch.zeros(0, 3),
+        torch.arange(64.0).reshape(1, 64),
+    )  # most ranks have no part of the row
+    state["row"] = row if mesh is None else distribute_tensor(row, mesh, [Replicate(), Shard(0)][-mesh.ndim :])
     columns = torch.arange(35.0).reshape(5, 7)
     placements = [Replicate(), Shard(1)][-len(mesh_shape or (1,)) :]
     state["columns"] = columns if mesh is None else distribute_tensor(columns, mesh, placements)
@@ -166,15 +171,18 @@ def test_chain_into_the_writer_of_hugging_face(mesh: str, two: SharedRun, tmp_pa
     on_ranks(torch.Size(shape).numel(), chain, step_folder(two.folder, 12), tmp_path / "exported", shape)
 
 
-def test_objects_of_strangers_are_not_unpickled(tmp_path: Path) -> None:
+def test_objects_of_strangers_are_not_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's planner would: it stores what is not a tensor as a pickle."""
 
     class Evil:
         def __reduce__(self) -> Any:
             return (Path(tmp_path / "ran").touch, ())
 
-    folder = tmp_path / "checkpoint"
-    dcp.save({"weight": torch.ones(2), "note": Evil()}, storage_writer=CheckedWriter(folder), no_dist=True)
+    folder, saved = tmp_path / "checkpoint", {"weight": torch.ones(2), "note": Evil()}
+    with pytest.raises(CheckpointException, match="note is an object that only a pickle can hold"):
+        dcp.save(saved, storage_writer=CheckedWriter(folder), no_dist=True)
+    monkeypatch.setattr(checked_writer, "check_is_plain", lambda name, content: None)
+    dcp.save(saved, storage_writer=CheckedWriter(folder), no_dist=True)
     state = {"weight": torch.zeros(2), "note": None}
     with pytest.raises(CheckpointException, match="note is an object that only a pickle can hold"):
         dcp.load(state, storage_reader=VerifiedReader(folder), no_dist=True)
@@ -218,12 +226,18 @@ def test_own_loop_is_told_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(CheckpointException, match=r"papers: exists and is not a checkpoint \(it has no manifest"):
         dcp.save(state, storage_writer=CheckedWriter(tmp_path / "papers"), no_dist=True)
     assert (tmp_path / "papers" / "thesis.tex").exists()
+    with pytest.raises(CheckpointException, match=r"weight is a tensor of layout torch\.sparse_coo"):
+        dcp.save({"weight": torch.eye(2).to_sparse()}, storage_writer=CheckedWriter(tmp_path / "eye"), no_dist=True)
     writer = CheckedWriter(tmp_path / "new" / "checkpoint")
     for value in (1.0, 2.0):  # the same path again: the earlier checkpoint is there until the later one is complete
+        (tmp_path / "new" / ".replaced-checkpoint").mkdir(parents=True)  # as left by a kill at the publication
+        (tmp_path / "new" / ".writing-checkpoint-0123abcd").mkdir()
         dcp.save({"weight": torch.full((2,), value)}, storage_writer=writer, no_dist=True)
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["checkpoint"]
     dcp.load(state, storage_reader=VerifiedReader(tmp_path / "new" / "checkpoint"), no_dist=True)
     assert state["weight"].tolist() == [2, 2]
+    with pytest.raises(UserError, match=r"is not the checkpoint of a run \(it has no config.yaml\)"):
+        load_weights(tmp_path / "new" / "checkpoint")
 
 
 # ---------------------------------------------------------------------------------------------------------------

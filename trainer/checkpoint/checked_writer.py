@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from trainer.checkpoint.data_files import write_data_file
+from trainer.checkpoint.data_files import check_is_plain, write_data_file
 from trainer.checkpoint.layout import Boxes, PlannedTensor, TensorBox, WrittenChunks, layout_of, layout_to_json
 from trainer.checkpoint.manifest import LAYOUT, Manifest, blocks_name, parse_step
 from trainer.checkpoint.messages import CheckpointError, DiskFull, as_checkpoint_error, pack, unpack
@@ -106,6 +106,7 @@ class CheckedWriter(StorageWriter):
         if not kwargs.get("use_collectives", True):
             raise CheckpointError("CheckedWriter needs use_collectives=True: rank 0 publishes what all ranks wrote")
         self._rank = int(kwargs.get("rank") or 0)
+        self.discard()  # what a save that another rank has failed has left
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -223,10 +224,16 @@ class CheckedWriter(StorageWriter):
 def _parts_of(
     items: Sequence[WriteItem], planner: SavePlanner
 ) -> Iterator[tuple[TensorBox, torch.Tensor | memoryview]]:
-    """Yield the box and the data of each item, one at a time, since the planner may copy the data."""
+    """Yield the box and the data of each item, one at a time, since the planner may copy the data.
+
+    Raises CheckpointError for an object that a VerifiedReader would refuse.
+    """
     for item in items:
+        if item.tensor_data is not None and not item.tensor_data.chunk.sizes.numel():
+            continue
         key, data = item.index.fqn, planner.resolve_data(item)
         if isinstance(data, io.BytesIO):
+            check_is_plain(key, data)
             content = data.getbuffer()
             yield TensorBox(key, (0,), (len(content),), torch.uint8), content
         else:

@@ -7,6 +7,7 @@ of the raw bytes are noted, and data is read from there directly into the target
 
 from __future__ import annotations
 
+import io
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Boxes, Chunk, ReadRequest, StoredTensor, TensorBox, Tensors, WrittenChunks
+from trainer.checkpoint.messages import CheckpointError
 from trainer.checkpoint.storage import BlockReader, Blocks, BlockWriter, Damaged, Storage
 from trainer.model.parameters import local
 
@@ -72,6 +74,8 @@ def write_data_file(
                 writer.write(data)
                 chunks.append((box.key, Chunk(box.offsets, box.sizes, name, start, len(data), start)))
                 continue
+            if data.layout != torch.strided:
+                raise ValueError(f"{box.key} is a tensor of layout {data.layout}, which is not stored; make it dense")
             is_plain = data.device.type == "cpu" and not isinstance(data, DTensor) and data.is_contiguous()
             if not is_plain or data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes entire storages
                 shard = local(data.detach())
@@ -84,6 +88,19 @@ def write_data_file(
         torch.serialization.set_crc32_options(torch_computes_crc32)
         writer.close()
     return WrittenFile(name, writer.blocks, chunks)
+
+
+def check_is_plain(name: str, pickled: io.BytesIO) -> None:
+    """Raise CheckpointError unless `torch.load` can load an object without running code.  Rewinds the file."""
+    pickled.seek(0)
+    try:
+        torch.load(pickled, weights_only=True)
+    except Exception:  # any error
+        raise CheckpointError(
+            f"{name} is an object that only a pickle can hold, and pickles could run any code: store a tensor, number, "
+            "text, or a list or dictionary of these instead, or leave it out of the state dict"
+        ) from None
+    pickled.seek(0)
 
 
 def padded_bytes(tensor: torch.Tensor) -> int:

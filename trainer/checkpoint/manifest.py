@@ -30,7 +30,7 @@ from trainer.files import crc32
 FORMAT_VERSION = 1
 CHECKPOINT_PREFIX = "step_"
 _NAME = re.compile(rf"{CHECKPOINT_PREFIX}(\d{{8,}})")
-LAYOUT = "layout.json"
+LAYOUT, STATE, CONFIG = "layout.json", "state.json", "config.yaml"
 BLOCKS_SUFFIX = ".blocks.json"
 """Replaces the `.distcp` of a data file's name to form the name of its block-checksum file."""
 
@@ -131,6 +131,16 @@ def read_manifest(storage: Storage) -> Manifest:
             f"{checkpoint_name(manifest.step)}"
         )
     return manifest
+
+
+def check_is_of_run(storage: Storage, manifest: Manifest) -> None:
+    """Raise UserError for a checkpoint that no run has written, but a CheckedWriter in another program."""
+    missing = [name for name in (CONFIG, STATE) if name not in manifest.files]
+    if missing:
+        raise UserError(
+            f"{storage}: is not the checkpoint of a run (it has no {missing[0]})\n"
+            "  to fix: read it with torch.distributed.checkpoint.load and trainer.checkpoint.VerifiedReader"
+        )
 
 
 def blocks_name(data_file: str) -> str:

@@ -19,9 +19,12 @@ import torch
 from trainer.checkpoint.compare import check_compatible
 from trainer.checkpoint.layout import Layout, layout_from_json, part_of_layout
 from trainer.checkpoint.manifest import (
+    CONFIG,
     LAYOUT,
+    STATE,
     Manifest,
     RunInfo,
+    check_is_of_run,
     checkpoint_name,
     find_damage,
     list_steps,
@@ -85,7 +88,7 @@ class CheckpointReader:
             storage = self.storage / checkpoint_name(step)
             try:
                 manifest = read_manifest(storage)
-                config_yaml = read_file(storage, manifest, "config.yaml").decode()
+                config_yaml = read_file(storage, manifest, CONFIG).decode()
             except (Damaged, FileNotFoundError, UserError):
                 continue
             return RunInfo(config_yaml, manifest.mesh, manifest.job, manifest.restarts)
@@ -169,6 +172,7 @@ class CheckpointReader:
     ) -> tuple[RestoredCheckpoint | None, list[str]]:
         """Restore from `storage`.  Returns the restored checkpoint, or None and the damage."""
         state = request.state
+        self.world.agreed(lambda: check_is_of_run(storage, manifest))
         depth = "sizes" if not self._checksums else "full" if request.verify_first else "metadata"
         _, damage = self._attempt(lambda: self._raise_if_damaged(storage, manifest, depth))
         if damage:
@@ -271,9 +275,9 @@ class StoredState:
     """The small files of a checkpoint, without the data files.  Each is verified as it is read."""
 
     def __init__(self, storage: Storage, manifest: Manifest, world: World) -> None:
-        self.shared = SharedState.from_json(read_file(storage, manifest, "state.json"))
+        self.shared = SharedState.from_json(read_file(storage, manifest, STATE))
         self.layout = layout_from_json(read_file(storage, manifest, LAYOUT))
-        self.config_yaml = read_file(storage, manifest, "config.yaml").decode()
+        self.config_yaml = read_file(storage, manifest, CONFIG).decode()
         is_same_size = manifest.world_size == world.size
         self.per_rank_bytes = read_file(storage, manifest, rank_file(world.rank)) if is_same_size else None
         """Content of this rank's file of per-rank state; None if the checkpoint has a different number of ranks."""

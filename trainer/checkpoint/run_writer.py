@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from trainer.checkpoint.checked_writer import CheckedWriter
-from trainer.checkpoint.manifest import checkpoint_name, rank_file
+from trainer.checkpoint.manifest import CONFIG, STATE, checkpoint_name, rank_file
 from trainer.checkpoint.messages import DiskFull
 from trainer.checkpoint.planner import ColumnSavePlanner
 from trainer.checkpoint.snapshot import Snapshot
@@ -72,8 +72,8 @@ class RunWriter(CheckedWriter):
 
     def shared_files(self) -> Mapping[str, bytes]:
         return {
-            "state.json": self._snapshot.shared_state(self._planner.differing_keys),
-            "config.yaml": self._checkpoints.run_info.config_yaml.encode(),
+            STATE: self._snapshot.shared_state(self._planner.differing_keys),
+            CONFIG: self._checkpoints.run_info.config_yaml.encode(),
         }
 
     def manifest_fields(self) -> Mapping[str, Any]:

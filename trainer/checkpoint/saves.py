@@ -17,9 +17,9 @@
                  all     Checkpoints._end                                    makes the result; rank 0 prunes
     main         all     Checkpoints.take_result                             agrees on the result
 
-If any rank raises in one of these, DCP raises the errors of all ranks on every rank, and the files of the failed save
-are deleted.  If a rank dies, the others lose their connections to it, and the unpublished folder remains until the run
-is next started.
+If any rank raises in one of these, DCP raises the errors of all ranks on every rank, and rank 0 deletes the files of
+the failed save.  If a rank dies, the others lose their connections to it, and fail too.  If that was rank 0, the
+unpublished folder remains until the run is next started.
 """
 
 from __future__ import annotations

@@ -210,7 +210,8 @@ class LocalStorage:
 
     def begin(self, name: str) -> str:
         """Delete what an interrupted save of the same name has left, and create the folder."""
-        leftover = re.compile(re.escape(f"{_WRITING}{name}-") + "[0-9a-f]{8}")
+        self.recover()
+        leftover = re.compile(f"{re.escape(_WRITING + name)}-[0-9a-f]{{8}}|{re.escape(_REPLACED + name)}")
         for entry in filter(leftover.fullmatch, self.names()):
             shutil.rmtree(self.path / entry)
         unpublished = f"{_WRITING}{name}-{uuid.uuid4().hex[:8]}"

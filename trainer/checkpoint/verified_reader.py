@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.futures import Future
 
-from trainer.checkpoint.data_files import ChunkReader, read_rows
+from trainer.checkpoint.data_files import ChunkReader, check_is_plain, read_rows
 from trainer.checkpoint.layout import Chunk, Layout, ReadRequest, layout_from_json, paths_from_json
 from trainer.checkpoint.manifest import LAYOUT, Manifest, StoredBlocks, read_file, read_manifest
 from trainer.checkpoint.messages import CheckpointError, DamagedCheckpoint, as_checkpoint_error
@@ -150,14 +150,7 @@ class VerifiedReader(StorageReader):
     def _read_object(self, key: str) -> io.BytesIO:
         """Return the bytes of an object, which torch's planner unpickles.  Raises CheckpointError if that is unsafe."""
         content = io.BytesIO(read_rows(self._storage, self._layout[key], self._blocks).numpy().tobytes())
-        try:
-            torch.load(content, weights_only=True)
-        except Exception as error:
-            raise CheckpointError(
-                f"{self._storage}: {key} is an object that only a pickle can hold, and pickles of checkpoints are not "
-                f"loaded, since they could run any code ({str(error).splitlines()[0]}); leave it out of the state dict"
-            ) from None
-        content.seek(0)
+        check_is_plain(f"{self._storage}: {key}", content)
         return content
 
 

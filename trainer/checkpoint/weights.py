@@ -10,7 +10,16 @@ import torch
 from trainer.checkpoint.data_files import read_rows
 from trainer.checkpoint.find import find_checkpoint
 from trainer.checkpoint.layout import layout_from_json, part_of_layout
-from trainer.checkpoint.manifest import LAYOUT, StoredBlocks, find_damage, read_file, read_manifest
+from trainer.checkpoint.manifest import (
+    CONFIG,
+    LAYOUT,
+    STATE,
+    StoredBlocks,
+    check_is_of_run,
+    find_damage,
+    read_file,
+    read_manifest,
+)
 from trainer.checkpoint.state_parts import SharedState
 from trainer.checkpoint.storage import (
     MANIFEST,
@@ -50,10 +59,11 @@ class StoredWeights(StoredTensors):
             damage = find_damage(storage, self.manifest, "metadata")
             if damage:
                 raise Damaged("\n  ".join(damage))
+            check_is_of_run(storage, self.manifest)
             layout = layout_from_json(read_file(storage, self.manifest, LAYOUT))
             self._blocks = StoredBlocks(storage, self.manifest)
-            self.config_yaml = read_file(storage, self.manifest, "config.yaml").decode()
-            self.parts = SharedState.from_json(read_file(storage, self.manifest, "state.json")).parts
+            self.config_yaml = read_file(storage, self.manifest, CONFIG).decode()
+            self.parts = SharedState.from_json(read_file(storage, self.manifest, STATE)).parts
         except FileNotFoundError as error:
             raise UserError(f"{storage}: no checkpoint here ({MANIFEST} is missing)") from error
         except Damaged as error:
