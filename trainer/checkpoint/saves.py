@@ -89,8 +89,6 @@ class SaveResult:
 class _Tools:
     """The parts of torch.distributed.checkpoint that all saves of a run use."""
 
-    channel: Channel
-    """Used by the background thread of a save, and by nothing else."""
     planner: ColumnSavePlanner
     writer: RunWriter
     copy_stager: CopyStager
@@ -120,6 +118,8 @@ class Checkpoints:
         """The save that has been started, until `take_result` returns its result."""
         self.move_to(storage)
         self._tools: _Tools | None = None
+        self._channel: Channel | None = None
+        """Used by the background thread of a save, and by nothing else."""
         self.is_throttled = False
         """True during a training step on the CPU: the background writer then leaves memory bandwidth to the step."""
         self.has_compared = threading.Event()
@@ -177,13 +177,13 @@ class Checkpoints:
 
         No save may be in flight.  Raises UserError if this rank's state cannot be saved at all; the other ranks learn
         it, like any other error, from the result.
-        No collective on this thread, except that the first save opens a process group.
+        No collective on this thread, except that the first save, and one after a rank was lost, opens a process group.
         """
         assert self.in_flight is None, "one save at a time: call take_result() for the previous one first"
         from torch.distributed.checkpoint import async_save
 
         started = time.perf_counter()
-        tools = self._opened_tools()
+        tools, channel = self._open_tools()
         self._overdue_at = time.monotonic() + self._timeout_s
         snapshot = take_snapshot(state, self.world.size)
         snapshot.replaced_steps = replaced_steps
@@ -193,7 +193,7 @@ class Checkpoints:
             {"state": snapshot.tensors},
             storage_writer=tools.writer,
             planner=tools.planner,
-            process_group=tools.channel.group,
+            process_group=channel.group,
             async_stager=tools.copy_stager if background else tools.live_stager,
         )
         assert isinstance(upload, Future)
@@ -245,7 +245,8 @@ class Checkpoints:
         elif error is not None:  # a collective has failed, because another rank has died or does not respond
             lost = f"rank {self.world.rank}: lost the other ranks while saving: {describe(error)}"
             result = replace(result, error=f"{path}: {lost}", lost="ranks")
-            self._tools.channel.abort()  # close the connections to ranks that wait for this one
+            _drop_frames(error)  # they refer to the process group
+            self._close_channel()  # so that ranks that wait for this one fail too
         if error is not None:
             self._tools.writer.discard()
         self._tools.planner.end(is_saved=error is None)
@@ -300,7 +301,7 @@ class Checkpoints:
             first = next(error for error in [*working_errors, *(error for error, *_ in outcomes)] if error)
             result = replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
             if result.lost == "ranks" and self._tools is not None:
-                self._tools.channel = self._open_channel()  # the old one is closed, or has messages of the failed save
+                self._close_channel()  # the next save opens another one
                 self._tools.planner.end(is_saved=False)
         self.in_flight = None
         return result
@@ -333,8 +334,8 @@ class Checkpoints:
         yield
         self.stage = _WAITING
 
-    def _opened_tools(self) -> _Tools:
-        """Return what saves with torch.distributed.checkpoint need, opened by the first save.  Collective then."""
+    def _open_tools(self) -> tuple[_Tools, Channel]:
+        """Return what saves need.  Collective if they are opened: by the first save, and after a rank was lost."""
         if self._tools is None:
             # Imported here because torch.distributed.checkpoint is 70 modules, which take 0.05 s to import.
             from trainer.checkpoint.planner import ColumnSavePlanner
@@ -343,10 +344,20 @@ class Checkpoints:
 
             planner = ColumnSavePlanner()
             writer = RunWriter(self, planner, self._section.torch_metadata)
-            copy_stager = CopyStager(planner, self.world.device)
-            self._tools = _Tools(self._open_channel(), planner, writer, copy_stager, LiveStager())
-        return self._tools
+            self._tools = _Tools(planner, writer, CopyStager(planner, self.world.device), LiveStager())
+        if self._channel is None:
+            # Ranks wait on this channel for storage, which takes longer than the messages on other channels.
+            self._channel = self.world.open_channel(timedelta(seconds=2 * self._timeout_s))
+        return self._tools, self._channel
 
-    def _open_channel(self) -> Channel:
-        # Ranks wait on this channel for storage, which takes longer than the messages on other channels.
-        return self.world.open_channel(timedelta(seconds=2 * self._timeout_s))
+    def _close_channel(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self.world.close_channel(channel)
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Drop the tracebacks of an error, and of the errors that led to it."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__

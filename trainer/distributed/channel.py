@@ -51,11 +51,6 @@ class Channel:
             dist.scatter_object_list([None], [None] * self.size if self.is_main else None, src=0, group=self.group)
             self.broadcast(None)
 
-    def abort(self) -> None:
-        """Close this rank's connections, so that ranks that wait for it fail too.  Not collective."""
-        if self.size > 1:
-            self.group.abort()
-
     def sum(self, values: Sequence[float]) -> list[float]:
         """Return the sum of each value over all ranks, exact for integers below 2**53.  One all-reduce."""
         return self._reduce(values, dist.ReduceOp.SUM)

@@ -178,6 +178,16 @@ class World(Channel):
             self._groups_with_custom_timeout.add(channel.group)
         return channel
 
+    def close_channel(self, channel: Channel) -> None:
+        """Close a channel's connections on this rank, so that ranks that wait for it fail.  Not collective.
+
+        They are closed once nothing refers to the channel any more: unlike this, `abort` and `shutdown` of a gloo group
+        leave them open.
+        """
+        if self.size > 1:
+            self._groups_with_custom_timeout.discard(channel.group)
+            dist.destroy_process_group(channel.group)
+
     mesh_of, expert_mesh_of = Renamed("build_mesh"), Renamed("build_expert_mesh")
 
     def build_mesh(self, shape: MeshShape) -> DeviceMesh:
