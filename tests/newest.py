@@ -19,8 +19,13 @@ from tests.helpers.launch import REPOSITORY
 FOLDER = REPOSITORY / ".newest"
 SHOWN = ("torch", "transformers", "tokenizers", "peft", "safetensors", "omegaconf", "wandb", "numpy", "pyarrow")
 WORKERS = 3
-BESIDE = ("tests/exactness", "tests/model/test_sharding.py::test_gradients_are_reduced_in_the_planned_dtype")
-"""Slow tests that run as well: results on several ranks, and what torch sends between them."""
+BESIDE = (
+    "tests/exactness",
+    "tests/model/test_sharding.py::test_gradients_are_reduced_in_the_planned_dtype",
+    "tests/checkpoint/test_dcp.py",
+    "tests/checkpoint/test_failing_ranks.py",
+)
+"""Slow tests that run as well: results on several ranks, what torch sends between them, and what it calls in a save."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -39,6 +39,9 @@ from trainer.checkpoint.snapshot import Snapshot
 # ---------------------------------------------------------------------------------------------------------------
 # Saving
 
+SAVE_THREAD = "checkpoint"
+"""Name of the background thread of a save; the watchdog shows what it is doing."""
+
 
 @dataclass
 class ColumnMetadata(Metadata):
@@ -92,6 +95,8 @@ class ColumnSavePlanner(SavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._staged = state_dict["state"]
+        if threading.current_thread() is not threading.main_thread():
+            threading.current_thread().name = SAVE_THREAD
 
     def create_local_plan(self) -> SavePlan:
         snapshot = self.snapshot

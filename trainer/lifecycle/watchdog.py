@@ -373,7 +373,7 @@ def _saving_frame() -> FrameType | None:
     for thread in threading.enumerate():
         if thread.name.startswith("checkpoint"):
             frame = frames.get(thread.ident or 0)
-            if frame is not None and frame.f_code.co_name != "_worker":
+            if frame is not None:
                 return frame
     return None
 
@@ -412,7 +412,9 @@ def _stack_lines(frame: FrameType | None) -> list[str]:
         file, name = frame.f_code.co_filename, frame.f_code.co_name
         if not file.endswith(_HIDDEN_FILES):
             lines.append(f"{file}:{frame.f_lineno} in {name}")
-        if name in ("fit", "_save") and file.startswith(_PACKAGE):  # their callers are always the same
+        if name in ("fit", "write_data", "prepare_global_plan") and file.startswith(
+            _PACKAGE
+        ):  # their callers are always the same
             break
         frame = frame.f_back
     return lines[:_MAX_FRAMES][::-1]
