@@ -86,7 +86,7 @@ class Measurement:
         self._time(f"{name}: pickle the replies", lambda: [pickle.dumps(reply) for reply in replies])
         reports = [report_of(boxes_of(self._tensors, rank, self._num_ranks), rank) for rank in ranks]
         results = self._time(f"{name}: unpickle the reports", lambda: [pickle.loads(m) for m in reports], reports)
-        writer._unpublished = writer._parent.begin(writer._name)
+        writer._unpublished = writer._parent, writer._parent.begin(writer._name), writer._name
         self._time(f"{name}: write layout and manifest, publish", lambda: writer.finish(metadata, results))
         self._time(f"{name}: pickle the end", lambda: [pickle.dumps(metadata)])
         planner._is_sent = True

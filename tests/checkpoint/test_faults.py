@@ -538,15 +538,24 @@ def test_save_that_falls_due_waits_for_the_one_in_flight(tmp_path: Path) -> None
 
 
 @campaign
-@pytest.mark.parametrize(("number", "rank", "mode"), [(2, 1, "async"), (30, 0, "async"), (2, 0, "sync")])
-def test_storage_never_responds(number: int, rank: int, mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("number", "rank", "settings"),
+    [
+        (2, 1, ["checkpoint.mode=async"]),
+        (30, 0, ["checkpoint.mode=async"]),
+        (2, 0, ["checkpoint.mode=sync"]),
+        (2, 1, ["checkpoint.mode=async", "checkpoint.when_busy=skip"]),  # training goes on meanwhile
+    ],
+)
+def test_storage_never_responds(number: int, rank: int, settings: list[str], tmp_path: Path) -> None:
     """All ranks end alike, the one that waits is named, and the run continues from the last good checkpoint."""
     place = f"file {number} of rank 1" if rank else f"file {number}"
     fault = Fault(tmp_path / "notes", {place: "hang"}, below=tmp_path / "run" / "checkpoints")
-    own = with_("checkpoint.timeout_s=7", "train.steps=1000000", f"checkpoint.mode={mode}", ranks=2)
+    own = with_("checkpoint.timeout_s=7", "train.steps=1000000", *settings, ranks=2)
     failed = run(tmp_path / "run", *own, code=1, variables=fault.variables)
     assert failed.codes == [1, 1]
     assert f"rank {rank}" in failed.status["reason"]
+    assert "within checkpoint.timeout_s, 7 s" in failed.err
     assert "Traceback" not in failed.err
     saved = max(failed.steps_saved, default=None)
     again = run(tmp_path / "run", *with_(f"train.steps={(saved or 0) + 4}", ranks=2))

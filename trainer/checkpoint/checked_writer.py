@@ -23,7 +23,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -42,6 +41,7 @@ from trainer.checkpoint.planner import ColumnMetadata
 from trainer.checkpoint.storage import (
     MANIFEST,
     LocalStorage,
+    Storage,
     check_visible,
     checksum_of,
     open_storage,
@@ -80,12 +80,8 @@ class CheckedWriter(StorageWriter):
         self.throttle: Callable[[float], None] | None = None
         """Called after each large block with the seconds that it took, so that a background save can pause."""
         self._rank = 0
-        self._unpublished = ""
-        """The temporary name of the folder.  On rank 0 only, like the following."""
-        self._layout_files: dict[str, bytes] = {}
-        """The files that describe the layout of the last checkpoint; most have the same layout as the one before."""
-        self._layout_digest = ""
-        """Digest of the reports from which `_layout_files` were made."""
+        self._unpublished: tuple[Storage, str, str] | None = None
+        """The folder that is being written: its parent, temporary name and final name.  On rank 0 only."""
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -105,17 +101,20 @@ class CheckedWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise CheckpointError("CheckedWriter needs use_collectives=True: rank 0 publishes what all ranks wrote")
-        self._rank = int(kwargs.get("rank") or 0)
+        self._rank = int(kwargs["rank"])
         self.discard()  # what a save that another rank has failed has left
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        if not plan.usable:
+            raise CheckpointError("CheckedWriter does not support plans of earlier saves (enable_plan_caching=True)")
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         with as_checkpoint_error():
             self.make_room(plans)
-            self._unpublished = self._parent.begin(self._name)
-        return [replace(plan, storage_data=self._unpublished) for plan in plans]
+            temporary_name = self._parent.begin(self._name)
+            self._unpublished = self._parent, temporary_name, self._name
+        return [replace(plan, storage_data=temporary_name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         folder = self._parent / plan.storage_data
@@ -145,23 +144,21 @@ class CheckedWriter(StorageWriter):
 
     def _publish(self, metadata: Metadata, reports: Sequence[tuple[bytes, bytes]]) -> None:
         """Publish the checkpoint.  reports: of each rank, its files, and the chunks of its data file."""
-        folder = self._parent / self._unpublished
+        assert self._unpublished is not None
+        parent, temporary_name, name = self._unpublished
+        folder = parent / temporary_name
         files: dict[str, tuple[int, int]] = {}
         for rank, (packed_files, _) in enumerate(reports):
-            for name, (size, checksum) in unpack(packed_files)[0].items():
-                check_visible(folder, name, size, rank)
-                files[name] = (size, checksum)
-        packed_chunks = [chunks for _, chunks in reports if chunks]
-        digest = sha256(b"".join(packed_chunks)).hexdigest()
-        if digest != self._layout_digest:
-            self._layout_files = self._describe_layout(metadata, [_unpack_chunks(chunks) for chunks in packed_chunks])
-            self._layout_digest = digest
-        shared_files = {LAYOUT: self._layout_files[LAYOUT], **self.shared_files()}
-        files |= write_files(folder, shared_files)
+            for file, (size, checksum) in unpack(packed_files)[0].items():
+                check_visible(folder, file, size, rank)
+                files[file] = (size, checksum)
+        written = [_unpack_chunks(chunks) for _, chunks in reports if chunks]
+        layout = self._described_layout(metadata, written)
+        files |= write_files(folder, {LAYOUT: layout, **self.shared_files()})
         if self._torch_metadata:  # not listed in the manifest: nothing here depends on it
-            write_files(folder, {TORCH_METADATA: self._layout_files[TORCH_METADATA]})
+            write_files(folder, {TORCH_METADATA: pickle_in_child(layout)})
         self.manifest = Manifest(
-            step=parse_step(self._name) or 0,
+            step=parse_step(name) or 0,
             world_size=len(reports),
             torch=torch.__version__,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -169,23 +166,27 @@ class CheckedWriter(StorageWriter):
             **self.manifest_fields(),
         )
         write_files(folder, {MANIFEST: self.manifest.to_json().encode()})
-        self._parent.publish(self._unpublished, self._name)
-        self._unpublished = ""
+        parent.publish(temporary_name, name)
+        self._unpublished = None
 
-    def _describe_layout(self, metadata: Metadata, written: Sequence[WrittenChunks]) -> dict[str, bytes]:
+    def _described_layout(self, metadata: Metadata, written: Sequence[WrittenChunks]) -> bytes:
+        """Return the content of layout.json."""
         planned = metadata.planned if isinstance(metadata, ColumnMetadata) else _planned_of(metadata, written)
         layout = layout_of(planned, written)
         nested = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
         paths = {key: nested.get(key, (key,)) for key in layout}
-        described = layout_to_json(layout, [chunks.file for chunks in written], paths).encode()
-        return {LAYOUT: described} | ({TORCH_METADATA: pickle_in_child(described)} if self._torch_metadata else {})
+        return layout_to_json(layout, [chunks.file for chunks in written], paths).encode()
 
     def discard(self) -> None:
         """Delete what a failed save has written, on rank 0."""
-        unpublished, self._unpublished = self._unpublished, ""
-        if unpublished:
-            with contextlib.suppress(Exception):  # the storage may fail here too
-                self._parent.delete(unpublished)
+        unpublished, self._unpublished = self._unpublished, None
+        if unpublished is None:
+            return
+        parent, temporary_name, name = unpublished
+        with contextlib.suppress(Exception):  # the storage may fail here too
+            # At a URL both names are the same, and another writer may have published since.
+            if temporary_name != name or MANIFEST not in (parent / name).names():
+                parent.delete(temporary_name)
 
     # -- what a run adds -----------------------------------------------------------------------------------------
 
@@ -193,6 +194,8 @@ class CheckedWriter(StorageWriter):
         """Prepare the parent folder, on rank 0.  Raises CheckpointError if the checkpoint cannot be written there."""
         if isinstance(self._parent, LocalStorage):
             self._parent.path.mkdir(parents=True, exist_ok=True)
+            if (self._parent.path / self._name).is_file():
+                raise CheckpointError(f"{self.checkpoint_id}: is a file; choose another path")
             names = (self._parent / self._name).names()
             if names and MANIFEST not in names:
                 raise CheckpointError(

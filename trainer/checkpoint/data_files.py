@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Boxes, Chunk, ReadRequest, StoredTensor, TensorBox, Tensors, WrittenChunks
 from trainer.checkpoint.messages import CheckpointError
@@ -43,7 +42,7 @@ class WrittenFile:
     def columns(self) -> WrittenChunks:
         """The columns that rank 0 needs for the layout.  The checksums are stored in a separate file."""
         boxes = Boxes.of((key, chunk.offsets, chunk.sizes) for key, chunk in self.chunks)
-        positions = np.array([(c.start, c.length, c.data_start) for _, c in self.chunks], dtype=np.int64)
+        positions = np.array([(c.start, c.length, c.data_start) for _, c in self.chunks], dtype=np.int64).reshape(-1, 3)
         return WrittenChunks(self.name, boxes, positions)
 
 
@@ -76,14 +75,14 @@ def write_data_file(
                 continue
             if data.layout != torch.strided:
                 raise ValueError(f"{box.key} is a tensor of layout {data.layout}, which is not stored; make it dense")
-            is_plain = data.device.type == "cpu" and not isinstance(data, DTensor) and data.is_contiguous()
+            data = local(data.detach()).resolve_conj().resolve_neg()
+            is_plain = data.device.type == "cpu" and data.is_contiguous()
             if not is_plain or data.untyped_storage().nbytes() != data.nbytes:  # torch.save writes entire storages
-                shard = local(data.detach())
-                if scratch.nbytes < shard.nbytes:
-                    scratch = np.empty(shard.nbytes, dtype=np.uint8)
-                data = views_of(scratch, {box.key: shard})[box.key].copy_(shard)
+                if scratch.nbytes < data.nbytes:
+                    scratch = np.empty(data.nbytes, dtype=np.uint8)
+                data = views_of(scratch, {box.key: data})[box.key].copy_(data)
             check = _sanity_check(box.key, data.dtype, limits[box.key]) if box.key in limits else None
-            chunks.append((box.key, _write_chunk(writer, name, box, data.detach(), check)))
+            chunks.append((box.key, _write_chunk(writer, name, box, data, check)))
     finally:
         torch.serialization.set_crc32_options(torch_computes_crc32)
         writer.close()

@@ -106,6 +106,12 @@ class Boxes:
     def __len__(self) -> int:
         return len(self.keys)
 
+    def of_tensor(self, rows: IntArray, num_dims: int) -> tuple[IntArray, IntArray]:
+        """Return offsets and sizes of some rows, all of one tensor, without padding."""
+        if not len(rows):  # an empty tensor, which may have more dimensions than the table
+            return np.empty((0, num_dims), np.int64), np.empty((0, num_dims), np.int64)
+        return self.offsets[rows, :num_dims], self.sizes[rows, :num_dims]
+
     def tensor_indices(self, keys: Iterable[str]) -> IntArray:
         """Return the index of each box's key in `keys`.  Raises ValueError if a key is not in `keys`."""
         indices = {key: index for index, key in enumerate(keys)}
@@ -304,7 +310,7 @@ def layout_of(planned: Mapping[str, PlannedTensor], written: Sequence[WrittenChu
     layout: Layout = {}
     for (key, tensor), start, stop in zip(planned.items(), bounds, bounds[1:], strict=False):
         rows, num_dims = order[start:stop], len(tensor.shape)
-        offsets, sizes = boxes.offsets[rows, :num_dims], boxes.sizes[rows, :num_dims]
+        offsets, sizes = boxes.of_tensor(rows, num_dims)
         if not (np.array_equal(offsets, tensor.offsets) and np.array_equal(sizes, tensor.sizes)):
             raise ValueError(f"{key}: {len(rows)} chunks were written, which are not the {len(tensor.offsets)} planned")
         table = np.column_stack((file_indices[rows], offsets, sizes, positions[rows]))
@@ -403,7 +409,7 @@ def planned_tensors(boxes_by_rank: Sequence[Boxes], tensors: Tensors) -> dict[st
     planned = {}
     for (key, tensor), start, stop in zip(tensors.items(), bounds, bounds[1:], strict=False):
         rows, shape = order[start:stop], tuple(tensor.shape)
-        offsets, sizes = boxes.offsets[rows, : len(shape)], boxes.sizes[rows, : len(shape)]
+        offsets, sizes = boxes.of_tensor(rows, len(shape))
         # DCP checks that the boxes cover the tensor only when saving from several ranks, and never on load.
         num_written, numel = int(sizes.prod(axis=1).sum()), int(np.prod(shape, dtype=np.int64))
         if num_written != numel:

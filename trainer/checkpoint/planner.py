@@ -34,7 +34,7 @@ from trainer.checkpoint.layout import (
     planned_tensors,
 )
 from trainer.checkpoint.messages import CheckpointError, UnsavableState, as_checkpoint_error, pack, unpack
-from trainer.checkpoint.snapshot import Snapshot
+from trainer.checkpoint.snapshot import Snapshot, keys_differing_between_ranks
 
 # ---------------------------------------------------------------------------------------------------------------
 # Saving
@@ -95,8 +95,7 @@ class ColumnSavePlanner(SavePlanner):
 
     def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
         self._staged = state_dict["state"]
-        if threading.current_thread() is not threading.main_thread():
-            threading.current_thread().name = SAVE_THREAD
+        threading.current_thread().name = SAVE_THREAD
 
     def create_local_plan(self) -> SavePlan:
         snapshot = self.snapshot
@@ -104,8 +103,9 @@ class ColumnSavePlanner(SavePlanner):
             raise UnsavableState(snapshot.mistake)
         if snapshot.error:
             raise CheckpointError(snapshot.error)
-        header: dict[str, Any] = {"plain": snapshot.plain_checksums}
-        arrays = {"tensors": np.array([*snapshot.tensor_checksums.values()], dtype=np.uint32)}
+        plain, tensors = snapshot.checksums
+        header: dict[str, Any] = {"plain": plain}
+        arrays = {"tensors": np.array(tensors, dtype=np.uint32)}
         if not self._is_sent:
             boxes = Boxes.of((box.key, box.offsets, box.sizes) for box in self.boxes)
             header["keys"] = boxes.keys
@@ -114,7 +114,8 @@ class ColumnSavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         messages = [unpack(plan.planner_data) for plan in all_plans]
-        differing_keys = keys_differing_between_ranks(self.snapshot, messages)
+        checksums = [(header["plain"], arrays["tensors"].tolist()) for header, arrays in messages]
+        differing_keys = keys_differing_between_ranks(self.snapshot, checksums)
         boxes = [Boxes(h["keys"], a["offsets"], a["sizes"]) for h, a in messages if "keys" in h]
         if boxes:
             with as_checkpoint_error("cannot plan: "):
@@ -127,8 +128,7 @@ class ColumnSavePlanner(SavePlanner):
         self._is_sent = True
         header, _ = unpack(new_plan.planner_data)
         self.differing_keys = header["differing_keys"]
-        if threading.current_thread() is not threading.main_thread():
-            _lower_priority()
+        _lower_priority()
         return SavePlan([self._item_of(box) for box in self.boxes], new_plan.storage_data)
 
     def _item_of(self, box: TensorBox) -> WriteItem:
@@ -145,7 +145,7 @@ class ColumnSavePlanner(SavePlanner):
 def _signature_of(tensors: Tensors) -> tuple[Any, ...]:
     """Return the properties of the tensors that a plan depends on."""
     return tuple(
-        (key, t.dtype, tuple(t.shape), (t.placements, tuple(t.device_mesh.shape)) if isinstance(t, DTensor) else None)
+        (key, t.dtype, tuple(t.shape), (t.placements, t.device_mesh) if isinstance(t, DTensor) else None)
         for key, t in tensors.items()
     )
 
@@ -154,38 +154,6 @@ def _lower_priority() -> None:
     """Lower this thread's priority, so that the training step wins if both compete for a core."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # on Linux this affects only this thread
-
-
-def keys_differing_between_ranks(
-    snapshot: Snapshot, messages: Sequence[tuple[Mapping[str, Any], Mapping[str, np.ndarray[Any, Any]]]]
-) -> list[str]:
-    """Return the keys of the plain tensors whose values differ between ranks and may do so.
-
-    messages: the header and arrays of each rank's local plan.
-
-    Raises UnsavableState if anything else differs.
-    """
-    for rank, (header, _) in enumerate(messages):
-        for part, checksum in snapshot.plain_checksums.items():
-            if header["plain"].get(part) != checksum:
-                raise UnsavableState(_differs_message(part, "values", rank))
-    checksums = np.stack([arrays["tensors"] for _, arrays in messages])
-    differs = checksums != checksums[0]
-    keys = [*snapshot.tensor_checksums]
-    differing_keys = [keys[index] for index in np.flatnonzero(differs.any(axis=0))]
-    for key in differing_keys:
-        if key not in snapshot.may_differ:
-            rank = int(differs[:, keys.index(key)].argmax())
-            part = max((part for part in snapshot.plain if key.startswith(f"{part}.")), key=len)
-            raise UnsavableState(_differs_message(part, f"values in {key}", rank))
-    return differing_keys
-
-
-def _differs_message(part: str, what: str, rank: int) -> str:
-    return (
-        f"state {part!r}: rank {rank} does not hold the same {what} as rank 0; add state that differs between "
-        f"ranks with self.state.add({part!r}, ..., per_rank=True)"
-    )
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -31,26 +31,29 @@ class RunWriter(CheckedWriter):
 
     def begin(self, state: TrainState, snapshot: Snapshot) -> None:
         """Write this snapshot of the state next."""
-        self._state, self._snapshot = state, snapshot
-        self.limits = snapshot.limits
-        self.reset(f"{self._checkpoints.storage}/{checkpoint_name(snapshot.step)}")
+        self._state, self._snapshot, self.limits = state, snapshot, snapshot.limits
+        self._parent, self._name = self._checkpoints.storage, checkpoint_name(snapshot.step)
+        self.checkpoint_id = f"{self._parent}/{self._name}"
+
+    def end(self) -> None:
+        """Release the state."""
+        self._snapshot, self.limits = Snapshot(self._snapshot.step), {}
 
     @property
-    def is_good(self) -> bool:
+    def may_prune(self) -> bool:
         """False if steps were being skipped at the snapshot or are now: older checkpoints may be the only good ones."""
         return self._snapshot.num_skipped == 0 and self._state.num_skipped == 0
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        with self._checkpoints.in_stage(f"creating {self.checkpoint_id}"):
+        with self._checkpoints.doing(f"creating {self.checkpoint_id}"):
             return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        self._checkpoints.has_compared.set()
-        with self._checkpoints.in_stage(f"writing {self.checkpoint_id}"):
+        with self._checkpoints.doing(f"writing {self.checkpoint_id}"):
             return super().write_data(plan, planner)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        with self._checkpoints.in_stage(f"publishing {self.checkpoint_id}"):
+        with self._checkpoints.doing(f"publishing {self.checkpoint_id}"):
             super().finish(metadata, results)
         self._checkpoints.retention.record_published(self.manifest)
 
@@ -61,7 +64,7 @@ class RunWriter(CheckedWriter):
         try:
             self.check_space(num_bytes)
         except DiskFull:
-            if not self.is_good:
+            if not self.may_prune:
                 raise
             for name in self._checkpoints.retention.obsolete(before_next=True):
                 self._parent.delete(self._parent.unpublish(name))

@@ -90,7 +90,7 @@ class Saver:
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
         """The key of the state that was last saved, or loaded from this run; None if nothing was."""
-        self._has_acquired_folder = False
+        self._has_acquired_folder = self._has_checked_state = False
         self.longest_save_s = 0.0
         """Duration of the longest save so far, in seconds."""
 
@@ -146,9 +146,10 @@ class Saver:
         """
         self.finish()
         background = self._config.mode == "async" and not wait
+        if not self._has_checked_state:
+            self._checkpoints.check(state)
+            self._has_checked_state = True
         self._start(state, background)
-        if background and self._checkpoints.wait_for_first_plan():
-            self._collect()
         if not background and (error := self._collect(warns=False).error):
             raise TrainingFailed(error)
         path = str(self._checkpoints.storage / checkpoint_name(state.step))
@@ -256,7 +257,7 @@ class Saver:
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
-        self._watchdog.begin_save(lambda: self._checkpoints.stage)
+        self._watchdog.begin_save(lambda: self._checkpoints.activity)
         with self._watchdog.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 

@@ -25,7 +25,6 @@ unpublished folder remains until the run is next started.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -38,12 +37,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from trainer.checkpoint.manifest import CHECKPOINT_PREFIX, RunInfo
 from trainer.checkpoint.messages import DiskFull, UnsavableState, describe_failures
 from trainer.checkpoint.retention import RetentionPolicy
-from trainer.checkpoint.snapshot import collect, take_snapshot
+from trainer.checkpoint.snapshot import Snapshot, collect, keys_differing_between_ranks, take_snapshot
 from trainer.checkpoint.storage import Storage, describe
 from trainer.config import CheckpointSection
 from trainer.distributed.channel import Channel
 from trainer.distributed.world import World
-from trainer.errors import UserError
+from trainer.errors import TrainingFailed, UserError
 
 if TYPE_CHECKING:
     from trainer.checkpoint.planner import ColumnSavePlanner
@@ -122,12 +121,12 @@ class Checkpoints:
         """Used by the background thread of a save, and by nothing else."""
         self.is_throttled = False
         """True during a training step on the CPU: the background writer then leaves memory bandwidth to the step."""
-        self.has_compared = threading.Event()
-        """Set once the ranks have compared their state in a save, or have failed to."""
+        self._is_abandoned = False
+        """True if a save has exceeded its time limit: its thread may still use what all saves share."""
         self._overdue_at = 0.0
         self._blocked_s: float | None = None
         """How long the save in flight has paused training; None if it does so until it ends."""
-        self.stage = _WAITING
+        self.activity = _WAITING
         """What the save in flight is doing now, as text for messages."""
         self._deleting: Future[None] | None = None
         self._warning = ""
@@ -158,16 +157,21 @@ class Checkpoints:
         return self.in_flight is not None and not self.in_flight.done() and time.monotonic() > self._overdue_at
 
     def check(self, state: TrainState) -> None:
-        """Raise UserError on all ranks if the state cannot be saved, before hours of training are lost.  One gather."""
+        """Raise UserError on all ranks if the state cannot be saved or differs between them.  Two gathers."""
 
-        def try_to_collect() -> None:
+        def try_to_collect() -> Snapshot:
             state.check_complete()
             try:
-                collect(state, self.world.size)
+                return collect(state, self.world.size)
             except TypeError as error:
                 raise UserError(str(error)) from error
 
-        self.world.agreed(try_to_collect)
+        snapshot = self.world.agreed(try_to_collect)
+        checksums = self.world.gather(snapshot.checksums)
+        try:
+            keys_differing_between_ranks(snapshot, checksums)
+        except UnsavableState as error:
+            raise UserError(str(error)) from error
 
     def start(self, state: TrainState, background: bool, replaced_steps: Sequence[int] = ()) -> None:
         """Start saving `state` as it is now.
@@ -175,17 +179,22 @@ class Checkpoints:
         With `background`, training pauses only for a copy; otherwise the state must not change until `take_result`
         returns.  `replaced_steps`: earlier steps at which a save was due, which this save replaces.
 
-        No save may be in flight.  Raises UserError if this rank's state cannot be saved at all; the other ranks learn
-        it, like any other error, from the result.
+        No save may be in flight.  Errors are in the result.  But with one rank, raises UserError for a state that
+        cannot be saved at all; and raises TrainingFailed if an earlier save has exceeded its time limit.
         No collective on this thread, except that the first save, and one after a rank was lost, opens a process group.
         """
         assert self.in_flight is None, "one save at a time: call take_result() for the previous one first"
         from torch.distributed.checkpoint import async_save
 
         started = time.perf_counter()
+        if self._is_abandoned:
+            raise TrainingFailed("cannot save: an earlier save has not ended")
+        self.activity = _WAITING
         tools, channel = self._open_tools()
         self._overdue_at = time.monotonic() + self._timeout_s
         snapshot = take_snapshot(state, self.world.size)
+        if snapshot.mistake and self.world.size == 1:  # no other rank waits for this one
+            raise UserError(snapshot.mistake)
         snapshot.replaced_steps = replaced_steps
         tools.planner.begin(snapshot)
         tools.writer.begin(state, snapshot)
@@ -200,61 +209,48 @@ class Checkpoints:
         self.in_flight = Future()
         upload.add_done_callback(partial(self._end, self.in_flight, snapshot.step, started))
         self._blocked_s = time.perf_counter() - started if background else None
-        if snapshot.mistake:
-            result = self.in_flight.result(self._timeout_s)  # soon: the save fails once all ranks have begun it
-            self.in_flight = None
-            raise UserError(result.error)
-
-    def wait_for_first_plan(self) -> bool:
-        """Wait until the ranks have compared their state, in the run's first save; return whether it cannot be saved.
-
-        The answer is the same on all ranks.  Later saves are not waited for: their results say it.  Not collective.
-        """
-        started = time.perf_counter()
-        self.has_compared.wait(max(0.0, self._overdue_at - time.monotonic()))
-        if self._blocked_s is not None:
-            self._blocked_s += time.perf_counter() - started
-        if self.in_flight is not None and self.in_flight.done() and self.in_flight.result().is_mistake:
-            self.has_compared.clear()
-            return True
-        return False
 
     def _end(self, ended: Future[SaveResult], step: int, started: float, upload: Future[Any]) -> None:
         """Set the result of a save that has ended on this rank, and prune, on the background thread."""
+        assert self._tools is not None
+        path, storage = self._tools.writer.checkpoint_id, self.storage
+        result = SaveResult(step, path, total_s=time.perf_counter() - started)
+        error, pruned = upload.exception(), list[str]()
+        try:
+            if error is not None:
+                result = self._failed(result, error)
+                self._tools.writer.discard()
+            elif self.world.is_main:
+                result = replace(result, bytes=self._tools.writer.manifest.num_bytes)
+                if self._tools.writer.may_prune:
+                    warning, pruned = self._unpublish_obsolete()
+                    result = replace(result, warning=warning)
+        except Exception as unexpected:  # any error: a callback's is not reported, and training would wait in vain
+            result = replace(result, error=f"{path}: {describe(unexpected)}")
+        self._tools.planner.end(is_saved=error is None)
+        self._tools.writer.end()
+        deleting = self._deleting = Future()
+        ended.set_result(result)  # before the deletion, which takes longer
+        self._delete(storage, pruned)
+        deleting.set_result(None)
+
+    def _failed(self, result: SaveResult, error: BaseException) -> SaveResult:
+        """Return the result of a save in which DCP has raised an error."""
         from torch.distributed.checkpoint import CheckpointException
 
-        assert self._tools is not None
-        path = self._tools.writer.checkpoint_id
-        result = SaveResult(step, path, total_s=time.perf_counter() - started)
-        error = upload.exception()
-        pruned: list[str] = []
-        if error is None and self.world.is_main:
-            result = replace(result, bytes=self._tools.writer.manifest.num_bytes)
-            if self._tools.writer.is_good:
-                warning, pruned = self._unpublish_obsolete()
-                result = replace(result, warning=warning)
-        elif isinstance(error, CheckpointException):  # the same on all ranks
-            errors = [error for error, _ in error.failures.values()]
-            is_disk_full = any(isinstance(error, DiskFull) for error in errors)
-            result = replace(
-                result,
-                error=f"{path}: {describe_failures(error.failures)}{_DISK_FULL_ADVICE * is_disk_full}",
-                is_mistake=any(isinstance(error, UnsavableState) for error in errors),
-                is_disk_full=is_disk_full,
-            )
-        elif error is not None:  # a collective has failed, because another rank has died or does not respond
+        if not isinstance(error, CheckpointException):  # a collective: another rank has died or does not respond
             lost = f"rank {self.world.rank}: lost the other ranks while saving: {describe(error)}"
-            result = replace(result, error=f"{path}: {lost}", lost="ranks")
             _drop_frames(error)  # they refer to the process group
             self._close_channel()  # so that ranks that wait for this one fail too
-        if error is not None:
-            self._tools.writer.discard()
-        self._tools.planner.end(is_saved=error is None)
-        deleting = self._deleting = Future()
-        ended.set_result(result)
-        self.has_compared.set()
-        self._delete(pruned)
-        deleting.set_result(None)
+            return replace(result, error=f"{result.path}: {lost}", lost="ranks")
+        errors = [error for error, _ in error.failures.values()]  # the same on all ranks
+        is_disk_full = any(isinstance(error, DiskFull) for error in errors)
+        return replace(
+            result,
+            error=f"{result.path}: {describe_failures(error.failures)}{_DISK_FULL_ADVICE * is_disk_full}",
+            is_mistake=any(isinstance(error, UnsavableState) for error in errors),
+            is_disk_full=is_disk_full,
+        )
 
     def _unpublish_obsolete(self) -> tuple[str, list[str]]:
         """Unpublish obsolete checkpoints, on rank 0.
@@ -263,7 +259,7 @@ class Checkpoints:
         """
         warning, self._warning = self._warning, ""
         unpublished: list[str] = []
-        with self.in_stage(f"pruning {self.storage}"):
+        with self.doing(f"pruning {self.storage}"):
             try:
                 for name in self.retention.obsolete():
                     unpublished.append(self.storage.unpublish(name))
@@ -271,10 +267,10 @@ class Checkpoints:
                 warning = f"cannot delete old checkpoints: {describe(error)}"
         return warning, unpublished
 
-    def _delete(self, names: Sequence[str]) -> None:
+    def _delete(self, storage: Storage, names: Sequence[str]) -> None:
         try:
             for name in names:
-                self.storage.delete(name)
+                storage.delete(name)
         except Exception as error:  # the next start deletes the rest
             self._warning = f"cannot delete old checkpoints: {describe(error)}"
 
@@ -290,16 +286,17 @@ class Checkpoints:
             result = future.result(max(0.0, self._overdue_at - time.monotonic()))
         except FutureTimeout:
             path = f"{self.storage}/{CHECKPOINT_PREFIX}*"
-            late = f"rank {self.world.rank} is still {self.stage} after {self._timeout_s:.0f} s"
+            late = f"rank {self.world.rank} is still {self.activity} after {self._timeout_s:.0f} s"
             result = SaveResult(-1, path, error=late, lost="storage")
         result = replace(result, blocked_s=result.total_s if self._blocked_s is None else self._blocked_s)
-        outcomes = self.world.gather((result.error, result.lost, self.stage))
+        outcomes = self.world.gather((result.error, result.lost, self.activity))
         all_lost = {lost for _, lost, _ in outcomes}
         if all_lost != {""}:
             # Prefer the error of a rank that was working to those of ranks that were waiting for it.
-            working_errors = [error for error, lost, stage in outcomes if lost and stage != _WAITING]
+            working_errors = [error for error, lost, activity in outcomes if lost and activity != _WAITING]
             first = next(error for error in [*working_errors, *(error for error, *_ in outcomes)] if error)
             result = replace(result, error=first, lost="storage" if "storage" in all_lost else "ranks")
+            self._is_abandoned = result.lost == "storage"
             if result.lost == "ranks" and self._tools is not None:
                 self._close_channel()  # the next save opens another one
                 self._tools.planner.end(is_saved=False)
@@ -328,11 +325,13 @@ class Checkpoints:
             self.storage.clean(CHECKPOINT_PREFIX)
 
     @contextlib.contextmanager
-    def in_stage(self, stage: str) -> Iterator[None]:
-        """Set `stage` while the block, which may hang, is running."""
-        self.stage = stage
-        yield
-        self.stage = _WAITING
+    def doing(self, activity: str) -> Iterator[None]:
+        """Set `activity` while the block, which may hang, is running."""
+        self.activity = activity
+        try:
+            yield
+        finally:
+            self.activity = _WAITING
 
     def _open_tools(self) -> tuple[_Tools, Channel]:
         """Return what saves need.  Collective if they are opened: by the first save, and after a rank was lost."""

@@ -7,10 +7,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
 from trainer.checkpoint.layout import Tensors
+from trainer.checkpoint.messages import UnsavableState
 from trainer.checkpoint.state_parts import SharedState, StatePart, rank_state_to_bytes, split_state
 from trainer.checkpoint.storage import describe
 from trainer.errors import UserError
@@ -54,6 +56,11 @@ class Snapshot:
     """Why the state cannot be saved at all; empty if it can be."""
     error: str = ""
     """Why it could not be collected or copied this time; empty if it could be."""
+
+    @property
+    def checksums(self) -> tuple[dict[str, int], list[int]]:
+        """The checksum of each part's plain values, and of each plain tensor: what ranks compare."""
+        return self.plain_checksums, [*self.tensor_checksums.values()]
 
     def shared_state(self, differing_keys: Sequence[str]) -> bytes:
         """Return the content of state.json.  differing_keys: those in `may_differ` that each rank stores itself."""
@@ -118,3 +125,35 @@ def checksums_of(tensors: Tensors) -> dict[str, int]:
         on_host = torch.cat([*on_gpu.values()]).cpu().split([content.numel() for content in on_gpu.values()])
         contents |= zip(on_gpu, on_host, strict=True)
     return {key: crc32(content.numpy().data) if content.numel() else 0 for key, content in contents.items()}
+
+
+def keys_differing_between_ranks(
+    snapshot: Snapshot, checksums_by_rank: Sequence[tuple[Mapping[str, int], Sequence[int]]]
+) -> list[str]:
+    """Return the keys of the plain tensors whose values differ between ranks and may do so.
+
+    snapshot: that of rank 0.  checksums_by_rank: `Snapshot.checksums` of each rank.
+
+    Raises UnsavableState if anything else differs.
+    """
+    for rank, (plain, _) in enumerate(checksums_by_rank):
+        for part, checksum in snapshot.plain_checksums.items():
+            if plain.get(part) != checksum:
+                raise UnsavableState(_differs_message(part, "values", rank))
+    table = np.array([tensors for _, tensors in checksums_by_rank], dtype=np.int64)
+    differs = table != table[0]
+    keys = [*snapshot.tensor_checksums]
+    differing_keys = [keys[index] for index in np.flatnonzero(differs.any(axis=0))]
+    for key in differing_keys:
+        if key not in snapshot.may_differ:
+            rank = int(differs[:, keys.index(key)].argmax())
+            part = max((part for part in snapshot.plain if key.startswith(f"{part}.")), key=len)
+            raise UnsavableState(_differs_message(part, f"values in {key}", rank))
+    return differing_keys
+
+
+def _differs_message(part: str, what: str, rank: int) -> str:
+    return (
+        f"state {part!r}: rank {rank} does not hold the same {what} as rank 0; add state that differs between "
+        f"ranks with self.state.add({part!r}, ..., per_rank=True)"
+    )

@@ -36,6 +36,8 @@ class CopyStager(AsyncStager):
         self._planner, self._staging = planner, Staging(device)
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        if self._planner.snapshot.mistake or self._planner.snapshot.error:
+            return {"state": {}}
         try:
             return {"state": self._staging.copy(state_dict["state"], self._planner.boxes)}
         except Exception as error:  # any error
