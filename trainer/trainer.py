@@ -356,6 +356,9 @@ class Trainer:
         With `checkpoint.mode=async`, training waits only for a copy in memory.  The folder is published once it is
         complete: with `wait`, before this method returns; otherwise before the next save, `close` or `fit` ends.  A
         failed background save is reported after the next step: `fit` retries it, otherwise TrainingFailed is raised.
+
+        State that cannot be saved, or that differs between ranks although it must not, is a UserError on all ranks: at
+        the first call, and afterwards with the result.
         """
         return self.saver.save(self.state, wait)
 

@@ -58,10 +58,12 @@ _FREE_MARGIN = 1.02
 class CheckedWriter(StorageWriter):
     """Writes each rank's chunks into one file with checksums, and publishes the folder once all files are complete.
 
-    The checkpoint appears under its name atomically: it is complete or it does not exist.  Any planner can be used.
-    Every file is flushed to disk, and rank 0 checks that it sees the files of all ranks.  The folder must be shared by
-    all ranks.  A save that fails or is killed leaves at most a folder `.writing-NAME-...`, which the next save of the
-    same name deletes.
+    The checkpoint appears under its name atomically: it is complete or it does not exist.  Every file is flushed to
+    disk, and rank 0 checks that it sees the files of all ranks; they must share the folder.  Any planner can be used,
+    except that plans must not be cached (torch's `enable_plan_caching`).
+
+    A save that fails or is killed leaves at most a folder `.writing-NAME-...`, or at a URL a folder without a manifest,
+    which the next save of the same name deletes.
 
     A writer may be kept for further saves: pass `checkpoint_id` to `dcp.save`.
 

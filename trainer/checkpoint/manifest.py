@@ -203,8 +203,8 @@ class StoredBlocks(Mapping[str, Blocks]):
 def find_damage(storage: Storage, manifest: Manifest, depth: str, rank: int = 0, num_ranks: int = 1) -> list[str]:
     """Return the problems in the files that `rank` checks, one line each.
 
-    depth: `sizes` checks sizes only; `metadata` checks all bytes except those of large tensors, which `read_tensors`
-    verifies as it reads them; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one
+    depth: `sizes` checks sizes only; `metadata` checks all bytes except those of large tensors, which are
+    verified as they are read; `full` checks all bytes.  The files are divided among `num_ranks` ranks; by default, one
     rank checks them all.
     """
     damage = []

@@ -89,7 +89,7 @@ class ColumnSavePlanner(SavePlanner):
             snapshot.error = snapshot.error or f"cannot plan: {error}"
 
     def end(self, is_saved: bool) -> None:
-        """Release the state.  If the save failed, all ranks send their boxes again in the next one."""
+        """Release the state.  If the save has failed, all ranks send their boxes again in the next one."""
         self.snapshot, self._staged = Snapshot(0), {}
         self._is_sent = self._is_sent and is_saved
 
