@@ -132,12 +132,13 @@ def keys_differing_between_ranks(
 ) -> list[str]:
     """Return the keys of the plain tensors whose values differ between ranks and may do so.
 
-    snapshot: that of rank 0.  checksums_by_rank: `Snapshot.checksums` of each rank.
+    snapshot: that of any rank.  checksums_by_rank: `Snapshot.checksums` of each rank.
 
     Raises UnsavableState if anything else differs.
     """
+    expected, _ = checksums_by_rank[0]
     for rank, (plain, _) in enumerate(checksums_by_rank):
-        for part, checksum in snapshot.plain_checksums.items():
+        for part, checksum in expected.items():
             if plain.get(part) != checksum:
                 raise UnsavableState(_differs_message(part, "values", rank))
     table = np.array([tensors for _, tensors in checksums_by_rank], dtype=np.int64)
