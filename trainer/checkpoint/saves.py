@@ -199,7 +199,7 @@ class Checkpoints:
         tools.planner.begin(snapshot)
         tools.writer.begin(state, snapshot)
         upload = async_save(
-            {"state": snapshot.tensors},
+            {"state": snapshot.tensors},  # nested: DCP spends 25 us on each value at the top, while training waits
             storage_writer=tools.writer,
             planner=tools.planner,
             process_group=channel.group,
