@@ -35,8 +35,9 @@ They use, lowest first:
     find             finds the checkpoint that a path refers to
     torch_metadata   the `.metadata` for torch's own reader, on request
 
-The first four of these do not import torch, because commands that only look at runs start without it.  The package accesses the parts of a `TrainState` only through the interface
-in `state_parts`, and does not depend on any particular model.
+The first four of these do not import torch, because commands that only look at runs start without it.  The package
+accesses the parts of a `TrainState` only through the interface in `state_parts`, and does not depend on any particular
+model.
 
 The command that lists and compares checkpoints, `python -m trainer.checkpoints`, is in `trainer/checkpoints.py`.
 """
