@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
 from bench.results import emit, show
@@ -86,7 +87,7 @@ class Measurement:
         self._time(f"{name}: pickle the replies", lambda: [pickle.dumps(reply) for reply in replies])
         reports = [report_of(boxes_of(self._tensors, rank, self._num_ranks), rank) for rank in ranks]
         results = self._time(f"{name}: unpickle the reports", lambda: [pickle.loads(m) for m in reports], reports)
-        writer._unpublished = writer._parent, writer._parent.begin(writer._name), writer._name
+        writer.prepare_global_plan([SavePlan([])])  # creates the folder
         self._time(f"{name}: write layout and manifest, publish", lambda: writer.finish(metadata, results))
         self._time(f"{name}: pickle the end", lambda: [pickle.dumps(metadata)])
         planner._is_sent = True

@@ -21,7 +21,7 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -55,6 +55,20 @@ _FREE_MARGIN = 1.02
 """Free space that a save requires, as a multiple of the size of its tensors; the other files are small."""
 
 
+@dataclass(frozen=True)
+class _UnpublishedFolder:
+    """A folder that is being written."""
+
+    parent: Storage
+    temporary_name: str
+    """At a URL, where folders cannot be renamed, this is `name`."""
+    name: str
+
+    @property
+    def folder(self) -> Storage:
+        return self.parent / self.temporary_name
+
+
 class CheckedWriter(StorageWriter):
     """Writes each rank's chunks into one file with checksums, and publishes the folder once all files are complete.
 
@@ -82,8 +96,8 @@ class CheckedWriter(StorageWriter):
         self.throttle: Callable[[float], None] | None = None
         """Called after each large block with the seconds that it took, so that a background save can pause."""
         self._rank = 0
-        self._unpublished: tuple[Storage, str, str] | None = None
-        """The folder that is being written: its parent, temporary name and final name.  On rank 0 only."""
+        self._unpublished: _UnpublishedFolder | None = None
+        """The folder that is being written.  On rank 0 only."""
         self.reset(path)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -115,7 +129,7 @@ class CheckedWriter(StorageWriter):
         with as_checkpoint_error():
             self.make_room(plans)
             temporary_name = self._parent.begin(self._name)
-            self._unpublished = self._parent, temporary_name, self._name
+            self._unpublished = _UnpublishedFolder(self._parent, temporary_name, self._name)
         return [replace(plan, storage_data=temporary_name) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -146,9 +160,9 @@ class CheckedWriter(StorageWriter):
 
     def _publish(self, metadata: Metadata, reports: Sequence[tuple[bytes, bytes]]) -> None:
         """Publish the checkpoint.  reports: of each rank, its files, and the chunks of its data file."""
-        assert self._unpublished is not None
-        parent, temporary_name, name = self._unpublished
-        folder = parent / temporary_name
+        unpublished = self._unpublished
+        assert unpublished is not None
+        folder = unpublished.folder
         files: dict[str, tuple[int, int]] = {}
         for rank, (packed_files, _) in enumerate(reports):
             for file, (size, checksum) in unpack(packed_files)[0].items():
@@ -160,7 +174,7 @@ class CheckedWriter(StorageWriter):
         if self._torch_metadata:  # not listed in the manifest: nothing here depends on it
             write_files(folder, {TORCH_METADATA: pickle_in_child(layout)})
         self.manifest = Manifest(
-            step=parse_step(name) or 0,
+            step=parse_step(unpublished.name) or 0,
             world_size=len(reports),
             torch=torch.__version__,
             created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -168,7 +182,7 @@ class CheckedWriter(StorageWriter):
             **self.manifest_fields(),
         )
         write_files(folder, {MANIFEST: self.manifest.to_json().encode()})
-        parent.publish(temporary_name, name)
+        unpublished.parent.publish(unpublished.temporary_name, unpublished.name)
         self._unpublished = None
 
     def _described_layout(self, metadata: Metadata, written: Sequence[WrittenChunks]) -> bytes:
@@ -184,11 +198,11 @@ class CheckedWriter(StorageWriter):
         unpublished, self._unpublished = self._unpublished, None
         if unpublished is None:
             return
-        parent, temporary_name, name = unpublished
         with contextlib.suppress(Exception):  # the storage may fail here too
             # At a URL both names are the same, and another writer may have published since.
-            if temporary_name != name or MANIFEST not in (parent / name).names():
-                parent.delete(temporary_name)
+            is_published = unpublished.temporary_name == unpublished.name and MANIFEST in unpublished.folder.names()
+            if not is_published:
+                unpublished.parent.delete(unpublished.temporary_name)
 
     # -- what a run adds -----------------------------------------------------------------------------------------
 

@@ -94,7 +94,7 @@ def check_is_plain(name: str, pickled: io.BytesIO) -> None:
     pickled.seek(0)
     try:
         torch.load(pickled, weights_only=True)
-    except Exception:  # any error
+    except Exception:  # torch raises several kinds
         raise CheckpointError(
             f"{name} is an object that only a pickle can hold, and pickles could run any code: store a tensor, number, "
             "text, or a list or dictionary of these instead, or leave it out of the state dict"
@@ -141,7 +141,9 @@ class _DataLocator:
     """Forwards the output of `torch.save`, notes where the tensor's raw bytes start, and checks them."""
 
     def __init__(self, writer: BlockWriter, tensor: torch.Tensor, check: Callable[[memoryview], None] | None) -> None:
-        self._writer, self._address, self._num_bytes = writer, tensor.data_ptr(), tensor.nbytes
+        self._writer = writer
+        self._address = tensor.data_ptr()
+        self._num_bytes = tensor.nbytes
         self._check = check
         self.error: ValueError | None = None
         """The error that the check raised."""
@@ -213,7 +215,9 @@ class ChunkReader:
     """Limit on the bytes of reads that have started but not finished."""
 
     def __init__(self, storage: Storage, blocks: Mapping[str, Blocks], check: bool = True) -> None:
-        self._storage, self._blocks, self._check = storage, blocks, check
+        self._storage = storage
+        self._blocks = blocks
+        self._check = check
         self._open_files: dict[str, BlockReader] = {}
 
     def read_all(self, requests: Iterable[ReadRequest]) -> None:
@@ -234,7 +238,8 @@ class ChunkReader:
 
     def _start_read(self, threads: ThreadPoolExecutor, request: ReadRequest) -> _PendingRead:
         """Start reading, directly into the target if the target has the same memory layout."""
-        chunk, target, offsets, sizes = request.chunk, request.target, request.offsets, request.sizes
+        chunk, target = request.chunk, request.target
+        offsets, sizes = request.offsets, request.sizes
         reads_full_rows = sizes[1:] == chunk.sizes[1:]
         row_bytes = int(np.prod(chunk.sizes[1:], dtype=np.int64)) * request.dtype.itemsize
         start = chunk.data_start + (offsets[0] * row_bytes if reads_full_rows and offsets else 0)

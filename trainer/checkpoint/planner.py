@@ -196,8 +196,10 @@ class ColumnLoadPlanner(LoadPlanner):
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
         return ColumnLoadPlan([], requests=self._requests)
 
+    # A reader calls the rest for the items of a plan, and these plans have none.
+
     def load_bytes(self, read_item: Any, value: Any) -> None:
-        raise NotImplementedError  # the plan has no items
+        raise NotImplementedError
 
     def resolve_tensor(self, read_item: Any) -> torch.Tensor:
         raise NotImplementedError
