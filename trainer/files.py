@@ -1,4 +1,4 @@
-"""File utilities for atomic replacement, untrusted JSON, checksums, free disk space, and cache folders.
+"""File utilities for locks, atomic replacement, untrusted JSON, checksums, free disk space, and cache folders.
 
 After a crash, a file that was being replaced atomically has either its entire old content or its entire new content.
 """
@@ -15,8 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import filelock
+
 from trainer.errors import TORCH_SAVE_ERRORS, UserError, is_disk_full, setting_error
-from trainer.stopping import partial_file
+from trainer.stopping import immediate_stop_signal, partial_file, raise_if_stop_requested
 
 try:
     from isal.isal_zlib import crc32 as crc32  # the same checksums, at 26 GB/s instead of zlib's 6
@@ -37,6 +39,43 @@ def find_cache_folders(cache_dir: str | None) -> list[Path]:
     if not os.path.lexists(temporary) or (temporary.lstat().st_uid == user and not temporary.is_symlink()):
         folders.append(temporary)  # unless another user has created something at this path
     return folders
+
+
+_LOCK_POLL_S = 0.02
+"""Seconds between two attempts to acquire a lock."""
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file or folder during a block: the file `.NAME.lock` next to it.
+
+    The kernel releases the lock if this process dies.  On a file system without `flock`, filelock falls back to a
+    marker file, which it takes over from a dead process.
+
+    Raises StopRequested if this process is asked to stop while it waits, and OSError if the lock file cannot be created.
+    """
+    lock_file = path.with_name(f".{path.name}.lock")
+    lock = filelock.FileLock(lock_file, poll_interval=_LOCK_POLL_S)
+    try:
+        lock.acquire(cancel_check=lambda: bool(immediate_stop_signal()))
+    except filelock.Timeout:
+        raise_if_stop_requested()
+        raise
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            lock_file.unlink()  # a process that waits notices that the file is gone, and locks a new one
+        lock.release()
+
+
+def remove(path: Path) -> None:
+    """Remove a file, a link, or a folder with its contents.  Does nothing if it does not exist or cannot be removed."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def local_path(path: str | os.PathLike[str]) -> Path | None:
