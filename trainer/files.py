@@ -52,7 +52,8 @@ def locked(path: Path) -> Iterator[None]:
     The kernel releases the lock if this process dies.  On a file system without `flock`, filelock falls back to a
     marker file, which it takes over from a dead process.
 
-    Raises StopRequested if this process is asked to stop while it waits, and OSError if the lock file cannot be created.
+    Raises StopRequested if this process is asked to stop while it waits, and OSError if the lock file cannot be
+    created.
     """
     lock_file = path.with_name(f".{path.name}.lock")
     lock = filelock.FileLock(lock_file, poll_interval=_LOCK_POLL_S)

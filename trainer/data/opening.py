@@ -42,7 +42,7 @@ from trainer.data.ingest.inputs import (
 )
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
-from trainer.data.records import is_record_file
+from trainer.data.former_records import is_record_file
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, ShardSet, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus

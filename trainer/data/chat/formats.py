@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from trainer.data.records import NO_RECORDS, BadRecord, is_record_file, records_in
+from trainer.data.former_records import NO_RECORDS, BadRecord, is_record_file, records_in
 from trainer.errors import nearest, setting_error
 from trainer.files import local_path
 from trainer.hub import is_hub_data

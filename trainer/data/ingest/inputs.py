@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal, TypeAlias
 
-from trainer.data.records import NO_RECORDS, RECORD_SUFFIXES, is_record_file
+from trainer.data.former_records import NO_RECORDS, RECORD_SUFFIXES, is_record_file
 from trainer.errors import UserError, setting_error
 
 if TYPE_CHECKING:

@@ -35,7 +35,7 @@ from trainer.data.ingest.inputs import (
     open_stream,
     seek_to,
 )
-from trainer.data.records import BadRecord, records_in
+from trainer.data.former_records import BadRecord, records_in
 from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import read_value, write_value
-from trainer.data.records import holds_records
+from trainer.data.former_records import holds_records
 from trainer.data.remote.cache import CacheFull, RemoteFile, RemoteFileCache
 from trainer.data.remote.transport import (
     MANY_TRIES,
