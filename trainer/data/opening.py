@@ -28,6 +28,7 @@ from trainer.config.initial_weights import allows_other_tokenizer, find_weights_
 from trainer.config.passes import Resolution, run_passes
 from trainer.config.rules import check_schedule
 from trainer.data.cache import get_or_build, in_writable_folder, storage_error
+from trainer.data.former_records import is_record_file
 from trainer.data.ingest.inputs import (
     SUPPORTED_SUFFIXES,
     URL_SUFFIXES,
@@ -42,7 +43,6 @@ from trainer.data.ingest.inputs import (
 )
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
-from trainer.data.former_records import is_record_file
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, ShardSet, verify_at_start
 from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
 from trainer.data.stdlib import Split, StdlibCorpus

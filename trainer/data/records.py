@@ -4,9 +4,9 @@
 work.  `read_records` reads the records of a file, or of a part of one, without holding more than a record (for tables:
 some rows) in memory.
 
-A record is a JSON value of a .jsonl or .json file, or a row of a .csv, .tsv, .parquet or .arrow file as a dict.  A .json
-file holds records if it is an array of objects, or has several lines with one object each.  Other JSON files, such as a
-model's configuration or a shard's metadata, hold none.
+A record is a JSON value of a .jsonl or .json file, or a row of a .csv, .tsv, .parquet or .arrow file as a dict.  A
+.json file holds records if it is an array of objects, or has several lines with one object each.  Other JSON files,
+such as a model's configuration or a shard's metadata, hold none.
 """
 
 from __future__ import annotations
@@ -398,7 +398,7 @@ def _reporting_unreadable() -> Iterator[None]:
 
 
 def open_stream(file: InputFile) -> BinaryIO:
-    """Open a file for reading its decompressed content.  This, and reading, may raise OSError, EOFError or zlib.error."""
+    """Open a file to read its decompressed content.  Opening and reading may raise OSError, EOFError or zlib.error."""
     if file.compression == "gz":
         return io.BufferedReader(gzip.open(file.path), 1 << 20)
     if file.compression == "zst":

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from trainer.data.former_records import BadRecord, records_in
 from trainer.data.ingest.inputs import (
     BLOCK_BYTES,
     MEGATRON_MAGIC,
@@ -35,7 +36,6 @@ from trainer.data.ingest.inputs import (
     open_stream,
     seek_to,
 )
-from trainer.data.former_records import BadRecord, records_in
 from trainer.data.shards import find_dtype
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import nearest, setting_error
