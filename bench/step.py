@@ -239,8 +239,6 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
     from trainer import load_config
     from trainer.data.mixture import sample_at
     from trainer.data.opening import open_source
-    from trainer.data.stdlib import StdlibCorpus
-    from trainer.data.tokenizer import find_tokenizer
     from trainer.model.materialize import materialize
 
     overrides = [*COMMON, *overrides, f"train.steps={warmup + steps}", "run.name=bench"]
@@ -250,8 +248,8 @@ def prepare(folder: Path, recipe: str, overrides: Sequence[str], warmup: int, st
     materialize(model, config.run.seed, torch.device("cpu"))
     torch.save({name: p.detach() for name, p in model.named_parameters()}, folder / "weights.pt")
 
-    shard = StdlibCorpus().shard("train", find_tokenizer(config.data.tokenizer), config.data.cache_dir)
-    num_samples = len(open_source(config.data, config.vocab_size, "train"))
+    source = open_source(config.data, config.vocab_size, "train")
+    (shard,), num_samples = source.shards, len(source)
     positions = np.arange(config.train.steps * config.train.global_batch_size)
     np.save(folder / "order.npy", sample_at(positions, num_samples, config.data.seed))
 

@@ -27,8 +27,8 @@ from trainer import __version__
 from trainer.checkpoint.weights import open_checkpoint
 from trainer.config import RunConfig, config_from_yaml
 from trainer.config.initial_weights import allows_other_tokenizer
-from trainer.data.ingest.inputs import kind_of
 from trainer.data.prompts import chat_stop_ids
+from trainer.data.records import kind_of
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
 from trainer.files import atomic_replace, writing_to

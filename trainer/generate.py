@@ -40,7 +40,7 @@ from trainer.config.pretrained import (
     model_config_of,
 )
 from trainer.data.answers import AnswerFile, answer_line
-from trainer.data.ingest.progress import ProgressLine
+from trainer.data.progress import ProgressLine
 from trainer.data.prompts import ChatPrompts, chat_prompt_tokens, chat_stop_ids, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
 from trainer.errors import (

@@ -4,56 +4,30 @@ Reads text and source code (one document per file), .jsonl (one per line), .json
 per record or row), and token files from other trainers.  Inputs are local files or URLs, except that token files and
 uncompressed .json files must be local.  Text, .jsonl, .json and .csv files may be compressed.  The input may be larger
 than memory.  The shards get their final names only when all of them are complete.  If the command is killed, run it
-again to resume; run it several times at once to share the work.  Training reads the shards with `data.source=tokens`;
-`trainer.data.shards` describes their format.
+again to resume.  Training reads the shards with `data.source=tokens`; `trainer.data.shards` describes their format.
 
 With --show N, prints the conversations in the first N records of chat files instead, with the target tokens marked.
 """
-
-# This module does not import torch: torch loads slowly, and its threads would not survive the fork of the workers.
 
 from __future__ import annotations
 
 import argparse
 import glob
-import hashlib
 import math
 import os
 import re
 import shlex
-import shutil
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 
-if __name__ == "__main__":
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # otherwise numpy starts threads that busy-wait
-
-from trainer.data.ingest.build import (
-    BuildJob,
-    build,
-    default_num_procs,
-    find_published,
-    is_in_progress,
-    paths_of,
-    publish,
-    read_published,
-    was_published,
-)
-from trainer.data.ingest.inputs import (
-    SUPPORTED_SUFFIXES,
-    DocumentCounts,
-    InputFile,
-    SettingNames,
-    check_limit,
-    describe_bad_documents,
-    parse_limit,
-)
-from trainer.data.ingest.readers import check_tokens
-from trainer.data.shards import ShardError, ShardManifest
-from trainer.data.tokenizer import Tokenizer, find_tokenizer
+from trainer.data.build import build_in
+from trainer.data.records import SUPPORTED_SUFFIXES, InputFile
+from trainer.data.shards import MANIFEST, SUFFIXES, Shard, ShardError, ShardManifest, manifest_rows
+from trainer.data.text import DocumentCounts, SettingNames, TextBuild, check_token_files, describe_bad_documents
+from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import (
     EXIT_FINISHED,
     CommandParser,
@@ -64,12 +38,12 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.files import writing_to
+from trainer.files import locked, remove, sync_folder, writing_to
 
 _CHAT_KEYS = ("format", "chat_template", "train_on")
 """Keys of the `data` section that are also options of this command; only --show uses them."""
 
-_SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--out", "--bos")
+_SETTING_NAMES = SettingNames("INPUT", "--text-key", "--bad", "--holdout", "--tokenizer", "--bos", "--engine")
 
 
 def command_line(arguments: Sequence[str] | None = None) -> int:
@@ -114,11 +88,10 @@ def _prepare(options: argparse.Namespace) -> int:
         tokenizer=options.tokenizer,
         text_key=options.text_key,
         holdout=options.holdout,
-        shard_tokens=options.shard_tokens,
         overwrite=options.overwrite,
         bad=options.bad,
-        procs=options.procs,
         bos=options.bos,
+        engine=options.engine,
     )
     print_stdout(report)
     return EXIT_FINISHED
@@ -130,11 +103,10 @@ def prepare(
     tokenizer: str = "bytes",
     text_key: str = "text",
     holdout: float = 0.0,
-    shard_tokens: int = 100_000_000,
     overwrite: bool = False,
     bad: str = "error",
-    procs: int = 0,
     bos: bool | None = None,
+    engine: str = "tokenizers",
 ) -> str:
     """Write token shards, and return a report that ends with the settings to train on them.
 
@@ -143,80 +115,100 @@ def prepare(
 
     Raises UserError if an option is invalid, the input cannot be read, or the shards cannot be written.
     """
-    if procs < 0:
-        raise setting_error("--procs", procs, "must be at least 1, or 0 to use all cores", 0)
     from trainer.data.remote.text import text_files  # imports the download code
 
+    if not 0 <= holdout < 1:
+        raise setting_error("--holdout", holdout, "is a fraction of the documents, from 0 to below 1", 0.01)
     text_tokenizer = find_tokenizer(tokenizer, "--tokenizer", bos)
     with text_files(inputs, "INPUT") as (files, fetch):
-        job = _make_job(files, text_tokenizer, text_key, holdout, shard_tokens, bad, bos)
+        check_token_files(files, text_tokenizer, bos, _SETTING_NAMES)
+        if holdout and any(file.kind == "tokens" for file in files):
+            raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
         stem = Path(out).expanduser()  # the part that the shards' paths have in common
         if out.endswith(os.sep) or stem.is_dir():
             raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-        # A lower bound: two bytes per byte of plain text, or 0 for other input and if an earlier build is continued.
-        is_plain = all(file.kind == "text" and not file.compression for file in files)
-        has_bound = text_tokenizer.name == "bytes" and is_plain and not is_in_progress(_work_folder(job, stem))
-        min_bytes = 2 * sum(file.size for file in files) if has_bound else 0
-        with writing_to("--out", stem, min_bytes), _creating_folder(stem, out):
-            manifest = _build(job, stem, out, overwrite, procs or default_num_procs(), fetch)
+        build = TextBuild(tuple(files), text_tokenizer, text_key, bad, holdout, engine, _SETTING_NAMES)
+        work = stem.with_name(f".{stem.name}.{build.name}.building")
+        existing = find_published(stem)
+        if existing and not overwrite and not work.exists():
+            rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
+            raise setting_error("--out", out, rule, f"{out}-2")
+        with writing_to("--out", stem, _min_bytes(build, files, work)), _creating_folder(stem, out):
+            try:
+                with locked(stem):
+                    manifest = None if overwrite else _published_by_another(build, stem)
+                    if manifest is None:
+                        fetch()
+                        if not (work / MANIFEST).exists():
+                            build_in(build, work)
+                        manifest = _publish(build, work, stem)
+            except (OSError, ShardError) as error:
+                if is_disk_full(error):
+                    raise
+                raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return _describe(stem, manifest, tokenizer, bos)
 
 
-def _build(
-    job: BuildJob, stem: Path, out: str, overwrite: bool, procs: int, fetch: Callable[[], None]
-) -> ShardManifest:
-    """Build and publish a job's shards, whose paths start with `stem`, and return their manifest."""
-    work_folder = _work_folder(job, stem)
-    is_resumed = is_in_progress(work_folder)  # checked first, because another process may publish in between
-    existing = find_published(stem)
-    if existing and not overwrite and not is_resumed:
-        rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
-        raise setting_error("--out", out, rule, f"{out}-2")
+def _min_bytes(build: TextBuild, files: Sequence[InputFile], work: Path) -> int:
+    """Return a lower bound of the shards' size: two bytes per byte of plain text, or 0 if it is not known."""
+    is_plain = all(file.kind == "text" and not file.compression for file in files)
+    has_bound = build.tokenizer.name == "bytes" and is_plain and not work.exists()
+    return 2 * build.num_bytes if has_bound else 0
+
+
+# -- publishing: finished shards get the names that the user asked for ------------------------------------------------
+
+
+def find_published(stem: Path) -> list[Path]:
+    """Return the files of all shards published under a stem, the part that the shards' paths have in common."""
+    name = re.compile(re.escape(stem.name) + r"((-eval)?-\d{5,}\.(bin|idx|crc|json)|\.manifest\.json)")
+    return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name)) if stem.parent.is_dir() else []
+
+
+def _published_by_another(build: TextBuild, stem: Path) -> ShardManifest | None:
+    """Return the manifest of the same shards if another process has published them while this one waited."""
     try:
-        if overwrite or not was_published(work_folder, stem):
-            fetch()
-            manifest = build(job, work_folder, procs)
-            check_limit(DocumentCounts.from_manifest(manifest), job.bad, job.keys)  # built under another --bad?
-            _check_splits(manifest, job.holdout, work_folder)
-            publish(manifest, work_folder, stem)
-            return manifest
-    except (OSError, ShardError) as error:
-        if is_disk_full(error):
-            raise
-        is_missing = isinstance(error, (FileNotFoundError, FileExistsError, ShardError))
-        if not (is_missing and was_published(work_folder, stem)):  # another process has published the shards
-            raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
-    return read_published(stem)
+        manifest = ShardManifest.read(_manifest_path(stem))
+    except ShardError:
+        return None
+    return manifest if manifest.notes.get("build") == build.name else None
 
 
-def _make_job(
-    files: Sequence[InputFile],
-    tokenizer: Tokenizer,
-    text_key: str,
-    holdout: float,
-    shard_tokens: int,
-    bad: str,
-    bos: bool | None,
-) -> BuildJob:
-    if not 0 <= holdout < 1:
-        raise setting_error("--holdout", holdout, "is a fraction of the documents, from 0 to below 1", 0.01)
-    if shard_tokens < 1:
-        raise setting_error("--shard-tokens", shard_tokens, "must be at least 1", 1)
-    parse_limit(bad, "--bad")
-    check_tokens(files, tokenizer, bos, _SETTING_NAMES)
-    if holdout and any(file.kind == "tokens" for file in files):
-        raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
-    return BuildJob(tuple(files), tokenizer, text_key, bad, holdout, shard_tokens, _SETTING_NAMES)
+def _publish(build: TextBuild, work: Path, stem: Path) -> ShardManifest:
+    """Rename the shards in the folder `work`, replacing existing ones, write their manifest, and remove the folder.
 
-
-def _work_folder(job: BuildJob, stem: Path) -> Path:
-    """Return the folder for unfinished work.  Its name contains a hash of inputs and settings, to find it again.
-
-    `job.bad` is no part of it: whoever adds --bad=skip after an error goes on with what has been read.
+    The caller holds the lock of the stem.  If the process is killed, another call finishes the work: the folder and its
+    manifest are removed last.  Raises UserError if the splits are not as asked for.
     """
-    files = [(os.path.realpath(file.path), file.size, file.mtime_ns) for file in job.inputs]
-    content = repr([job.tokenizer.name, job.text_key, job.holdout, job.shard_tokens, files])
-    return stem.with_name(f".{stem.name}.{hashlib.sha256(content.encode()).hexdigest()[:12]}.building")
+    built = ShardManifest.read(work / MANIFEST)
+    build.check(built.notes)  # it may have been built under another --bad
+    _check_splits(built, build.holdout, work)
+    train = [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in range(len(built.train))]
+    held_out = [stem.with_name(f"{stem.name}-eval-{number:05d}.bin") for number in range(len(built.held_out))]
+    _manifest_path(stem).unlink(missing_ok=True)  # from here on, it would describe a mixture of old and new shards
+    for suffix in SUFFIXES:  # metadata files come last: a shard without metadata is rejected
+        for (name, *_), path in zip([*built.train, *built.held_out], [*train, *held_out], strict=True):
+            source = (work / name).with_suffix(suffix)
+            if source.exists():
+                os.replace(source, path.with_suffix(suffix))
+    targets = {path.with_suffix(suffix) for path in (*train, *held_out) for suffix in SUFFIXES}
+    for path in find_published(stem):
+        if path not in targets:
+            path.unlink()
+    manifest = replace(
+        built,
+        train=manifest_rows([Shard(path) for path in train], stem.parent),
+        held_out=manifest_rows([Shard(path) for path in held_out], stem.parent),
+        notes={**built.notes, "build": build.name},
+    )
+    manifest.write(_manifest_path(stem))
+    sync_folder(stem.parent)
+    remove(work)
+    return manifest
+
+
+def _manifest_path(stem: Path) -> Path:
+    return stem.with_name(f"{stem.name}.manifest.json")
 
 
 def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) -> None:
@@ -224,26 +216,11 @@ def _check_splits(manifest: ShardManifest, holdout: float, work_folder: Path) ->
     num_documents = sum(row[2] for row in (*manifest.train, *manifest.held_out))
     if manifest.train and (manifest.held_out or not holdout):
         return
-    shutil.rmtree(work_folder, ignore_errors=True)
+    remove(work_folder)
     if manifest.train:
-        legal = _round_up(manifest.notes["lowest"]) if num_documents > 1 else 0
+        legal = _round_up(manifest.notes["lowest_hash"]) if num_documents > 1 else 0
         raise setting_error("--holdout", holdout, f"holds out none of {num_documents} documents", legal)
     raise setting_error("--holdout", holdout, f"holds out all of {num_documents} documents", 0)
-
-
-@dataclass(frozen=True)
-class _Split:
-    """The shards of one split: their paths and manifest rows."""
-
-    paths: list[Path]
-    rows: list[tuple[str, int, int, int]]
-
-    @property
-    def pattern(self) -> str:
-        """A path or glob for these shards.  The five `?` match a number but not the `eval-NNNNN` of held-out shards."""
-        if len(self.paths) == 1:
-            return str(self.paths[0].absolute())
-        return glob.escape(re.sub(r"-\d+\.bin$", "", str(self.paths[0].absolute()))) + "-?????.bin"
 
 
 def _round_up(fraction: float) -> float:
@@ -273,25 +250,26 @@ def _creating_folder(stem: Path, out: str) -> Iterator[None]:
 
 
 def _describe(stem: Path, manifest: ShardManifest, tokenizer: str, bos: bool | None) -> str:
-    train, held_out = map(_Split, paths_of(manifest, stem), (manifest.train, manifest.held_out))
     lines = []
-    for label, split in (("train", train), ("held out", held_out)):
-        if split.paths:
-            num_tokens = sum(row[1] for row in split.rows)
-            num_documents = sum(row[2] for row in split.rows)
-            num_bytes = sum(row[3] for row in split.rows)
+    for label, rows in (("train", manifest.train), ("held out", manifest.held_out)):
+        if rows:
+            num_tokens = sum(row[1] for row in rows)
+            num_documents = sum(row[2] for row in rows)
+            num_bytes = sum(row[3] for row in rows)
             text_stats = f", {num_bytes:,} bytes, {num_tokens / num_bytes:.3f} tokens/byte" if num_bytes else ""
             lines.append(f"{label}: {num_documents:,} documents, {num_tokens:,} tokens{text_stats}")
-            first_and_last = dict.fromkeys([str(split.paths[0]), str(split.paths[-1])])
-            lines.append(f"  {' ... '.join(first_and_last)}, each with its .idx and .json file")
-    counts = DocumentCounts.from_manifest(manifest)
+            first_and_last = dict.fromkeys([str(stem.with_name(rows[0][0])), str(stem.with_name(rows[-1][0]))])
+            lines.append(f"  {' ... '.join(first_and_last)}, each with its .idx, .crc and .json file")
+    counts = DocumentCounts.from_notes(manifest.notes)
     if counts.empty:
         label = "document without text was" if counts.empty == 1 else "documents without text were"
         lines.append(f"{counts.empty:,} {label} left out")
     lines += describe_bad_documents(counts).splitlines()
-    settings = ["data.source=tokens", f"data.path={train.pattern}"]
-    if held_out.paths:
-        settings.append(f"data.eval_path={held_out.pattern}")
+    absolute = stem.absolute()
+    settings = ["data.source=tokens", f"data.path={_manifest_path(absolute)}"]
+    if manifest.held_out:
+        pattern = f"{glob.escape(str(absolute))}-eval-?????.bin"
+        settings.append(f"data.eval_path={pattern}")
     if tokenizer != "bytes":
         settings.append(f"data.tokenizer={Path(tokenizer).expanduser().absolute()}")
     if bos is not None:
@@ -337,11 +315,12 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--holdout", type=float, default=0.0, metavar="FRACTION", help="fraction of documents to hold out (0)"
     )
-    parser.add_argument("--shard-tokens", type=int, default=100_000_000, metavar="N", help="size of a shard (1e8)")
     parser.add_argument(
         "--bad", default="error", metavar="HOW", help="unreadable documents: error, skip, or the fraction allowed"
     )
-    parser.add_argument("--procs", type=int, default=0, metavar="N", help="processes; 0: one per core")
+    parser.add_argument(
+        "--engine", type=_argparse_type_of("engine"), default="tokenizers", help="tokenizers, or gigatoken (faster)"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace shards of the same name")
     return parser
 

@@ -52,7 +52,7 @@ def test_report_that_does_not_fit(one: SharedRun, full: Path) -> None:
 def test_shards_that_do_not_fit(full: Path, tmp_path: Path) -> None:
     text = tmp_path / "book.txt"
     text.write_text("word " * 20_000)
-    ended = meshtrainer("prepare", text, "--out", full / "deep" / "corpus", "--procs", 1)
+    ended = meshtrainer("prepare", text, "--out", full / "deep" / "corpus")
     assert_refused(ended, full, full / "deep" / "corpus")
 
 

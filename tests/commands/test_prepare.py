@@ -19,7 +19,7 @@ from trainer.data.source import IGNORE
 
 
 def prepared(*arguments: object) -> Ended:
-    ended = meshtrainer("prepare", *arguments, "--procs", 1)
+    ended = meshtrainer("prepare", *arguments)
     assert ended.code == 0, ended.err
     return ended
 

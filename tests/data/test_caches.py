@@ -215,7 +215,7 @@ def build(data: DataSection, out: Path) -> int:
     """Fill a cache, or prepare shards, in the folder `out`; the process may die on the way (`Fault`)."""
     reach("start")
     if data.cache_dir is None:
-        prepare([str(data.path)], str(out / "x"), holdout=0.2, procs=1)
+        prepare([str(data.path)], str(out / "x"), holdout=0.2)
     else:
         (out.parent / f"{out.name}.digest").write_text(digest(data))
     return 0

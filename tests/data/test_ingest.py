@@ -19,7 +19,7 @@ from tests.helpers.data import read_all, text_of, texts_in, tokens_section, writ
 from tests.helpers.launch import REPOSITORY, launch
 from trainer import UserError, load_config
 from trainer.data.chat.formats import read_records
-from trainer.data.opening import find_shards, open_source
+from trainer.data.opening import find, open_source
 from trainer.data.source import IGNORE
 from trainer.prepare import prepare
 
@@ -173,7 +173,7 @@ def test_large_files_are_cut_at_lines_and_no_line_is_lost(tmp_path: Path) -> Non
     texts = [f"{number}: " + "ab " * (1, 5, 40, 400, 100_000)[number % 5] for number in range(700)]
     lines = write_texts(tmp_path / "a.jsonl", texts)
     assert lines.stat().st_size > 2.2 * 2**24
-    prepare([str(lines)], str(tmp_path / "out"), procs=1)
+    prepare([str(lines)], str(tmp_path / "out"))
     assert texts_in(*sorted(tmp_path.glob("out-*.bin"))) == texts
 
 
@@ -390,7 +390,7 @@ def test_shards_of_a_path_are_found_whatever_their_number(tmp_path: Path) -> Non
             (tmp_path / f"one-{number + 1:05d}{path.suffix}").write_bytes(path.read_bytes())
     data = tokens_section(tmp_path / "one-*.bin", cache_dir=str(tmp_path / "cache"))
     assert text_of(open_source(data, 257, "train")) == "shard" * 100
-    assert len(find_shards(str(data.path), data, "data.path").train) == 100
+    assert len(find(str(data.path), data, "data.path").load().train) == 100
     prepare([str(write_texts(tmp_path / "a.jsonl", ["other text"]))], str(tmp_path / "one"), overwrite=True)
     assert "other text" in text_of(open_source(data, 257, "train"))
 

@@ -122,7 +122,7 @@ def test_processes_that_share_shards_read_the_right_bytes(many: Path, method: st
 def test_a_replaced_shard_is_read_again(tmp_path: Path) -> None:
     for text in ("old", "new"):
         lines = write_texts(tmp_path / "a.jsonl", [text])
-        prepare([str(lines)], str(tmp_path / "x"), overwrite=True, procs=1)
+        prepare([str(lines)], str(tmp_path / "x"), overwrite=True)
         source = open_source(tokens_section(tmp_path / "x-00000.bin", seq_len=3), None, "train")
         assert bytes(read_all(source)["tokens"][0].tolist()).decode() == text
 

@@ -43,7 +43,7 @@ def write_shards(
         with tempfile.TemporaryDirectory() as made:
             texts = [text if isinstance(text, str) else text.decode() for text in documents]
             lines = write_texts(Path(made) / "in.jsonl", texts)
-            prepare([str(lines)], f"{made}/out", tokenizer=str(tokenizer), procs=1)
+            prepare([str(lines)], f"{made}/out", tokenizer=str(tokenizer))
             for path in Path(made).glob("out-00000.*"):
                 (folder / f"{name}-{number:05d}{path.suffix}").write_bytes(path.read_bytes())
     return str(folder / f"{name}-?????.bin")

@@ -371,6 +371,11 @@ class DataSection:
         "bytes; a Hugging Face tokenizer.json or its folder; or model: the tokenizer in model.path or train.init_from, "
         "which is also the default if the initial weights come with one",
     )
+    engine: Literal["tokenizers", "gigatoken"] = declare(
+        "tokenizers",
+        "library that tokenizes text with a tokenizer.json; gigatoken is several times as fast, but does not know all "
+        "kinds of tokenizers",
+    )
     bos: bool | None = declare(
         None,
         "for text: whether to start each document with the beginning-of-text token; null: as the tokenizer does",

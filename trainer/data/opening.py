@@ -1,10 +1,10 @@
 """Opens the source that the data settings describe, and computes the settings that depend on the data.
 
 `open_source` handles each kind of data: chats, synthetic patterns, the source code of Python's standard library,
-mixtures, and token shards or text at a path.  `find_shards` finds the shards at a path or URL, which may name token
-shards, a manifest, files of text or records, a folder or glob of any of these, or a dataset on the Hub.  Text is
-tokenized into the cache (`data.cache_dir`) on first use; later processes and runs find the shards there.
-`resolve_from_data` computes the row length and the number of steps from the data.
+mixtures, and token shards or text at a path.  `find` says what a path or URL names: token shards, a manifest, files of
+text or records, a folder or glob of any of these, or a dataset on the Hub.  Text is tokenized into the cache
+(`data.cache_dir`) on first use; later processes and runs find the shards there.  `resolve_from_data` computes the row
+length and the number of steps from the data.
 
 This module does not import torch, since the source is opened to check the data settings before any process is spawned.
 """
@@ -14,46 +14,42 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import glob
-import hashlib
-import json
 import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, overload
 
 from trainer.config.initial_weights import allows_other_tokenizer, find_weights_tokenizer, will_resume
 from trainer.config.passes import Resolution, run_passes
 from trainer.config.rules import check_schedule
-from trainer.data.cache import get_or_build, in_writable_folder, storage_error
-from trainer.data.former_records import is_record_file
-from trainer.data.ingest.inputs import (
-    SUPPORTED_SUFFIXES,
-    URL_SUFFIXES,
-    DocumentCounts,
-    InputFile,
-    SettingNames,
-    check_limit,
-    describe_bad_documents,
-    find_inputs,
-    is_foreign_token_file,
-    parse_limit,
-)
+from trainer.data.build import load_or_build
+from trainer.data.cache import storage_error
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
+from trainer.data.records import SUPPORTED_SUFFIXES, URL_SUFFIXES, InputFile, find_files, is_record_file
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, ShardSet, verify_at_start
-from trainer.data.source import Source, SourceSubset, SyntheticSource, TokenSource, sample_content
-from trainer.data.stdlib import Split, StdlibCorpus
+from trainer.data.source import Source, SourceSubset, Split, SyntheticSource, TokenSource
+from trainer.data.stdlib import StdlibBuild
+from trainer.data.text import (
+    DocumentCounts,
+    SettingNames,
+    TextBuild,
+    check_token_files,
+    describe_bad_documents,
+    parse_limit,
+)
+from trainer.data.token_files import is_foreign_token_file
 from trainer.data.tokenizer import find_tokenizer, tokenizer_of
 from trainer.errors import UserError, importing, setting_error
-from trainer.files import find_cache_folders, local_path, sample_contents
+from trainer.files import local_path
 from trainer.hub import is_hub_data
 
 if TYPE_CHECKING:
     from trainer.config import DataSection, RunConfig
-    from trainer.data.ingest.build import BuildJob
 
 
 @overload
@@ -91,41 +87,49 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
     if data.source == "synthetic":
         return SyntheticSource(data.seq_len, vocab_size or 256, data.seed, split)
     if data.source == "stdlib":
-        shard = StdlibCorpus().shard(split, tokenizer_of(data), data.cache_dir)
-        stdlib = _open_shards([shard], data)
+        built = load_or_build(StdlibBuild(tokenizer_of(data)), data.cache_dir)
+        stdlib = _open_shards(built.train if split == "train" else built.held_out, data)
         _check_size(stdlib, data, vocab_size, split, "data.source", "stdlib")
         return stdlib
-    path, eval_path = data.path or "", data.eval_path
-    assert not isinstance(eval_path, Mapping), "several sources must be opened one by one"
-    if eval_path is not None:
-        _check_disjoint(path, eval_path, data)
-        if split == "eval":
-            return _open_path(eval_path, data, vocab_size, split, "data.eval_path")
-    return _open_path(path, data, vocab_size, split, "data.path")
+    assert not isinstance(data.eval_path, Mapping), "several sources must be opened one by one"
+    path = data.path or ""
+    found = find(path, data, "data.path")
+    if data.eval_path is None:
+        return _open_found(found, path, data, vocab_size, split, "data.path")
+    found_held_out = find(data.eval_path, data, "data.eval_path")
+    _check_files_disjoint(path, data.eval_path, found.files, found_held_out.files)
+    try:
+        _check_same_tokenizer([*found_held_out.load().train, *found.load().train[:1]])
+    except ShardError as error:
+        raise _unusable_shards_error("data.eval_path", data.eval_path, error) from error
+    if split == "train":
+        return _open_found(found, path, data, vocab_size, split, "data.path")
+    return _open_found(found_held_out, data.eval_path, data, vocab_size, split, "data.eval_path")
 
 
-def _open_path(location: str, data: DataSection, vocab_size: int | None, split: Split, key: str) -> Source | None:
+def _open_found(
+    found: Found, location: str, data: DataSection, vocab_size: int | None, split: Split, key: str
+) -> Source | None:
     """Return the source for the data at a path, or None if `split` is `eval` and nothing is held out.
 
     For text, `data.holdout` is a fraction of the documents, chosen by a hash of their text.  For shards, and for text
     if either split would otherwise be empty, it is a fraction of the samples, taken from the end.
 
-    location: see `find_shards`.
     key: the setting that contains the location: `data.path`, or `data.eval_path`, all of which is held out.
     """
     holdout = _holdout_fraction(data, key)
-    resolved = find_shards(location, data, key)
-    is_split = bool(holdout and resolved.train and resolved.held_out)
-    shards, content = resolved.train, resolved.train_content
+    loaded = found.load()
+    is_split = bool(holdout and loaded.train and loaded.held_out)
+    shards, content = loaded.train, loaded.train_content
     if (is_split and split == "eval") or not shards:
-        shards, content = resolved.held_out, resolved.held_out_content
+        shards, content = loaded.held_out, loaded.held_out_content
     try:
         _check_same_tokenizer(shards)
         verify_at_start(shards)
         source = _open_shards(shards, data, content)
     except ShardError as error:
         raise _unusable_shards_error(key, location, error) from error
-    source.warnings = _skipped_warnings(shards)
+    source.warnings = _skipped_warnings(DocumentCounts.from_notes(loaded.notes))
     if data.bos is not None and source.tokenizer != tokenizer_of(data).name:
         rule = f"{location} is already tokenized, with a different data.bos, by data.tokenizer={data.tokenizer}"
         raise setting_error("data.bos", data.bos, rule, fix="prepare the text again, or leave data.bos out")
@@ -164,13 +168,8 @@ _MAX_EMPTY_FRACTION = 0.01
 """Fraction of empty documents above which a warning is printed.  A few are normal."""
 
 
-def _skipped_warnings(shards: Sequence[Shard]) -> str:
+def _skipped_warnings(counts: DocumentCounts) -> str:
     """Return warnings about bad and empty documents that were skipped when text was tokenized, or ""."""
-    folders = {Path(shard.path).parent for shard in shards if not shard.is_remote}
-    counts = DocumentCounts()
-    for folder in folders:
-        with contextlib.suppress(ShardError, OSError):
-            counts.add(DocumentCounts.from_manifest(ShardManifest.read(folder / MANIFEST)))
     total = counts.documents + counts.bad
     lines = [f"warning: {describe_bad_documents(counts)}"] if counts.bad else []
     if counts.empty > _MAX_EMPTY_FRACTION * total:
@@ -229,13 +228,27 @@ def _prefix_errors(source: str) -> Iterator[None]:
 # -- from a path to shards --------------------------------------------------------------------------------------------
 
 
-def find_shards(location: str | None, data: DataSection, key: str) -> ShardSet:
-    """Return the shards at a location.  Text is tokenized first, unless its shards are in the cache.
+@dataclass(frozen=True)
+class Found:
+    """What a path or URL names.
+
+    files: the files, shards or text; if they are downloaded, their names where they come from.
+    load: returns the shards.  Text is tokenized first, unless its shards are in the cache.  Raises UserError.
+    build: how the shards are built from text; None if they exist.
+    """
+
+    files: list[str]
+    load: Callable[[], ShardSet]
+    build: TextBuild | None = None
+
+
+def find(location: str | None, data: DataSection, key: str) -> Found:
+    """Return what a location names, without reading more than names, sizes and the first bytes of some files.
 
     location: a path, a folder, a glob, a URL, or the name of a dataset on the Hub.
     key: the setting that contains the location, for messages.
 
-    Raises UserError if there are neither usable shards nor usable text.
+    Raises UserError if there are neither shards nor text, or if the settings do not match the text.
     """
     if not location:
         raise setting_error(
@@ -245,28 +258,29 @@ def find_shards(location: str | None, data: DataSection, key: str) -> ShardSet:
         from trainer.data.remote.datasets import find_data
 
         hub_data = find_data(location, key)
-        built = _tokenize_text(hub_data.inputs(key), hub_data.settings(data), key, hub_data.fetch)
-        return dataclasses.replace(built, files=[str(name) for name in hub_data.names()])
+
+        @contextmanager
+        def fetched() -> Iterator[None]:
+            hub_data.fetch()
+            yield
+
+        names = [str(name) for name in hub_data.names()]
+        return _to_tokenize(hub_data.inputs(key), names, hub_data.settings(data), key, fetched)
     if local_path(location) is None:
-        return _find_remote_shards(location, data, key)
-    path, bin_files = _find_shard_files(location, key)
-    try:
-        if path is not None:
-            manifest = ShardManifest.read(path)
-            train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
-            files = [shard.name for shard in train]
-            return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
-        if bin_files:
-            _check_complete(location)
-            train, content = _open_shard_files(bin_files, data.cache_dir)
-            return ShardSet(bin_files, train, content)
-    except ShardError as error:
-        raise _unusable_shards_error(key, location, error) from error
-    return _tokenize_text(_find_text_files(location, key), data, key)
+        return _find_remote(location, data, key)
+    path = os.path.expanduser(location.removeprefix("file://"))
+    manifest_path = _find_manifest(path, location, key)
+    if manifest_path is not None:
+        return _in_manifest(manifest_path, location, key)
+    bin_files = _find_bin_files(path)
+    if bin_files and not all(map(is_foreign_token_file, bin_files)):
+        return Found(bin_files, lambda: _load_shards(bin_files, location, key))
+    inputs = find_files(bin_files or [path], key)
+    return _to_tokenize(inputs, [file.path for file in inputs], data, key)
 
 
-def _find_remote_shards(url: str, data: DataSection, key: str) -> ShardSet:
-    """Return the shards at a URL, or the shards built from the text at a URL."""
+def _find_remote(url: str, data: DataSection, key: str) -> Found:
+    """Return the shards or the text at a URL."""
     from trainer.data.remote.shards import NoShardsFound, open_remote
     from trainer.data.remote.text import find_text, is_text
     from trainer.data.remote.transport import RemoteReadError
@@ -275,7 +289,8 @@ def _find_remote_shards(url: str, data: DataSection, key: str) -> ShardSet:
         if not is_text(url):
             try:
                 with contextlib.suppress(NoShardsFound):
-                    return open_remote(url, key, data.cache_dir, data.cache_gib)
+                    shards = open_remote(url, key, data.cache_dir, data.cache_gib)
+                    return Found(shards.files, lambda: shards)
             except RemoteReadError as error:
                 if not error.is_unavailable:
                     raise
@@ -283,59 +298,74 @@ def _find_remote_shards(url: str, data: DataSection, key: str) -> ShardSet:
         if not text.items:
             rule = "contains neither token shards (.bin files or a manifest.json) nor text"
             raise setting_error(key, url, rule, fix=f"give files that end in {URL_SUFFIXES}")
-        try:
-            with text.kept_until_built():
-                built = _tokenize_text(text.inputs(key), data, key, text.fetch)
-        except OSError as error:
-            raise storage_error(data.cache_dir, "text", text.folder, error) from error
-        return dataclasses.replace(built, files=[item.url for item in text.items])
     except ShardError as error:
         raise _unusable_shards_error(key, url, error) from error
 
+    @contextmanager
+    def downloaded() -> Iterator[None]:
+        try:
+            with text.kept_until_built():
+                text.fetch()
+                yield
+        except ShardError as error:
+            raise _unusable_shards_error(key, url, error) from error
+        except OSError as error:
+            raise storage_error(data.cache_dir, "text", text.folder, error) from error
 
-def _find_shard_files(location: str, key: str) -> tuple[Path | None, list[str]]:
-    """Return the manifest that a path names, or else the paths of the shards that it names, possibly none.
+    return _to_tokenize(text.inputs(key), [item.url for item in text.items], data, key, downloaded)
+
+
+def _find_manifest(path: str, location: str, key: str) -> Path | None:
+    """Return the path of the manifest that a local path names, if any.
 
     Raises UserError for the path of a shard's metadata, a likely mistake, and for a .json file that cannot be read.
     """
-    pattern = os.path.expanduser(location.removeprefix("file://"))
-    is_folder = os.path.isdir(pattern)
-    manifest = os.path.join(pattern, MANIFEST) if is_folder else pattern
-    shard = f"{pattern.removesuffix('.json')}.bin"
-    if not is_folder and pattern.endswith(".json") and os.path.isfile(shard):
+    if os.path.isdir(path):
+        manifest = Path(path, MANIFEST)
+        return manifest if manifest.is_file() else None
+    if not path.endswith(".json") or not os.path.isfile(path):
+        return None
+    shard = f"{path.removesuffix('.json')}.bin"
+    if os.path.isfile(shard):
         raise setting_error(key, location, "is the metadata of a token shard; give its .bin file", meant=shard)
     try:
-        if os.path.isfile(pattern) and is_record_file(pattern):
-            return None, []
+        return None if is_record_file(path) else Path(path)
     except OSError as error:
         raise setting_error(key, location, f"cannot be read ({error.strerror})") from error
-    if manifest.endswith(".json") and os.path.isfile(manifest):
-        return Path(manifest), []
-    bin_files = _find_bin_files(pattern)
-    return None, [] if _are_all_foreign(bin_files) else bin_files
 
 
-def _find_text_files(location: str, key: str) -> list[InputFile]:
-    """Return the text files that a path names, and the token files in other trainers' formats.
+def _in_manifest(path: Path, location: str, key: str) -> Found:
+    try:
+        manifest = ShardManifest.read(path)
+    except ShardError as error:
+        raise _unusable_shards_error(key, location, error) from error
 
-    Raises UserError if there are none.
-    """
-    path = location.removeprefix("file://")
-    bin_files = _find_bin_files(path)
-    return find_inputs(bin_files if _are_all_foreign(bin_files) else [path], key)
+    def load() -> ShardSet:
+        try:
+            train, held_out = (manifest.shards(path.parent, is_held_out) for is_held_out in (False, True))
+        except ShardError as error:
+            raise _unusable_shards_error(key, location, error) from error
+        contents = manifest.train_content, manifest.held_out_content
+        return ShardSet(files, train, contents[0], held_out, contents[1], manifest.notes)
+
+    files = [str(path.parent / row[0]) for row in manifest.train]
+    return Found(files, load)
 
 
-def _find_bin_files(pattern: str) -> list[str]:
+def _find_bin_files(path: str) -> list[str]:
     """Return the .bin files that a path, glob or folder matches."""
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(os.path.expanduser(pattern), recursive=True)
-    if os.path.isdir(os.path.expanduser(pattern)):
-        names = glob.glob(os.path.join(glob.escape(os.path.expanduser(pattern)), "*.bin"))
+    names = [path] if os.path.isfile(path) else glob.glob(path, recursive=True)
+    if os.path.isdir(path):
+        names = glob.glob(os.path.join(glob.escape(path), "*.bin"))
     return sorted(name for name in names if name.endswith(".bin"))
 
 
-def _are_all_foreign(paths: Sequence[str]) -> bool:
-    """Return whether there are .bin files and all of them are in other trainers' formats."""
-    return bool(paths) and all(map(is_foreign_token_file, paths))
+def _load_shards(paths: Sequence[str], location: str, key: str) -> ShardSet:
+    try:
+        _check_complete(location)
+        return ShardSet(list(paths), [Shard(path) for path in paths])
+    except ShardError as error:
+        raise _unusable_shards_error(key, location, error) from error
 
 
 def _check_complete(location: str) -> None:
@@ -357,133 +387,32 @@ def _unusable_shards_error(key: str, location: str, error: ShardError) -> UserEr
     return setting_error(key, location, str(error), fix="prepare shards from text with python -m trainer.prepare")
 
 
-# -- many shards without a manifest -----------------------------------------------------------------------------------
-# If a thousand ranks each opened the metadata of thousands of shards, they would overload the file server.  So one rank
-# collects the metadata in a catalog, a manifest in the cache, and each rank opens only that file.
+def _to_tokenize(
+    inputs: Sequence[InputFile],
+    names: list[str],
+    data: DataSection,
+    key: str,
+    downloaded: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> Found:
+    """Return text files that are tokenized when they are loaded.
 
-MIN_CATALOG_SHARDS = 64
-"""Minimum number of shards for which a catalog is written."""
+    names: the files' names for the user.
+    downloaded: a context manager inside which the files are on the disk.
 
-
-def _open_shard_files(paths: Sequence[str], cache_dir: str | None) -> tuple[list[Shard], str]:
-    """Return the shards at `paths`, and their `sample_content`, or "" if it is not known.  Raises ShardError."""
-    if len(paths) < MIN_CATALOG_SHARDS:
-        return [Shard(path) for path in paths], ""
-    digest = hashlib.blake2b(b"2" + os.fsencode(os.getcwd()), digest_size=12)
-    for path in paths:
-        metadata = f"{path.removesuffix('.bin')}.json"
-        try:
-            stat = os.stat(metadata)
-        except OSError as error:
-            raise ShardError(f"the metadata {metadata} cannot be read ({error.strerror})") from error
-        digest.update(f"{path}:{stat.st_ino}:{stat.st_mtime_ns}:{stat.st_size};".encode())
-
-    def build(catalog: Path) -> None:
-        shards = [Shard(path) for path in paths]
-        _check_same_tokenizer(shards)
-        rows = [
-            (os.path.abspath(shard.name), shard.info.num_tokens, shard.info.num_documents, shard.info.num_bytes)
-            for shard in shards
-        ]
-        info = shards[0].info
-        ShardManifest(
-            dtype=info.dtype,
-            vocab_size=info.vocab_size,
-            tokenizer=info.tokenizer,
-            end_id=info.end_id,
-            train=rows,
-            held_out=[],
-            train_content=sample_content(shards),
-            checksums=[shard.info.checksum for shard in shards],
-        ).write(catalog)
-
-    name = f"catalogue-{digest.hexdigest()}.json"
-    try:
-        manifest = get_or_build(cache_dir, name, "the list of shards", build, ShardManifest.read, is_file=True)
-    except UserError:  # no cache folder is writable: the next run reads the metadata again
-        return [Shard(path) for path in paths], ""
-    return manifest.shards(Path("/")), manifest.train_content  # its paths are absolute
-
-
-# -- text, tokenized on first use -------------------------------------------------------------------------------------
-
-_LAYOUT_VERSION = 1
-"""Increment this if a code change makes different shards from the same text, so that older ones are not used."""
-
-
-def _tokenize_text(
-    inputs: Sequence[InputFile], data: DataSection, key: str, fetch: Callable[[], None] = lambda: None
-) -> ShardSet:
-    """Return the shards of text files from the cache, building them first if they are missing or corrupt.
-
-    Existing shards are verified (see `verify_at_start`).
-
-    key: the setting that names the files.
-    fetch: called before the files are read, to download them.
-
-    Raises UserError if the text cannot be tokenized, or if no cache folder is writable.
+    Raises UserError if the settings do not match the files.
     """
-    from trainer.data.ingest.build import BuildFolder, build, default_num_procs  # imports the readers: only when needed
-
-    job = _build_job(inputs, data, key)
-
-    def load(path: Path) -> ShardSet:
-        """Return the shards in a folder.  Raises ShardError if any is corrupt."""
-        manifest = ShardManifest.read(path / MANIFEST)
-        train, held_out = manifest.shards(path), manifest.shards(path, is_held_out=True)
-        verify_at_start([*train, *held_out])
-        for shard in (*train, *held_out):
-            shard.is_rebuilt = True  # from now on, corruption is only detected when the shard is read
-        files = [file.path for file in inputs]
-        return ShardSet(files, train, manifest.train_content, held_out, manifest.held_out_content)
-
-    def load_or_build(folder: Path) -> ShardSet:
-        path = folder / _cache_name(job)
-
-        def build_missing() -> None:
-            if not (path / MANIFEST).exists():
-                fetch()
-            check_limit(DocumentCounts.from_manifest(build(job, path, default_num_procs())), job.bad, job.keys)
-
-        build_missing()
-        try:
-            return load(path)
-        except ShardError:
-            with BuildFolder(path) as build_folder:
-                build_folder.invalidate(lambda: load(path))
-        build_missing()
-        return load(path)
-
-    num_bytes = sum(file.size for file in job.inputs)
-    return in_writable_folder(data.cache_dir, "tokenized text", load_or_build, num_bytes)
-
-
-def _build_job(inputs: Sequence[InputFile], data: DataSection, key: str) -> BuildJob:
-    """Return the job that builds shards from text files.  Raises UserError if the settings are invalid."""
-    from trainer.data.ingest.build import BuildJob
-    from trainer.data.ingest.readers import check_tokens
-
-    keys = SettingNames(inputs=key)
-    parse_limit(data.bad, keys.bad)
-    tokenizer = tokenizer_of(data)
-    check_tokens(inputs, tokenizer, data.bos, keys)
+    tokenizer, keys = tokenizer_of(data), SettingNames(inputs=key)
+    check_token_files(inputs, tokenizer, data.bos, keys)
     holdout = 0.0 if all(file.kind == "tokens" for file in inputs) else _holdout_fraction(data, key)
-    return BuildJob(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, keys=keys)
+    build = TextBuild(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, data.engine, keys)
 
+    def load() -> ShardSet:
+        if build.is_complete(data.cache_dir):
+            return load_or_build(build, data.cache_dir)
+        with downloaded():
+            return load_or_build(build, data.cache_dir)
 
-def _cache_name(job: BuildJob) -> str:
-    """Return the name of a job's folder: a hash of all that its shards depend on, computed from samples of the text."""
-    local_paths = [file.path for file in job.inputs if file.mtime_ns]
-    samples = dict(zip(local_paths, sample_contents(local_paths, job.keys.inputs), strict=True))
-    files = [
-        (
-            file.checksum or os.path.realpath(file.path),
-            *(file.kind, file.compression, file.size, file.mtime_ns, samples.get(file.path)),
-        )
-        for file in job.inputs
-    ]
-    content = json.dumps([_LAYOUT_VERSION, job.tokenizer.name, job.text_key, job.holdout, files])
-    return f"tokens-{hashlib.sha256(content.encode()).hexdigest()[:20]}"
+    return Found(names, load, build)
 
 
 def is_untokenized(data: DataSection) -> bool:
@@ -493,37 +422,13 @@ def is_untokenized(data: DataSection) -> bool:
     """
     if data.source != "tokens":
         return False
-    needs_tokenizing = [  # a list, since each call also checks that its path exists
-        _needs_tokenizing(path, data, key)
+    builds = [  # a list, since each call also checks that its path exists
+        find(path, data, key).build
         for key, value in (("data.path", data.path), ("data.eval_path", data.eval_path))
         for path in (value.values() if isinstance(value, Mapping) else [value])
         if path
     ]
-    return any(needs_tokenizing)
-
-
-def _needs_tokenizing(location: str, data: DataSection, key: str) -> bool:
-    """Return whether a path names text that is not tokenized yet.  Raises UserError if it does not exist."""
-    if is_hub_data(location):
-        from trainer.data.remote.datasets import find_data
-
-        hub_data = find_data(location, key)
-        inputs, data = hub_data.inputs(key), hub_data.settings(data)
-    elif local_path(location) is None:
-        from trainer.data.remote.text import find_text, is_text
-
-        if not is_text(location):
-            return False
-        try:
-            inputs = find_text(location, data.cache_dir).inputs(key)
-        except ShardError as error:
-            raise _unusable_shards_error(key, location, error) from error
-    elif any(_find_shard_files(location, key)):
-        return False
-    else:
-        inputs = _find_text_files(location, key)
-    name = _cache_name(_build_job(inputs, data, key))
-    return not any((folder / name / MANIFEST).exists() for folder in find_cache_folders(data.cache_dir))
+    return any(build is not None and not build.is_complete(data.cache_dir) for build in builds)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -557,16 +462,6 @@ def _check_same_tokenizer(shards: Sequence[Shard]) -> None:
             )
 
 
-def _check_disjoint(path: str, eval_path: str, data: DataSection) -> None:
-    """Raise UserError if `data.eval_path` shares files with `data.path`, or was tokenized with another tokenizer."""
-    train, held_out = find_shards(path, data, "data.path"), find_shards(eval_path, data, "data.eval_path")
-    _check_files_disjoint(path, eval_path, train.files, held_out.files)
-    try:
-        _check_same_tokenizer([*held_out.train, *train.train[:1]])
-    except ShardError as error:
-        raise _unusable_shards_error("data.eval_path", eval_path, error) from error
-
-
 def _check_files_disjoint(path: str, eval_path: str, train: Sequence[str], held_out: Sequence[str]) -> None:
     """Raise UserError if a file is both trained on and held out, even if the paths to it differ."""
     shared = sorted({*map(_canonical, train)} & {*map(_canonical, held_out)})
@@ -594,23 +489,12 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
 
 
 def _files_of(data: DataSection, location: str, key: str) -> list[str]:
-    """Return the files that a path names, without opening them: chats, text, or shards (with or without a manifest).
-
-    A URL is returned unchanged.  Raises UserError if there are no files.
-    """
+    """Return the files that a path names, chats, text, or shards.  Raises UserError if there are none."""
     if data.source == "chat":
-        from trainer.data.chat.formats import find_files
+        from trainer.data.chat.formats import find_files as find_chat_files
 
-        return [os.path.realpath(file) for file in find_files(key, location)]
-    if local_path(location) is None:
-        return [location]
-    manifest, files = _find_shard_files(location, key)
-    if manifest is not None:
-        try:
-            files = [str(manifest.parent / row[0]) for row in ShardManifest.read(manifest).train]
-        except ShardError as error:
-            raise _unusable_shards_error(key, location, error) from error
-    return [os.path.realpath(path) for path in files or (file.path for file in _find_text_files(location, key))]
+        return [os.path.realpath(file) for file in find_chat_files(key, location)]
+    return list(map(_canonical, find(location, data, key).files))
 
 
 def _canonical(file: str) -> str:

@@ -362,12 +362,10 @@ class UnreadableFile(Exception):
         self.fix = fix
 
 
-def read_text(file: InputFile) -> str:
-    """Return the content of a text file.  Raises UnreadableFile."""
-    with _reporting_unreadable():
-        with open_stream(file) as stream:
-            content = stream.read()
-        return content.decode()
+def read_file(file: InputFile) -> bytes:
+    """Return the decompressed content of a file.  Raises UnreadableFile."""
+    with _reporting_unreadable(), open_stream(file) as stream:
+        return stream.read()
 
 
 def read_records(part: FilePart, columns: Sequence[str] | None = None) -> Iterator[tuple[int, Any]]:

@@ -510,6 +510,7 @@ class ShardSet:
 
     train_content: the `sample_content` of the shards to train on, or "" if unknown.
     held_out_content: the same for the held-out shards.
+    notes: what was noted when the shards were built; see `ShardManifest`.
     """
 
     files: list[str]
@@ -517,6 +518,7 @@ class ShardSet:
     train_content: str = ""
     held_out: list[Shard] = dataclasses.field(default_factory=list)
     held_out_content: str = ""
+    notes: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 # -- manifests --------------------------------------------------------------------------------------------------------

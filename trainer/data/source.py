@@ -19,14 +19,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.shards import Shard, ShardError
-from trainer.data.stdlib import Split
 from trainer.renamed import Renamed
+
+Split: TypeAlias = Literal["train", "eval"]
+"""The samples to train on, or those that are held out."""
 
 IGNORE = -100
 """Target value that is excluded from the loss: the default `ignore_index` of `torch.nn.functional.cross_entropy`."""

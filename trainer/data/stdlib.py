@@ -10,16 +10,17 @@ import json
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
-from trainer.data.cache import get_or_build
-from trainer.data.shards import Shard, ShardInfo, ShardWriter
+from trainer.data.build import Build
+from trainer.data.progress import ByteProgress
+from trainer.data.records import Piece
+from trainer.data.shards import ShardInfo, ShardWriter
+from trainer.data.source import Split
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import setting_error
-
-Split: TypeAlias = Literal["train", "eval"]
 
 _EXCLUDED_FOLDERS = frozenset(
     ["test", "tests", "idle_test", "encodings", "pydoc_data", "site-packages", "dist-packages", "__pycache__"]
@@ -54,8 +55,8 @@ def _walk(folder: str, prefix: str) -> Iterator[SourceFile]:
             yield SourceFile(prefix + entry.name, stat.st_size, stat.st_mtime_ns)
 
 
-class StdlibCorpus:
-    """The source code of the running interpreter's standard library.
+class StdlibBuild(Build):
+    """The shards of the source code of the running interpreter's standard library, one document per file.
 
     It is the same on all ranks that use the same Python installation.  Tests, the `encodings` package and the topics of
     `help()` (`pydoc_data`) are excluded.  About one file in twenty is held out, chosen by a hash of its relative path.
@@ -63,47 +64,55 @@ class StdlibCorpus:
     Raises UserError if either split has no files, as with a Python that comes without source files.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    content = "tokenized text"
+
+    def __init__(self, tokenizer: Tokenizer, folder: Path | None = None) -> None:
+        self.tokenizer = tokenizer
         self._folder = folder or Path(sysconfig.get_path("stdlib"))
-        self._files = find_source_files(self._folder)
+        self._sources = find_source_files(self._folder)
         if not all(self._names_in(split) for split in ("train", "eval")):
             rule = f"this Python has no source files of its standard library in {self._folder}"
             raise setting_error("data.source", "stdlib", rule, "synthetic")
 
-    def documents(self, split: Split) -> list[bytes]:
-        """Return the contents of a split's files, in the order of their names."""
-        try:
-            return [(self._folder / name).read_bytes() for name in self._names_in(split)]
-        except OSError as error:
-            rule = f"{error.filename} cannot be read ({error.strerror})"
-            raise setting_error("data.source", "stdlib", rule, "synthetic") from error
+    @property
+    def files(self) -> list[str]:
+        """The paths of the files; see `Build.files`."""
+        return [str(self._folder / source.name) for source in self._sources]
 
-    def shard(self, split: Split, tokenizer: Tokenizer, cache_dir: str | None) -> Shard:
-        """Return the tokenized split, one document per file, from the cache; see `get_or_build`."""
+    @property
+    def pieces(self) -> list[Piece]:
+        """A single piece, which has no parts that `records` could read."""
+        return [Piece((), sum(source.num_bytes for source in self._sources))]
 
-        def build(folder: Path) -> None:
-            writer = ShardWriter(folder / "text.bin", tokenizer)
+    @property
+    def name(self) -> str:
+        """See `Build.name`.  Sizes and modification times stand for the files' contents."""
+        identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), self.tokenizer.name, self._sources])
+        return f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+
+    def write(
+        self, piece: Piece, train: ShardWriter, held_out: ShardWriter, progress: ByteProgress
+    ) -> Mapping[str, Any]:
+        """Write all files; see `Build.write`."""
+        writers: dict[Split, ShardWriter] = {"train": train, "eval": held_out}
+        for split, writer in writers.items():
+            for text in self.documents(split):
+                writer.write(self.tokenizer.encode(text), len(text))
+                writer.end_document()
+                progress.add(len(text))
+        return {}
+
+    def documents(self, split: Split) -> Iterator[bytes]:
+        """Yield the contents of a split's files, in the order of their names."""
+        for name in self._names_in(split):
             try:
-                for text in self.documents(split):
-                    writer.write(tokenizer.encode(text), len(text))
-                    writer.end_document()
-                writer.close()
-                writer.publish()
-            finally:
-                writer.discard()
-
-        def load(folder: Path) -> Shard:
-            shard = Shard(folder / "text.bin")
-            shard.verify()
-            return shard
-
-        # All that the tokens depend on, with sizes and modification times in place of the files' contents.
-        identity = json.dumps([ShardInfo.format, sys.version, str(self._folder), tokenizer.name, self._files])
-        name = f"stdlib-{hashlib.sha256(identity.encode()).hexdigest()[:16]}-{split}"
-        return get_or_build(cache_dir, name, "tokenized text", build, load)
+                yield (self._folder / name).read_bytes()
+            except OSError as error:
+                rule = f"{error.filename} cannot be read ({error.strerror})"
+                raise setting_error("data.source", "stdlib", rule, "synthetic") from error
 
     def _names_in(self, split: Split) -> list[str]:
-        return [file.name for file in self._files if _is_held_out(file.name) == (split == "eval")]
+        return [source.name for source in self._sources if _is_held_out(source.name) == (split == "eval")]
 
 
 def _is_held_out(name: str) -> bool:

@@ -20,8 +20,8 @@ from trainer.data.loader import TrainLoader
 from trainer.data.mixture import MixedSource, describe_usage
 from trainer.data.opening import open_source
 from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
-from trainer.data.source import SourceSubset
-from trainer.data.stdlib import Split, StdlibCorpus, gzip_bits_per_byte
+from trainer.data.source import SourceSubset, Split
+from trainer.data.stdlib import StdlibBuild, gzip_bits_per_byte
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
 from trainer.errors import UserError
@@ -353,7 +353,7 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
     if not config.log.sample_tokens:
         return
     if world.is_main and config.data.source == "stdlib":
-        by_gzip = gzip_bits_per_byte(b"".join(StdlibCorpus().documents("eval")))
+        by_gzip = gzip_bits_per_byte(b"".join(StdlibBuild(tokenizer_of(config.data)).documents("eval")))
         metrics.print(f"gzip -9 on the same held-out text: {by_gzip:.4f} bits/byte", "green")
     tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
     prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]

@@ -34,8 +34,7 @@ from trainer.data.chat.template import find_template
 from trainer.data.chat.tokenizer import ChatTokenizer
 from trainer.data.packing import best_fit
 from trainer.data.shards import Shard
-from trainer.data.source import IGNORE, Fingerprint, Source
-from trainer.data.stdlib import Split
+from trainer.data.source import IGNORE, Fingerprint, Source, Split
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:

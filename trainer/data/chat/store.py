@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from trainer.data.cache import get_or_build, read_value, write_value
 from trainer.data.chat.formats import FLAGS, BadChat, Completion, Format, Pair, Sample, looks_like_flag, read_records
 from trainer.data.chat.masking import EncodedSample, Encoder
-from trainer.data.ingest.progress import ProgressLine
+from trainer.data.progress import ProgressLine
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace, sample_contents

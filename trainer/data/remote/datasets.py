@@ -23,7 +23,7 @@ import yaml
 from trainer import hub
 from trainer.config.initial_weights import will_resume
 from trainer.config.stored import read_run_config
-from trainer.data.ingest.inputs import DOCUMENT_SUFFIXES, InputFile, kind_of
+from trainer.data.records import DOCUMENT_SUFFIXES, InputFile, kind_of
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.cache import read_value, write_value
-from trainer.data.ingest.inputs import URL_SUFFIXES, InputFile, find_inputs, kind_of
+from trainer.data.records import URL_SUFFIXES, InputFile, find_files, kind_of
 from trainer.data.remote.cache import RemoteFile, RemoteFileCache, checksum_path
 from trainer.data.remote.shards import make_cache_subfolder
 from trainer.data.remote.transport import (
@@ -170,7 +170,7 @@ def text_files(locations: Sequence[str], key: str) -> Iterator[tuple[list[InputF
         remote_texts: dict[str, RemoteText] = {}
         for location in locations:
             if local_path(location) is not None:
-                inputs += find_inputs([location.removeprefix("file://")], key)
+                inputs += find_files([location.removeprefix("file://")], key)
                 continue
             _reject_other_file(location, key)
             with _as_user_error(key, location):

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from trainer.data.ingest.inputs import URL_SUFFIXES
+from trainer.data.records import URL_SUFFIXES
 from trainer.data.shards import ShardError
 from trainer.errors import UserError, masked, print_stderr, redact, setting_error
 from trainer.stopping import raise_if_stop_requested

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
+from trainer.stopping import raise_if_stop_requested
+
 _TERMINAL_INTERVAL_S = 0.5
 """Seconds between updates on a terminal, where each line replaces the previous one."""
 
@@ -47,26 +49,34 @@ class ProgressLine:
                 print(self._make_line(), file=self._stream, flush=True)
 
 
-class BuildProgress(ProgressLine):
-    """Shows how many of `total` bytes of input have been tokenized, the speed and, once it is known, the time left.
+class ByteProgress:
+    """How many of `total` bytes have been processed; `line` also gives the speed and, once it is known, the time left.
 
-    count_bytes: returns the number of bytes tokenized so far, by this process and others.
+    activity: what is done with the bytes, such as `tokenizing`.
     """
 
-    def __init__(self, total: int, count_bytes: Callable[[], int], stream: TextIO | None = None) -> None:
-        super().__init__(self._describe, stream)
-        self._total, self._count_bytes = max(1, total), count_bytes
+    def __init__(self, activity: str, total: int) -> None:
+        self._activity, self._total = activity, max(1, total)
+        self._started_at = time.monotonic()
+        self._num_bytes = self._num_skipped = 0
 
-    def __enter__(self) -> BuildProgress:
-        self._started_at, self._bytes_at_start = time.monotonic(), self._count_bytes()
-        super().__enter__()
-        return self
+    def add(self, num_bytes: int) -> None:
+        """Count bytes that have been processed.  Raises StopRequested if this process has been asked to stop."""
+        self._num_bytes += num_bytes
+        raise_if_stop_requested()
 
-    def _describe(self) -> str:
-        num_bytes, seconds = self._count_bytes(), time.monotonic() - self._started_at
-        rate = max(0, num_bytes - self._bytes_at_start) / max(seconds, 1e-3)
-        line = f"tokenizing: {num_bytes / 1e6:,.0f} of {self._total / 1e6:,.0f} MB, {rate / 1e6:,.1f} MB/s"
+    def skip(self, num_bytes: int) -> None:
+        """Count bytes that an earlier process has processed."""
+        self._num_bytes += num_bytes
+        self._num_skipped += num_bytes
+
+    def line(self) -> str:
+        """Return the progress in words."""
+        seconds = time.monotonic() - self._started_at
+        rate = max(0, self._num_bytes - self._num_skipped) / max(seconds, 1e-3)
+        total_mb = self._total / 1e6
+        line = f"{self._activity}: {self._num_bytes / 1e6:,.0f} of {total_mb:,.0f} MB, {rate / 1e6:,.1f} MB/s"
         if rate <= 0:
             return line
-        remaining_s = int(max(0, self._total - num_bytes) / rate)
+        remaining_s = int(max(0, self._total - self._num_bytes) / rate)
         return f"{line}, {remaining_s // 3600}:{remaining_s // 60 % 60:02d}:{remaining_s % 60:02d} left"
