@@ -260,7 +260,7 @@ class Trainer:
         If you leave the loop early and call `steps` again, training continues where it stopped, or from the
         checkpoint that you have loaded in between with `load_checkpoint`.  `close` ends the run.
         """
-        with self.watchdog.running(), self._run.looping(), self.lifecycle.step_abandoner.guard():
+        with self.watchdog.running(), self._run.looping():
             self.start()
             if self.stop_criterion.is_reached(self.state.step):
                 return

@@ -13,18 +13,17 @@ Ranks are plain integers in this module, which issues no collectives.
 from __future__ import annotations
 
 import atexit
-import math
+import contextlib
 import multiprocessing
 import os
+import queue
 import signal
 import threading
-import time
 import warnings
 import weakref
-from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Collection, Generator, Iterator, Mapping
 from itertools import islice
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -47,7 +46,6 @@ from trainer.data.shards import ShardError
 from trainer.data.source import Fingerprint, Source, as_mapping
 from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
-from trainer.renamed import Renamed
 from trainer.sequence import compute_cu_seqlens
 
 Batch: TypeAlias = "dict[str, Tensor]"
@@ -65,9 +63,6 @@ class TrainLoader:
     state saved between two steps is exact.  A state can be loaded with a different number of ranks or workers,
     micro-batch size or global batch size.  The global random number generators are not used.
     """
-
-    of, beginning, take_back = Renamed("from_config"), Renamed("first_tokens"), Renamed("rewind_step")
-    micro_batches_per_update, portions = Renamed("micro_batches_per_step"), Renamed("usage_by_phase")
 
     @classmethod
     def from_config(
@@ -117,9 +112,7 @@ class TrainLoader:
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self.slices = slices
         """This rank's slices of each sample.  All ranks of a context-parallel group read the same samples."""
-        self._samples = self._step_start = 0
-        self.should_abandon: Callable[[], bool] = lambda: False
-        """Polled while waiting for a micro-batch; `WaitAbandoned` is raised as soon as it returns True."""
+        self._samples = 0
         self.fingerprint = _fingerprint_of(source)
         """Fingerprint of the data, stored with the position; the same on all ranks."""
         self._num_yielded = 0
@@ -178,8 +171,6 @@ class TrainLoader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._open()
-        if not self._num_yielded:
-            self._step_start = self._samples
         batch = _raise_if_failed(next(self._batches))
         self._num_yielded += 1
         if self._num_yielded == self.micro_batches_per_step:
@@ -203,12 +194,7 @@ class TrainLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from the position in `state`."""
         self.close()
-        self._samples = self._step_start = int(state["samples"])
-
-    def rewind_step(self) -> None:
-        """Go back to the start of the last step, even if not all of its micro-batches were handed out."""
-        self.close()
-        self._samples = self._step_start
+        self._samples = int(state["samples"])
 
     def close(self) -> None:
         """Stop the thread or the workers, if any; workers that do not end within seconds are killed.
@@ -220,22 +206,14 @@ class TrainLoader:
         self._batches = None
         self._num_yielded = 0
 
-    def _open(self) -> Iterator[Batch | TrainingFailed]:
-        """Return an iterator over the next micro-batches: prefetched by workers, by a thread, or not at all."""
+    def _open(self) -> _Batches | _Prefetcher | _Workers:
+        """Return an iterator over the next micro-batches: prefetched by a thread, by workers, or not at all."""
         reader = _BatchReader(self.source, self.slices)
-        num_bytes = 16 * self._micro_batch_size * self.source.seq_len
         if self._num_workers and not self.source.waits_for_storage:
-            max_per_message = max(1, min(_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES // num_bytes))
-            return _Workers(reader, self._sample_indices(), self._num_workers, max_per_message, self._pin_memory)
-        max_prefetched = max(2, min(_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES // num_bytes))
+            return _Workers(reader, self._sample_indices(), self._num_workers, self._pin_memory)
         device = torch.cuda.current_device() if self._pin_memory else None
-        global_batch = self._global_batch_size
-        steps = _micro_batch_indices(self._order, self._samples, global_batch, 0, global_batch, global_batch)
-        rank_slice = slice(self._dp_rank * self._samples_per_rank, (self._dp_rank + 1) * self._samples_per_rank)
-        batches = _batches_in_process(reader, self.source.follow(self._sample_indices(), steps, rank_slice), device)
-        if not self.source.waits_for_storage:
-            return batches
-        return Prefetcher(batches, max_prefetched, lambda: self.should_abandon(), is_nonblocking=self.source.is_local)
+        batches = _batches_in_process(reader, self._sample_indices(), device)
+        return _Prefetcher(batches) if self.source.waits_for_storage else batches
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the sample indices of each of this rank's micro-batches."""
@@ -245,11 +223,7 @@ class TrainLoader:
         )
 
 
-_MAX_PREFETCHED, _MAX_PREFETCHED_BYTES = 16, 4 << 20
-"""Limits on the number and the total bytes of prefetched micro-batches.  A micro-batch that is evicted from the CPU's
-caches before it is used costs twice as much."""
-_MAX_IN_MESSAGE, _MAX_MESSAGE_BYTES = 32, 8 << 20
-"""The same limits for the micro-batches in a worker's message."""
+_Batches: TypeAlias = "Generator[Batch | TrainingFailed]"
 
 
 def _micro_batch_indices(
@@ -269,7 +243,7 @@ def _micro_batch_indices(
 
 def _batches_in_process(
     reader: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
-) -> Generator[Batch | TrainingFailed]:
+) -> _Batches:
     """Yield the micro-batches with the given sample indices, in pinned memory if `device` is given."""
     if device is not None:
         torch.cuda.set_device(device)  # per thread: otherwise this thread would pin memory for device 0
@@ -357,9 +331,6 @@ class EvalLoader:
     ) -> None:
         assert 0 <= dp_rank < num_dp_ranks, (dp_rank, num_dp_ranks)
         self.source, self._reader = source, _BatchReader(source, slices)
-        self.should_abandon: Callable[[], bool] = lambda: False
-        """Polled while waiting for remote data.  When it returns True, the evaluation is abandoned: one micro-batch
-        without targets is yielded, and the next one raises TrainingFailed."""
         self.num_samples = min(len(source), num_batches * global_batch_size or len(source))
         self._shape = (-1, num_dp_ranks, micro_batch_size)
         self._dp_rank = dp_rank
@@ -368,19 +339,8 @@ class EvalLoader:
         return len(self._sample_indices())
 
     def __iter__(self) -> Iterator[Batch]:
-        batches = (_tensors(self._reader.read(indices), pin_memory=False) for indices in self._sample_indices())
-        if self.source.is_local or not self.source.waits_for_storage:
-            yield from map(_raise_if_failed, batches)
-            return
-        prefetcher = Prefetcher(batches, 2, lambda: self.should_abandon())
-        try:
-            yield from map(_raise_if_failed, prefetcher)
-        except WaitAbandoned:
-            padding = np.full(self._shape[-1], -1)
-            yield _raise_if_failed(_tensors(self._reader.read(padding), pin_memory=False))
-            raise TrainingFailed("held-out data did not arrive, and the run was asked to stop") from None
-        finally:
-            prefetcher.close()
+        for indices in self._sample_indices():
+            yield _raise_if_failed(_tensors(self._reader.read(indices), pin_memory=False))
 
     def _sample_indices(self) -> NDArray[np.int64]:
         """Return this rank's sample indices, one row per micro-batch; ranks take micro-batches round-robin."""
@@ -446,134 +406,61 @@ def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
 
 
 # -- a thread that prefetches -----------------------------------------------------------------------------------------
-# If an item never arrives, for example after a connection is lost, the caller decides when to stop waiting.
-#
-# Waking a thread costs more than making a micro-batch.  So the thread works in bursts: it fills its buffer, then sleeps
-# until the buffer is half empty.  A caller that finds the buffer empty polls every millisecond.  A caller that does no
-# work between items leaves no time for prefetching, and the two threads would only compete for the GIL.  Such a caller
-# makes its items itself while the thread sleeps, unless that could block, since it could not abandon the wait.
 
-Item = TypeVar("Item")
-
-_POLL_S = 0.001
-
-_IDLE_CALLER_S = 1e-4
-"""A caller that asks for the next item within this many seconds has done no other work in between, so waking the thread
-is not worth its cost."""
+_MAX_PREFETCHED = 4
+"""Number of micro-batches to prefetch in the thread.  More would be evicted from the CPU's caches before they are used.
+"""
 
 _JOIN_TIMEOUT_S = 2.0
-"""Seconds to wait for the thread when closing.  A thread that still waits for a connection is abandoned."""
+"""Seconds to wait for the thread when closing.  A thread that still waits for storage is left to end by itself."""
 
 
-class WaitAbandoned(Exception):
-    """The wait was abandoned before the item arrived."""
+class _Prefetcher:
+    """Iterator that makes the next micro-batches in a thread.
 
-
-class Prefetcher(Generic[Item]):
-    """Iterator that prefetches up to `capacity` items in a background thread.
-
-    Exceptions that `items` raises, including StopIteration, are raised once all earlier items have been taken.  The
-    thread ends when `close` is called or this object is deleted.
-
-    should_abandon: polled while waiting for an item; WaitAbandoned is raised as soon as it returns True.
-    is_nonblocking: whether `items` never blocks for long, so that the caller may make items itself.
+    An exception is raised once all earlier micro-batches have been taken.  The thread ends when `close` is called or
+    this object is deleted, so it holds no reference to this object.
     """
 
-    def __init__(
-        self,
-        items: Iterator[Item],
-        capacity: int,
-        should_abandon: Callable[[], bool] = lambda: False,
-        is_nonblocking: bool = False,
-    ) -> None:
-        self._buffer, self._should_abandon = _Buffer(items, capacity, is_nonblocking), should_abandon
-        self._thread = threading.Thread(target=self._buffer.fill, name="data", daemon=True)
+    def __init__(self, batches: _Batches) -> None:
+        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_MAX_PREFETCHED)
+        self._is_closed = threading.Event()
+        self._thread = threading.Thread(
+            target=_fill, args=[self._queue, batches, self._is_closed], name="data", daemon=True
+        )
         self._thread.start()
 
-    def __iter__(self) -> Iterator[Item]:
-        return self
-
-    def __next__(self) -> Item:
-        return self._buffer.take(self._should_abandon)
+    def __next__(self) -> Batch:
+        item = self._queue.get()
+        if isinstance(item, BaseException):
+            raise item
+        return item
 
     def close(self) -> None:
         """Stop the thread, and wait briefly for it to end."""
-        self._buffer.close()
+        self._stop()
         self._thread.join(_JOIN_TIMEOUT_S)
 
+    def _stop(self) -> None:
+        self._is_closed.set()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()  # the thread may wait for space
+
     def __del__(self) -> None:
-        self._buffer.close()
+        self._stop()
 
 
-class _Buffer(Generic[Item]):
-    """Buffer of prefetched items.
-
-    The thread refers only to this object, not to the Prefetcher, since deleting the Prefetcher ends the thread.  The
-    iterator belongs to the thread, except while the thread sleeps: then it belongs to the caller, and only the caller
-    can wake the thread.
-    """
-
-    def __init__(self, source: Iterator[Item], capacity: int, is_nonblocking: bool) -> None:
-        self._source, self._capacity, self._items = source, capacity, deque[Item]()
-        self._is_nonblocking = is_nonblocking
-        self._error: BaseException | None = None
-        self._is_closed = self._is_asleep = self._is_caller_faster = False
-        self._taken_at = -math.inf
-        self._has_space = threading.Event()
-
-    def fill(self) -> None:
-        try:
-            for item in self._source:
-                self._items.append(item)
-                if self._is_caller_faster or len(self._items) >= self._capacity:
-                    self._has_space.clear()
-                    self._is_asleep = True
-                    if not self._is_closed:
-                        self._has_space.wait()
-                if self._is_closed:
-                    return
-            self._error = StopIteration()
-        except BaseException as error:
-            self._error = error
-
-    def take(self, should_abandon: Callable[[], bool]) -> Item:
-        is_caller_idle = self._is_nonblocking and time.perf_counter() - self._taken_at < _IDLE_CALLER_S
-        self._is_caller_faster &= is_caller_idle
-        item = self._wait_for_item(is_caller_idle, should_abandon)
-        self._taken_at = time.perf_counter()
-        return item
-
-    def _wait_for_item(self, is_caller_idle: bool, should_abandon: Callable[[], bool]) -> Item:
-        while True:
-            failure = self._error  # read before the buffer: when the error is set, all items are in the buffer
-            if self._items:
-                break
-            if failure is not None:
-                raise failure
-            self._is_caller_faster |= is_caller_idle
-            if self._is_asleep and self._is_caller_faster:
-                try:
-                    return next(self._source)
-                except BaseException as error:
-                    self._error = error
-                    raise
-            self._wake()
-            if should_abandon():
-                raise WaitAbandoned
-            time.sleep(_POLL_S)
-        item = self._items.popleft()
-        if len(self._items) <= self._capacity // 2 and not self._is_caller_faster:
-            self._wake()
-        return item
-
-    def _wake(self) -> None:
-        if self._is_asleep:
-            self._is_asleep = False
-            self._has_space.set()
-
-    def close(self) -> None:
-        self._is_closed = True
-        self._has_space.set()
+def _fill(items: queue.Queue[Batch | BaseException], batches: _Batches, is_closed: threading.Event) -> None:
+    """Put micro-batches into a queue until `is_closed` is set.  After an exception, every item is that exception."""
+    try:
+        for batch in batches:
+            items.put(batch)
+            if is_closed.is_set():
+                return
+    except BaseException as error:
+        while not is_closed.is_set():
+            items.put(error)
 
 
 # -- worker processes ------------------------------------------------------------------------------------------------
@@ -583,20 +470,16 @@ class _Workers:
     """Iterator over micro-batches made by worker processes."""
 
     def __init__(
-        self,
-        reader: _BatchReader,
-        indices: Iterator[NDArray[np.int64]],
-        num_workers: int,
-        max_per_message: int,
-        pin_memory: bool,
-    ):
+        self, reader: _BatchReader, indices: Iterator[NDArray[np.int64]], num_workers: int, pin_memory: bool
+    ) -> None:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "'set_vital' is deprecated")  # torchdata 0.11 on torch 2.13
             loader = StatefulDataLoader(
-                _Messages(reader),
-                batch_sampler=_group_into_messages(indices, max_per_message),
+                _MicroBatches(reader),
+                batch_size=None,  # an item is a complete micro-batch
+                sampler=indices,
                 collate_fn=_identity,
                 num_workers=num_workers,
                 worker_init_fn=_prepare_worker,
@@ -605,71 +488,36 @@ class _Workers:
                 # No snapshots: its state could only be loaded with the same number of workers.
                 snapshot_every_n_steps=2**62,
             )
-            self._messages: Any = iter(loader)
+            self._batches: Any = iter(loader)
         self._pin_memory = pin_memory
-        self._ready: deque[Arrays | TrainingFailed] = deque()
-
-    def __iter__(self) -> Iterator[Batch | TrainingFailed]:
-        return self
 
     def __next__(self) -> Batch | TrainingFailed:
-        if not self._ready:
-            self._ready.extend(_unpack(next(self._messages)))
-        return _tensors(self._ready.popleft(), self._pin_memory)
+        return _tensors(next(self._batches), self._pin_memory)
 
     def close(self) -> None:
         """Stop the workers; workers that do not end within seconds are killed."""
-        workers = self._messages._workers
-        self._messages = None  # drops the last reference, so that the iterator stops its workers here
+        workers = self._batches._workers
+        self._batches = None  # drops the last reference, so that the iterator stops its workers here
         for worker in workers:
             if worker.is_alive():
                 worker.kill()  # the iterator only sends SIGTERM, which workers ignore
 
 
-Message: TypeAlias = "dict[str, Tensor] | list[Arrays | TrainingFailed]"
+class _MicroBatches(Dataset["Arrays | TrainingFailed"]):
+    """Dataset for `StatefulDataLoader`: its items are micro-batches, and an item's key is its sample indices.
 
-
-class _Messages(Dataset["Message"]):
-    """Dataset for `StatefulDataLoader`; its items are messages of one or more micro-batches.
-
-    A message stacks each entry of its micro-batches into one tensor: torch passes every tensor between processes in a
-    separate shared-memory file, which costs more than making a micro-batch.  A message with an error is a list instead.
+    The entries are arrays, which are sent through a pipe: torch would pass each tensor in a shared-memory file.
     """
 
     def __init__(self, reader: _BatchReader) -> None:
         self._reader = reader
 
-    def __getitems__(self, message: list[NDArray[np.int64]]) -> Message:
-        batches = [self._reader.read(indices) for indices in message]
-        complete = [batch for batch in batches if not isinstance(batch, TrainingFailed)]
-        if len(complete) < len(batches):
-            return batches
-        return {name: torch.from_numpy(np.stack([batch[name] for batch in complete])) for name in complete[0]}
+    def __getitem__(self, indices: NDArray[np.int64]) -> Arrays | TrainingFailed:
+        return self._reader.read(indices)
 
 
-def _unpack(message: Message) -> Iterable[Arrays | TrainingFailed]:
-    if isinstance(message, list):
-        return message
-    names, arrays = list(message), (tensor.numpy() for tensor in message.values())
-    return [dict(zip(names, entries, strict=True)) for entries in zip(*arrays, strict=True)]
-
-
-def _group_into_messages(
-    indices: Iterator[NDArray[np.int64]], max_per_message: int
-) -> Iterator[list[NDArray[np.int64]]]:
-    """Yield the indices of each message.
-
-    The first message has one micro-batch, so that training starts early.  Each later one has twice as many as the one
-    before, up to `max_per_message`.
-    """
-    length = 1
-    while message := list(islice(indices, length)):
-        yield message
-        length = min(max_per_message, 2 * length)
-
-
-def _identity(message: Message) -> Message:
-    return message
+def _identity(batch: Arrays | TrainingFailed) -> Arrays | TrainingFailed:
+    return batch
 
 
 def _prepare_worker(worker_id: int) -> None:

@@ -178,5 +178,5 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
         expected_bytes=weight_bytes + optimizer_bytes,
     )
     world.agreed(samples.check)
-    run.lifecycle = Lifecycle(run, trainer.loader, trainer.eval_loader, start_time)
+    run.lifecycle = Lifecycle(run, trainer.loader, start_time)
     return run

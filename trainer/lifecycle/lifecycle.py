@@ -10,8 +10,7 @@ stay as they are, except that loading may have quarantined damaged checkpoints (
 superseded files are moved aside right before `begin` (`Resume.supersede`).
 A standalone evaluation (`without_writing`) enters `ended` at once and writes nothing.
 
-This module also runs the command `run.on_end`, and after a stop request, it abandons a step or an evaluation that is
-waiting for data.
+This module also runs the command `run.on_end`.
 """
 
 from __future__ import annotations
@@ -30,8 +29,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from trainer.config import find_deadline
-from trainer.data.loader import EvalLoader, TrainLoader, WaitAbandoned
-from trainer.distributed.channel import StepSync
 from trainer.distributed.environment import take_start_time
 from trainer.distributed.stop_request import (
     NOTICE,
@@ -78,7 +75,7 @@ class Lifecycle:
     `before_exit`) after another rank has failed or the launcher has died, and by the watchdog (`main_thread_hung`).
     """
 
-    def __init__(self, run: TrainingRun, loader: object, eval_loader: object, start_time: float) -> None:
+    def __init__(self, run: TrainingRun, loader: object, start_time: float) -> None:
         """start_time: when the Trainer was created, by `time.monotonic`."""
         self._config, self._world, self._state = run.config, run.world, run.state
         self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
@@ -99,7 +96,6 @@ class Lifecycle:
         run.step_sync.register(self._is_asked_to_stop, self._start_stopping)
         # If a folder is lost, which rank 0 reports, the current step is the last.
         run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
-        self.step_abandoner = StepAbandoner(run.step_sync, loader, eval_loader, self._is_asked_to_stop)
         run.world.failure_listeners.append(self)
 
     @property
@@ -388,60 +384,6 @@ class Lifecycle:
         """Record that the main thread hangs.  Called by the watchdog from its own thread."""
         self._folder.write_status("failed", EXIT_FAILED, self._state.step, reason)  # first, because `_end` may hang too
         self._end("failed", EXIT_FAILED, reason)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Steps whose data does not arrive
-
-
-DATA_TIMEOUT_S = 5.0
-"""Seconds to wait for data after a stop request; enough for most steps."""
-
-
-class _StepAbandoned(Exception):
-    """Raised on all ranks after one of them has stopped waiting for its data."""
-
-
-class StepAbandoner:
-    """Abandons a step if a rank that was asked to stop does not get its data, for example because the network is down.
-
-    That rank votes to abandon in the step's first all-reduce, which the other ranks join when they start the step.  At
-    that point no rank has changed its state, so all ranks can save the state from before the step.  An evaluation can
-    be abandoned in the all-reduce before each of its micro-batches.  With a custom loader, steps are never abandoned.
-    """
-
-    def __init__(self, step_sync: StepSync, loader: object, eval_loader: object, is_asked: Callable[[], bool]) -> None:
-        """is_asked: returns whether this rank was asked to stop."""
-        self._step_sync, self._loader, self._is_asked = step_sync, loader, is_asked
-        self._has_abandoned = False
-        self._waiting_since: float | None = None
-        step_sync.register(lambda: self._has_abandoned, self._raise_abandoned)
-        for each_loader in (loader, eval_loader):
-            if isinstance(each_loader, (TrainLoader, EvalLoader)):
-                each_loader.should_abandon = self._should_abandon
-
-    @contextmanager
-    def guard(self) -> Iterator[None]:
-        """Leave the block on all ranks if any of them abandons the step.  At most one all-reduce."""
-        try:
-            try:
-                yield
-            except WaitAbandoned:
-                self._has_abandoned = True
-                self._step_sync.all_reduce()
-        except _StepAbandoned:
-            assert isinstance(self._loader, TrainLoader), "all ranks have the same loader"
-            self._loader.rewind_step()
-
-    def _should_abandon(self) -> bool:
-        if not self._is_asked():
-            return False
-        now = time.monotonic()
-        self._waiting_since = now if self._waiting_since is None else self._waiting_since
-        return now - self._waiting_since > DATA_TIMEOUT_S
-
-    def _raise_abandoned(self) -> None:
-        raise _StepAbandoned
 
 
 # ---------------------------------------------------------------------------------------------------------------
