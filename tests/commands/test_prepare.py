@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gzip
 import json
 import shlex
@@ -49,44 +50,49 @@ def test_all_text_can_be_restored(tmp_path: Path) -> None:
     (source / "notes.xyz").write_text("not asked for")
     prepared(source, source / "a.txt", "--out", out / "all")
     assert texts_of(out, "all-*.bin") == TEXTS
-    assert {path.suffix for path in out.iterdir()} == {".bin", ".idx", ".json"}
+    assert {path.suffix for path in out.iterdir()} <= {".bin", ".idx", ".crc", ".json"}
+
+
+LARGE_TEXTS = [f"document {number} " * 10_000 for number in range(200)]
+"""Texts of more than 16 MiB together, so that they become several shards."""
 
 
 def test_shards_end_with_documents_and_the_printed_settings_read_them(tmp_path: Path) -> None:
-    texts = [f"document {number} " * (number % 7 + 1) for number in range(200)]
     out = tmp_path / "a b" / "web"  # a space, which the printed settings must quote
-    printed = prepared(
-        write_texts(tmp_path / "web.jsonl", texts), "--out", out, "--holdout", 0.1, "--shard-tokens", 1000
-    )
+    printed = prepared(write_texts(tmp_path / "web.jsonl", LARGE_TEXTS), "--out", out, "--holdout", 0.1)
     train, held_out = texts_of(out.parent, "web-?????.bin"), texts_of(out.parent, "web-eval-?????.bin")
-    assert sorted(train + held_out) == sorted(texts)
+    assert sorted(train + held_out) == sorted(LARGE_TEXTS)
     assert 5 <= len(held_out) <= 40
-    assert train == [text for text in texts if text in train], "still in order"
-    assert len(list(out.parent.glob("web-?????.bin"))) > 3
+    assert train == [text for text in LARGE_TEXTS if text in train], "still in order"
+    assert len(list(out.parent.glob("web-?????.bin"))) == 2
     settings = dict(setting.split("=", 1) for setting in shlex.split(printed.out.splitlines()[-1]))
     data = DataSection(source="tokens", path=settings["data.path"], eval_path=settings["data.eval_path"], seq_len=64)
+    by_glob = dataclasses.replace(data, path=f"{out}-?????.bin")
     for split, documents in (("train", train), ("eval", held_out)):
-        source = open_source(data, int(settings["model.vocab_size"]), split)  # type: ignore[arg-type]
-        assert source is not None
+        vocab_size = int(settings["model.vocab_size"])
+        source, same = (open_source(each, vocab_size, split) for each in (data, by_glob))  # type: ignore[call-overload]
         targets = source.batch(np.arange(len(source)))[1]
         assert int((targets != IGNORE).sum()) + 1 == sum(len(text) + 1 for text in documents)
+        assert source.fingerprint == same.fingerprint
 
 
 def test_the_same_documents_are_held_out_every_time(tmp_path: Path) -> None:
-    lines = write_texts(tmp_path / "in.jsonl", [f"document {number}" for number in range(300)])
-    found = []
-    for name, shard_tokens in (("a", 10**6), ("b", 100)):
-        prepared(lines, "--out", tmp_path / name, "--holdout", 0.05, "--shard-tokens", shard_tokens)
-        found.append(texts_of(tmp_path, f"{name}-eval-*.bin"))
-    assert found[0] == found[1]
-    assert found[0][:3] == ["document 16", "document 28", "document 71"]  # a hash that changes would leak text
+    """Wherever else they are: a hash that changes would leak text."""
+    texts = [f"document {number}" for number in range(300)]
+    write_texts(tmp_path / "whole.jsonl", texts)
+    write_texts(tmp_path / "half.jsonl", texts[:150])
+    for name in ("whole", "half"):
+        prepared(tmp_path / f"{name}.jsonl", "--out", tmp_path / name, "--holdout", 0.05)
+    whole, half = (texts_of(tmp_path, f"{name}-eval-*.bin") for name in ("whole", "half"))
+    assert half == [text for text in whole if text in texts[:150]]
+    assert whole[:3] == ["document 16", "document 28", "document 71"]
 
 
 def test_existing_shards_are_an_error_or_all_replaced(tmp_path: Path) -> None:
-    many = write_texts(tmp_path / "many.jsonl", [f"text {number}" for number in range(100)])
+    many = write_texts(tmp_path / "many.jsonl", LARGE_TEXTS)
     few = write_texts(tmp_path / "few.jsonl", ["new"])
     out = tmp_path / "out" / "name"
-    prepared(many, "--out", out, "--holdout", 0.2, "--shard-tokens", 50)
+    prepared(many, "--out", out, "--holdout", 0.2)
     (tmp_path / "out" / "name-of-another-00000.bin").write_text("stays")
     before = content_of(tmp_path / "out")
     refused = meshtrainer("prepare", few, "--out", out)
@@ -94,7 +100,8 @@ def test_existing_shards_are_an_error_or_all_replaced(tmp_path: Path) -> None:
     assert content_of(tmp_path / "out") == before
     prepared(few, "--out", out, "--overwrite")
     assert texts_of(tmp_path / "out", "name-?????.bin") == ["new"]
-    assert len(list((tmp_path / "out").iterdir())) == 3 + 1
+    left = {name for name in content_of(tmp_path / "out") if not name.startswith("name-00000.")}
+    assert left == {"name.manifest.json", "name-of-another-00000.bin"}
 
 
 def test_late_error_in_the_input_keeps_existing_shards(tmp_path: Path) -> None:
@@ -102,7 +109,7 @@ def test_late_error_in_the_input_keeps_existing_shards(tmp_path: Path) -> None:
     prepared(write_texts(tmp_path / "good.jsonl", ["text"]), "--out", out)
     before = content_of(tmp_path / "out")
     (tmp_path / "late.jsonl").write_text('{"text": "fine"}\n{"text": ')
-    arguments: list[Any] = [tmp_path / "late.jsonl", "--out", out, "--overwrite", "--shard-tokens", 1]
+    arguments: list[Any] = [tmp_path / "late.jsonl", "--out", out, "--overwrite"]
     refused = meshtrainer("prepare", *arguments)
     assert (refused.code, f"{tmp_path}/late.jsonl:2" in refused.err) == (2, True)
     assert content_of(tmp_path / "out") == before
@@ -131,9 +138,7 @@ def test_unreadable_input_is_named_and_leaves_nothing(name: str, content: bytes,
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    "option", [["--holdout", "1.5"], ["--shard-tokens", "0"], ["--tokenizer", "gpt2"]], ids="=".join
-)
+@pytest.mark.parametrize("option", [["--holdout", "1.5"], ["--tokenizer", "gpt2"]], ids="=".join)
 def test_mistake_is_one_message_and_leaves_nothing(option: list[str], tmp_path: Path) -> None:
     lines = write_texts(tmp_path / "lines.jsonl", [f"text {number}" for number in range(10)])
     refused = meshtrainer("prepare", lines, "--out", tmp_path / "name", *option)

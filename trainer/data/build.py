@@ -158,7 +158,7 @@ def build_in(build: Build, folder: Path) -> ShardManifest:
     except StopRequested as request:
         raise StopRequested(request.name, "the next run continues tokenizing from here") from request
     except (UserError, OSError):
-        if not any(folder.glob("*.done")):
+        if not any(folder.glob("*.bin")):
             remove(folder)
         raise
 
