@@ -136,12 +136,14 @@ def prepare(
         with writing_to("--out", stem, _min_bytes(build, files, work)), _creating_folder(stem, out):
             try:
                 with locked(stem):
-                    manifest = None if overwrite else _published_by_another(build, stem)
+                    # Another process may have published the same shards in the meantime, or before it was killed.
+                    manifest = _read_published(build, stem) if work.exists() or not overwrite else None
                     if manifest is None:
                         fetch()
                         if not (work / MANIFEST).exists():
                             build_in(build, work)
                         manifest = _publish(build, work, stem)
+                    remove(work)
             except (OSError, ShardError) as error:
                 if is_disk_full(error):
                     raise
@@ -165,8 +167,8 @@ def find_published(stem: Path) -> list[Path]:
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name)) if stem.parent.is_dir() else []
 
 
-def _published_by_another(build: TextBuild, stem: Path) -> ShardManifest | None:
-    """Return the manifest of the same shards if another process has published them while this one waited."""
+def _read_published(build: TextBuild, stem: Path) -> ShardManifest | None:
+    """Return the manifest that is published under a stem, or None unless it lists the shards of this very build."""
     try:
         manifest = ShardManifest.read(_manifest_path(stem))
     except ShardError:
@@ -175,10 +177,10 @@ def _published_by_another(build: TextBuild, stem: Path) -> ShardManifest | None:
 
 
 def _publish(build: TextBuild, work: Path, stem: Path) -> ShardManifest:
-    """Rename the shards in the folder `work`, replacing existing ones, write their manifest, and remove the folder.
+    """Rename the shards in the folder `work`, replacing existing ones, and write their manifest.
 
-    The caller holds the lock of the stem.  If the process is killed, another call finishes the work: the folder and its
-    manifest are removed last.  Raises UserError if the splits are not as asked for.
+    The caller holds the lock of the stem.  If the process is killed, another call finishes the work.  Raises UserError
+    if the splits are not as asked for.
     """
     built = ShardManifest.read(work / MANIFEST)
     build.check(built.notes)  # it may have been built under another --bad
@@ -203,7 +205,6 @@ def _publish(build: TextBuild, work: Path, stem: Path) -> ShardManifest:
     )
     manifest.write(_manifest_path(stem))
     sync_folder(stem.parent)
-    remove(work)
     return manifest
 
 
