@@ -187,6 +187,8 @@ def _publish(build: TextBuild, work: Path, stem: Path) -> ShardManifest:
     _check_splits(built, build.holdout, work)
     train = [stem.with_name(f"{stem.name}-{number:05d}.bin") for number in range(len(built.train))]
     held_out = [stem.with_name(f"{stem.name}-eval-{number:05d}.bin") for number in range(len(built.held_out))]
+    for leftover in stem.parent.glob(f".{glob.escape(_manifest_path(stem).name)}.*"):  # of a killed process
+        remove(leftover)
     _manifest_path(stem).unlink(missing_ok=True)  # from here on, it would describe a mixture of old and new shards
     for suffix in SUFFIXES:  # metadata files come last: a shard without metadata is rejected
         for (name, *_), path in zip([*built.train, *built.held_out], [*train, *held_out], strict=True):
