@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.helpers.commands import meshtrainer
-from tests.helpers.data import read_all, text_of, texts_in, tokens_section, write_bpe, write_records, write_texts
+from tests.helpers.data import END, read_all, text_of, texts_in, tokens_section, write_bpe, write_records, write_texts
 from tests.helpers.launch import REPOSITORY, launch
 from trainer import UserError, load_config
 from trainer.data.chat.formats import read_records
@@ -407,15 +407,31 @@ def library_ids(tokenizer: Path, text: str) -> list[int]:
     return library.encode(text, add_special_tokens=False).ids
 
 
-def test_ids_are_those_of_the_tokenizers_library(tmp_path: Path) -> None:
-    """Also for text that spells a special token, and for several documents at once."""
+@pytest.mark.parametrize("engine", ["tokenizers", "gigatoken"])
+def test_ids_are_those_of_the_tokenizers_library(tmp_path: Path, engine: str) -> None:
+    """Also for text that spells a special token, for several documents at once, and for one of several MiB."""
+    if engine == "gigatoken":
+        pytest.importorskip("gigatoken")
     odd = ["it's  \n\n we'LL 123456 x\t\t y", "naïve ﬁ 中文 हिन्दी 👩‍🚀", "\x00\x7f\ufeff", " " * 50 + "x"]
-    odd += ["a<|endoftext|>b", "<|endoftext|>"]
+    odd += ["a<|endoftext|>b", "<|endoftext|>", "the cat\n\nand the hat\né中\n" * 50_000]
     tokenizer = write_bpe(tmp_path / "tokenizer.json")
     (end,) = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tokenizer)).encode("<|endoftext|>").ids
-    prepare([str(write_texts(tmp_path / "a.jsonl", odd * 30))], str(tmp_path / "out"), tokenizer=str(tokenizer))
-    found = np.fromfile(tmp_path / "out-00000.bin", "<u2").tolist()
-    assert found == [token for text in odd for token in (*library_ids(tokenizer, text), end)] * 30
+    lines = write_texts(tmp_path / "a.jsonl", odd)
+    prepare([str(lines)], str(tmp_path / "out"), tokenizer=str(tokenizer), engine=engine)
+    found = np.fromfile(tmp_path / "out-00000.bin", "<u2")
+    assert np.array_equal(found, [token for text in odd for token in (*library_ids(tokenizer, text), end)])
+
+
+def test_a_tokenizer_that_an_engine_does_not_know_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("gigatoken")
+    tokenizers = pytest.importorskip("tokenizers")
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "[UNK]": 1, END: 2}, "[UNK]"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    write_texts(tmp_path / "a.jsonl", TEXTS)
+    more = {"tokenizer": str(tmp_path / "tokenizer.json"), "engine": "gigatoken"}
+    refused = refusal_of(tmp_path, tmp_path / "a.jsonl", **more)
+    assert str(refused).startswith("data.engine=gigatoken: ")
+    assert refused.proposal == "data.engine=tokenizers"
 
 
 @pytest.mark.campaign
