@@ -125,6 +125,7 @@ def in_a_new_process(function: Callable[[], str]) -> str:
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "a bit turned over": flip_bit,
     "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
     "removed": Path.unlink,
 }
 
