@@ -32,8 +32,7 @@ class Distill(TokenObjective):
 
     teacher: str | None = declare(
         None,
-        "the model to imitate: a Hugging Face folder or name, a run folder, a checkpoint, or a folder of the model's "
-        "log-probabilities written by trainer.teach",
+        "the model to imitate: a Hugging Face folder or name, a run folder or a checkpoint",
     )
     beta: float = declare(
         0.0,
@@ -45,11 +44,7 @@ class Distill(TokenObjective):
     hard: float = declare(0.0, "weight of the cross-entropy on the dataset's target tokens", at_least=0, at_most=1)
 
     def divergence(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-        """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V).
-
-        If only the log-probabilities of the teacher's k most likely tokens are stored, both have the shape (n, k + 1):
-        one column for each of those tokens, and one for all other tokens together.
-        """
+        """Return the divergence at each token, (n,), given both models' log-probabilities, (n, V)."""
         student, teacher = ((logps / self.temperature).log_softmax(-1) for logps in (student, teacher))
         if self.beta == 0:
             return _kl(teacher, student)

@@ -392,7 +392,6 @@ COMMANDS = {
     "widths": "trainer.widths",
     "runs": "trainer.runs",
     "sweep": "trainer.sweep",
-    "teach": "trainer.teach",
     "submit": "trainer.submit",
 }
 """Maps each subcommand of `meshtrainer` to the module with its `command_line` function."""

@@ -15,7 +15,7 @@ def test_runs_lists_a_run(one: SharedRun) -> None:
     assert one.folder.name in listed.out
 
 
-@pytest.mark.parametrize("command", ["submit", "sweep", "widths", "teach"])
+@pytest.mark.parametrize("command", ["submit", "sweep", "widths"])
 def test_without_arguments_it_is_a_mistake(command: str) -> None:
     refused = meshtrainer(command)
     assert refused.code == 2

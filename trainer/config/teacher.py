@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Literal
 
 from trainer.config.load import config_from_yaml
@@ -16,30 +15,21 @@ from trainer.objective import Tokens
 
 TEACHER_KEY = "objective.teacher"
 """The key of the setting that names the teacher."""
-TOP_FILE = "top.json"
-"""A folder with this file holds a teacher's log-probabilities, and can be named in place of the teacher."""
 
 
 def teacher_config(config: RunConfig) -> RunConfig | None:
-    """Return the run's configuration with the teacher in place of its model; None if there is no teacher model.
+    """Return the run's configuration with the teacher in place of its model; None if its objective needs no teacher.
 
     The teacher is sharded on the same mesh as the student, and its weights have the run's compute dtype.
 
-    Raises UserError if no teacher is named, if its model is unknown, if the vocabulary sizes differ, if the teacher
-    does not support the mesh, or if a setting needs the teacher model but only its log-probabilities are available.
+    Raises UserError if no teacher is named, if its model is unknown, if the vocabulary sizes differ, or if the teacher
+    does not support the mesh.
     """
     if "teacher" not in config.objective.needs:
         return None
     path: str | None = config.objective.teacher
     if not path:
         raise setting_error(TEACHER_KEY, path, "must name the model to imitate", example="models/Qwen3-8B")
-    if (Path(path) / TOP_FILE).is_file():
-        rule = f"needs the teacher, but {TEACHER_KEY}={path} holds only its log-probabilities of the training data"
-        if config.objective.temperature != 1:
-            raise setting_error("objective.temperature", config.objective.temperature, rule, 1.0)
-        if config.eval.every:
-            raise setting_error("eval.every", config.eval.every, rule, 0)
-        return None
     location, init_from = locate(path), str(path) or None
     if location.kind == "huggingface":
         native = find_native_recipe(path, TEACHER_KEY)

@@ -1,15 +1,12 @@
 """Inspect the data that a run would train on, without training.
 
     python -m trainer.data show [recipe=NAME] [section.key=value ...] [--step N] [--samples N] [--full]
-    python -m trainer.data check [recipe=NAME] [section.key=value ...]
     python -m trainer.data plan [recipe=NAME] [section.key=value ...]
 
   show    prints samples of one step: their text, document boundaries, targets, source and epoch
             --step N      the step (default 1)
             --samples N   number of samples (default 2), at most a global batch
             --full        prints the complete text; otherwise, the middle of a long text is left out
-  check   looks for broken shards, duplicate documents, and held-out text in the training data; exits with code 1 if it
-          finds any
   plan    prints, for each phase (a range of steps with the same mixture weights) and source, the number of tokens
           that the run would read, the source's share of the samples, and its epochs by the end of the phase
 
@@ -32,7 +29,6 @@ from numpy.typing import NDArray
 from trainer.config import RunConfig, check_config, declared_keys, load_config, recipe_files, smallest_mesh
 from trainer.config.command_line import split_allow_import
 from trainer.config.messages import unexpected_argument_error, unknown_option_error
-from trainer.data.check import check_data
 from trainer.data.mixture import (
     SOURCE,
     MixedSource,
@@ -48,7 +44,6 @@ from trainer.data.shards import ShardError
 from trainer.data.source import IGNORE, Source, as_mapping
 from trainer.data.tokenizer import Tokenizer, tokenizer_of
 from trainer.errors import (
-    EXIT_FAILED,
     EXIT_FINISHED,
     TrainingFailed,
     UserError,
@@ -60,7 +55,7 @@ from trainer.errors import (
 from trainer.recipe import add_working_directory_to_sys_path
 from trainer.tables import table_lines
 
-_COMMANDS = ("show", "check", "plan")
+_COMMANDS = ("show", "plan")
 
 
 @dataclass
@@ -123,8 +118,6 @@ def _run(parsed: _Arguments) -> int:
     mesh = smallest_mesh(config)
     check_config(config, mesh.num_ranks, mesh.shard)
     vocab_size = config.vocab_size if parsed.recipe else None
-    if parsed.command == "check":
-        return EXIT_FAILED if check_data(config.data, vocab_size, print_stdout) else EXIT_FINISHED
     config = resolve_from_data(config)
     source = open_source(config.data, vocab_size, "train")
     order = make_order(source, config)

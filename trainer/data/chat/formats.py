@@ -192,7 +192,7 @@ def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]
         import pyarrow
         import pyarrow.parquet
     except ImportError as error:
-        rule = "parquet needs the `pyarrow` library: pip install 'meshtrainer[parquet]'"
+        rule = "parquet needs the `pyarrow` library: pip install 'meshtrainer[data]'"
         raise setting_error(key, path, rule) from error
     row = 0
     try:
