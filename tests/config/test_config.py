@@ -158,7 +158,7 @@ def test_random_overrides_are_rejected_or_survive_a_round_trip(number_of: int, t
             again = tmp_path / f"{number}.yaml"
             again.write_text(config.to_yaml())
             assert load_config(str(again)) == config, override
-    assert 0.05 < accepted / number_of < 0.9, "both kinds must have been tried"
+    assert 0 < accepted < number_of, "both kinds must have been tried"
 
 
 def test_legal_values_of_the_contract_are_accepted() -> None:
