@@ -453,14 +453,16 @@ def masked(tree: Any) -> Any:
     return _ENTIRE_URL.sub(lambda match: _mask_url(match[0], []), mask_credentials(tree))
 
 
-def is_masked(value: object) -> bool:
-    """Return whether a stored value contains a masked secret, and therefore cannot be used."""
-    return isinstance(value, str) and (value == MASK or _MASKED_URL.search(value) is not None)
+def reject_credentials(key: str, value: object) -> None:
+    """Raise UserError if a setting's value is or contains a URL with a password, key, token or signature.
 
-
-def is_secret_parameter(parameter: str) -> bool:
-    """Return whether a query parameter `name=value` of a URL is a secret, judging by its name."""
-    return _SECRET_PARAMETER.match(f"?{parameter}") is not None
+    It would end up in stored configurations, logs and process lists.
+    """
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else [value]
+    if any(isinstance(item, str) and _ENTIRE_URL.match(item) and _mask_url(item, []) != item for item in items):
+        rule = "contains credentials (a password, key, token or signature), which a URL must not"
+        fix = "put them into the environment: AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, FSSPEC_HTTP, or ~/.netrc"
+        raise setting_error(key, value, rule, fix=fix)
 
 
 def masked_command(command: str) -> str:
@@ -493,7 +495,7 @@ def _looks_random(word: str) -> bool:
 _URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://(?:[^\s/?#<>]*@)?[^\s'\"<>]*")
 _ENTIRE_URL = re.compile(r"[A-Za-z][\w+.-]{0,30}://.*", re.DOTALL)
 
-PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
+_PASSWORD_IN_URL = re.compile(r"(://[^\s/:@?#\[]*:)(?!\d*(?:[/?#]|$))((?:[^/?#]*(?=@)|[^@]*(?=@)))@")
 """Matches scheme://user:password@host.  Digits alone are a port; a password may contain an unencoded slash."""
 _TOKEN_AS_USER = re.compile(r"(https?://)([^\s/:@?#]+)@", re.IGNORECASE)
 """In an HTTP URL, a user name without a password is a token."""
@@ -503,7 +505,6 @@ _SECRET_PARAMETER = re.compile(
     r"|(?:[\w.-]*[-_.])?(?:key|sig|pwd|pass|auth|authorization|jwt|sas|code|hmac|session|sessionid))=)([^&;#]*)",
     re.IGNORECASE,
 )
-_MASKED_URL = re.compile(r"://[^/\s]*\*\*\*@|://\S*[?&;#][\w.-]+=\*\*\*(?:[&;#]|$)")
 _SECRETS_IN_TEXT = tuple(
     re.compile(pattern)
     for pattern in (
@@ -561,6 +562,6 @@ def _mask_url(url: str, secrets: list[str]) -> str:
             secrets.append(match[2])
         return f"{match[1]}{MASK}{'@' if match[0].endswith('@') else ''}"
 
-    url = PASSWORD_IN_URL.sub(mask, url, count=1)
+    url = _PASSWORD_IN_URL.sub(mask, url, count=1)
     url = _TOKEN_AS_USER.sub(mask, url, count=1)
     return _SECRET_PARAMETER.sub(mask, url)

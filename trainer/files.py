@@ -46,19 +46,21 @@ _LOCK_POLL_S = 0.02
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, timeout_s: float = -1) -> Iterator[None]:
     """Hold the lock of a file or folder during a block: the file `.NAME.lock` next to it.
 
     The kernel releases the lock if this process dies.  On a file system without `flock`, filelock falls back to a
     marker file, which it takes over from a dead process.
 
-    Raises StopRequested if this process is asked to stop while it waits, and OSError if the lock file cannot be
-    created.
+    timeout_s: how long to wait while another process holds the lock; -1 for no limit.
+
+    Raises StopRequested if this process is asked to stop while it waits, TimeoutError after `timeout_s`, and OSError if
+    the lock file cannot be created.
     """
     lock_file = path.with_name(f".{path.name}.lock")
     lock = filelock.FileLock(lock_file, poll_interval=_LOCK_POLL_S)
     try:
-        lock.acquire(cancel_check=lambda: bool(immediate_stop_signal()))
+        lock.acquire(timeout_s, cancel_check=lambda: bool(immediate_stop_signal()))
     except filelock.Timeout:
         raise_if_stop_requested()
         raise

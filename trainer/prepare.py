@@ -115,39 +115,39 @@ def prepare(
 
     Raises UserError if an option is invalid, the input cannot be read, or the shards cannot be written.
     """
-    from trainer.data.remote.text import text_files  # imports the download code
+    from trainer.data.remote import find_text_files  # imports the download code
 
     if not 0 <= holdout < 1:
         raise setting_error("--holdout", holdout, "is a fraction of the documents, from 0 to below 1", 0.01)
     text_tokenizer = find_tokenizer(tokenizer, "--tokenizer", bos)
-    with text_files(inputs, "INPUT") as (files, fetch):
-        check_token_files(files, text_tokenizer, bos, _SETTING_NAMES)
-        if holdout and any(file.kind == "tokens" for file in files):
-            raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
-        stem = Path(out).expanduser()  # the part that the shards' paths have in common
-        if out.endswith(os.sep) or stem.is_dir():
-            raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
-        build = TextBuild(tuple(files), text_tokenizer, text_key, bad, holdout, engine, _SETTING_NAMES)
-        work = stem.with_name(f".{stem.name}.{build.name}.building")
-        existing = find_published(stem)
-        if existing and not overwrite and not work.exists():
-            rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
-            raise setting_error("--out", out, rule, f"{out}-2")
-        with writing_to("--out", stem, _min_bytes(build, files, work)), _creating_folder(stem, out):
-            try:
-                with locked(stem):
-                    # Another process may have published the same shards in the meantime, or before it was killed.
-                    manifest = _read_published(build, stem) if work.exists() or not overwrite else None
-                    if manifest is None:
-                        fetch()
-                        if not (work / MANIFEST).exists():
+    files, input_on_disk = find_text_files(inputs, "INPUT")
+    check_token_files(files, text_tokenizer, bos, _SETTING_NAMES)
+    if holdout and any(file.kind == "tokens" for file in files):
+        raise setting_error("--holdout", holdout, "tokens are used unchanged: hold out with data.holdout", 0)
+    stem = Path(out).expanduser()  # the part that the shards' paths have in common
+    if out.endswith(os.sep) or stem.is_dir():
+        raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
+    build = TextBuild(tuple(files), text_tokenizer, text_key, bad, holdout, engine, _SETTING_NAMES)
+    work = stem.with_name(f".{stem.name}.{build.name}.building")
+    existing = find_published(stem)
+    if existing and not overwrite and not work.exists():
+        rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
+        raise setting_error("--out", out, rule, f"{out}-2")
+    with writing_to("--out", stem, _min_bytes(build, files, work)), _creating_folder(stem, out):
+        try:
+            with locked(stem):
+                # Another process may have published the same shards in the meantime, or before it was killed.
+                manifest = _read_published(build, stem) if work.exists() or not overwrite else None
+                if manifest is None:
+                    if not (work / MANIFEST).exists():
+                        with input_on_disk():
                             build_in(build, work)
-                        manifest = _publish(build, work, stem)
-                    remove(work)
-            except (OSError, ShardError) as error:
-                if is_disk_full(error):
-                    raise
-                raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
+                    manifest = _publish(build, work, stem)
+                remove(work)
+        except (OSError, ShardError) as error:
+            if is_disk_full(error):
+                raise
+            raise setting_error("--out", out, f"cannot be written ({getattr(error, 'strerror', error)})") from error
     return _describe(stem, manifest, tokenizer, bos)
 
 

@@ -370,7 +370,7 @@ FREE = (
     "train.micro_batch_size",
 )
 FORBIDDEN = ("model.", "optim.name", "data.", "train.global_batch_size", "run.seed")
-UNSAID = ("data.cache_dir", "data.cache_gib")
+UNSAID = ("data.cache_dir",)
 """A place and its size, not the data: the contract's `data.*` does not mean it."""
 OF_SAME_TYPE = {
     bool: lambda value: not value,

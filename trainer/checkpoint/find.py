@@ -11,7 +11,7 @@ from trainer.config import stored_value
 from trainer.config.location import CHECKPOINT_FILES
 from trainer.config.passes import current_checkpoint_dir
 from trainer.config.stored import CONFIG, run_from_best_path
-from trainer.errors import UserError, is_masked
+from trainer.errors import UserError
 from trainer.files import local_path
 
 
@@ -58,19 +58,12 @@ def find_checkpoint(path: str | os.PathLike[str]) -> Storage:
 
 
 def _configured_folder(run: Storage) -> list[Storage]:
-    """Return the `checkpoint.dir` in a run's stored configuration as a list, which is empty if it is not set.
-
-    Raises UserError if its credentials are masked.
-    """
+    """Return the `checkpoint.dir` in a run's stored configuration as a list, which is empty if it is not set."""
     try:
         text = run.read(CONFIG).decode(errors="replace")
         checkpoint_dir, run_dir = stored_value(text, "checkpoint.dir"), stored_value(text, "run.dir")
     except (OSError, UserError):  # not a run folder
         return []
-    if is_masked(checkpoint_dir):
-        raise UserError(
-            f"{run}: its checkpoints are at {checkpoint_dir}, but credentials are not stored; give the complete URL"
-        )
     if not (isinstance(checkpoint_dir, str) and checkpoint_dir):
         return []
     return [open_storage(current_checkpoint_dir(checkpoint_dir, str(run_dir or run), str(run)))]

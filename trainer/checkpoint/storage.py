@@ -32,7 +32,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.errors import UserError, masked, redact
+from trainer.errors import UserError, redact, reject_credentials
 from trainer.files import crc32, local_path, read_all, sync_folder
 from trainer.urls import open_filesystem
 
@@ -126,16 +126,17 @@ class Storage(Protocol):
 
 
 def open_storage(path: str | os.PathLike[str]) -> Storage:
-    """Return the storage for a path or URL.  Raises UserError for an unsupported kind of URL."""
+    """Return the storage for a path or URL.  Raises UserError for an unsupported URL, or one with credentials."""
     folder, text = local_path(path), os.fspath(path)
     if folder is not None:
         return LocalStorage(folder)
+    reject_credentials("PATH", text)
     try:
         system, root = open_filesystem(text)
     except (ImportError, ValueError) as error:
         scheme = text.partition("://")[0]
         fix = f"install the fsspec library for {scheme}://, or use a folder or another URL"
-        raise UserError(redact(f"{masked(text)}: {error}\n  to fix: {fix}")) from error
+        raise UserError(redact(f"{text}: {error}\n  to fix: {fix}")) from error
     return RemoteStorage(system, root.rstrip("/"), text.rstrip("/"))
 
 
@@ -151,7 +152,7 @@ def list_configured_folder(storage: Storage) -> list[str]:
         if isinstance(storage, LocalStorage):
             raise
         fix = "check the URL, its credentials, and whether this machine can reach it"
-        raise UserError(redact(f"{masked(str(storage))}: cannot be read ({error})\n  to fix: {fix}")) from error
+        raise UserError(redact(f"{storage}: cannot be read ({error})\n  to fix: {fix}")) from error
 
 
 def is_same_location(one: str, other: str) -> bool:

@@ -9,7 +9,6 @@ from typing import Any
 from trainer.config.schema import SUBSECTIONS, RunConfig, plain_lists
 from trainer.config.stored import read_stored
 from trainer.errors import UserError, setting_error
-from trainer.urls import without_credentials
 
 _FIXED_ON_RESUME = (
     "model.",
@@ -30,7 +29,7 @@ _FIXED_ON_RESUME = (
 """Prefixes of the keys that must not change when a run resumes, unless `checkpoint.allow_changes` permits it."""
 _FREE_ON_RESUME = (
     *("model.path", "model.attention", "model.fresh"),
-    *("data.num_workers", "data.cache_dir", "data.cache_gib", "data.weights", "data.phases"),
+    *("data.num_workers", "data.cache_dir", "data.weights", "data.phases"),
 )
 """Exceptions to `_FIXED_ON_RESUME`.  The loader checks that `data.weights` and `data.phases` have not changed for past
 steps."""
@@ -137,17 +136,7 @@ def _are_equivalent(key: str, before: Any, now: Any) -> bool:
 
     With `data.too_long=auto`, a run either refuses to start or drops the same conversations as with `drop`.
     """
-    is_same = bool(_without_credentials(before) == _without_credentials(now))
-    return is_same or (key == "data.too_long" and {before, now} == {"auto", "drop"})
-
-
-def _without_credentials(value: Any) -> Any:
-    """Return a value without the credentials in its URLs: with a new token or signature, a URL names the same data."""
-    if isinstance(value, dict):
-        return {name: _without_credentials(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_without_credentials(item) for item in value]
-    return without_credentials(value) if isinstance(value, str) else value
+    return bool(before == now) or (key == "data.too_long" and {before, now} == {"auto", "drop"})
 
 
 def _check_same_kind(config: RunConfig, stored: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ from trainer.config.passes import Keys, Resolution, objective_name, run_passes
 from trainer.config.recipe_files import find_recipe_file, keys_of_sections, missing_model_error, read_yaml
 from trainer.config.schema import RunConfig
 from trainer.config.stored import CONFIG, check_imports, is_written_by_run, read_stored, reject_masked
-from trainer.errors import remember_secrets, setting_error
+from trainer.errors import reject_credentials, remember_secrets, setting_error
 from trainer.objective import find_objective
 from trainer.recipe import find_recipe
 
@@ -105,6 +105,10 @@ def _build(resolution: Resolution) -> RunConfig:
         raise setting_error(key, assignments.get(key, values.get(key)), rule, fix=fix) from error
     assert isinstance(config, RunConfig)
     remember_secrets(dataclasses.asdict(config))
+    for section, settings in dataclasses.asdict(config).items():
+        for name, value in settings.items():
+            if (section, name) != ("run", "on_end"):  # a command may contain a URL with credentials
+                reject_credentials(f"{section}.{name}", value)
     check_limits(config)
     if resolution.declared is not None:
         resolution.declared.check(config.model, config.checkpoint.allow_changes)

@@ -831,7 +831,7 @@ PASSES = (
     Pass("recipe fields", recipe_fields, "config", "follows from other model fields"),
     Pass("run name", run_name, "config", "the recipe's, in the folder runs/NAME", for_stored=True),
     Pass("data source", data_source, "config", "data.path is given", for_stored=True),
-    Pass("pinned data", "trainer.data.remote.datasets:pin_data", "config", "what the name means today"),
+    Pass("pinned data", "trainer.data.hub_data:pin_data", "config", "what the name means today"),
     Pass("range test", range_test, "config", "schedule.name=range is a short test", for_stored=True),
     Pass("holdout", holdout, "config", "for eval.every, as data.eval_path is not set", for_stored=True),
     Pass("tokenizer file", tokenizer_file, "config", "the file in the folder that is named", for_stored=True),

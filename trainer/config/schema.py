@@ -439,9 +439,6 @@ class DataSection:
     cache_dir: str | None = declare(
         None, "folder for tokenized text and downloaded shards; null: the user's cache folder"
     )
-    cache_gib: float | None = declare(
-        None, "maximum GiB of downloaded shards cached on each machine; null: no limit", above=0
-    )
 
     def as_synthetic(self) -> DataSection:
         """Return the section with synthetic data of the same shape in place of files."""

@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from trainer.config.pretrained import DeclaredModel
-from trainer.errors import UserError, is_masked, setting_error
+from trainer.errors import MASK, UserError, setting_error
 from trainer.recipe import check_import
 
 CONFIG = "config.yaml"
@@ -62,15 +62,10 @@ def check_imports(values: Mapping[str, Any], assignments: Collection[str], allow
 
 
 def reject_masked(key: str, value: Any, path: Path) -> None:
-    """Raise UserError for a value with masked secrets in a run's stored configuration."""
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-    if not any(map(is_masked, items)):
-        return
-    if key == "run.on_end":
+    """Raise UserError for a command that was masked in a run's stored configuration, as it may contain a secret."""
+    if key == "run.on_end" and value == MASK:
         rule = f"is not stored (in {path}), as it may hold secrets; give the command on the command line again"
         raise setting_error(key, value, rule, fix="run.on_end=COMMAND, or run.on_end=null for none")
-    rule = f"its credentials are not stored (in {path}); give the complete URL on the command line"
-    raise setting_error(key, value, rule)
 
 
 def read_stored(text: str, origin: str = "config.yaml") -> dict[str, Any]:

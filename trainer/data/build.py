@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,12 @@ class Build(ABC):
         return any((folder / self.name / MANIFEST).exists() for folder in find_cache_folders(cache_dir))
 
 
-def load_or_build(build: Build, cache_dir: str | None) -> ShardSet:
+def load_or_build(
+    build: Build, cache_dir: str | None, input_on_disk: Callable[[], AbstractContextManager[None]] = nullcontext
+) -> ShardSet:
     """Return the shards from the cache, building those first that are missing or damaged.
+
+    input_on_disk: a context manager inside which the input files are on the disk; entered only to build.
 
     Raises UserError as `Build.write`, `Build.combine` and `Build.check` do, and if no cache folder is writable.
     """
@@ -123,7 +128,8 @@ def load_or_build(build: Build, cache_dir: str | None) -> ShardSet:
             try:
                 return _load(build, folder / build.name)  # another process has built it in the meantime
             except ShardError:
-                build_in(build, folder / build.name)
+                with input_on_disk():
+                    build_in(build, folder / build.name)
                 return _load(build, folder / build.name)
 
     shards = in_writable_folder(cache_dir, build.content, build_below, build.num_bytes)

@@ -241,9 +241,7 @@ def _micro_batch_indices(
         start += num_steps * global_batch_size
 
 
-def _batches_in_process(
-    reader: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None
-) -> _Batches:
+def _batches_in_process(reader: _BatchReader, indices: Iterator[NDArray[np.int64]], device: int | None) -> _Batches:
     """Yield the micro-batches with the given sample indices, in pinned memory if `device` is given."""
     if device is not None:
         torch.cuda.set_device(device)  # per thread: otherwise this thread would pin memory for device 0

@@ -20,11 +20,11 @@ from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cached_property, partial
-from itertools import pairwise, tee
+from functools import cached_property
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -358,7 +358,6 @@ class MixedSource(Source):
         self.seq_len, self.vocab_size, self.tokenizer = first.seq_len, first.vocab_size, first.tokenizer
         self.checks_ids = all(source.checks_ids for source in self.sources.values())
         self.waits_for_storage = all(source.waits_for_storage for source in self.sources.values())
-        self.is_local = all(source.is_local for source in self.sources.values())
         self.shards = [shard for source in self.sources.values() for shard in source.shards]
         self._starts = np.cumsum([0, *map(len, self.sources.values())])
 
@@ -381,21 +380,6 @@ class MixedSource(Source):
                     combined = entries.setdefault(name, np.zeros((len(indices), *entry.shape[1:]), entry.dtype))
                     combined[rows] = entry
         return entries
-
-    def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
-    ) -> Iterator[NDArray[np.int64]]:
-        """Let each source prefetch; see `Source.follow`."""
-        for number, (source, source_steps) in enumerate(
-            zip(self.sources.values(), tee(steps, len(self.sources)), strict=True)
-        ):
-            indices = source.follow(indices, map(partial(self._to_source_indices, number), source_steps), rank_slice)
-        return indices
-
-    def _to_source_indices(self, number: int, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return indices relative to source `number`, with -1 for samples of other sources."""
-        start, stop = self._starts[number : number + 2]
-        return np.where((indices >= start) & (indices < stop), indices - start, -1)
 
     @property
     def facts(self) -> Mapping[str, float]:

@@ -27,10 +27,9 @@ from trainer.config.initial_weights import allows_other_tokenizer, find_weights_
 from trainer.config.passes import Resolution, run_passes
 from trainer.config.rules import check_schedule
 from trainer.data.build import load_or_build
-from trainer.data.cache import storage_error
 from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
-from trainer.data.records import SUPPORTED_SUFFIXES, URL_SUFFIXES, InputFile, find_files, is_record_file
+from trainer.data.records import SUPPORTED_SUFFIXES, InputFile, find_files, is_record_file
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, ShardSet, verify_at_start
 from trainer.data.source import Source, SourceSubset, Split, SyntheticSource, TokenSource
 from trainer.data.stdlib import StdlibBuild
@@ -255,7 +254,7 @@ def find(location: str | None, data: DataSection, key: str) -> Found:
             key, location or None, f"data.source=tokens needs a path: token shards, or {SUPPORTED_SUFFIXES}"
         )
     if is_hub_data(location):
-        from trainer.data.remote.datasets import find_data
+        from trainer.data.hub_data import find_data
 
         hub_data = find_data(location, key)
 
@@ -281,38 +280,19 @@ def find(location: str | None, data: DataSection, key: str) -> Found:
 
 def _find_remote(url: str, data: DataSection, key: str) -> Found:
     """Return the shards or the text at a URL."""
-    from trainer.data.remote.shards import NoShardsFound, open_remote
-    from trainer.data.remote.text import find_text, is_text
-    from trainer.data.remote.transport import RemoteReadError
+    from trainer.data.remote import RemoteShards, find_remote
 
-    try:
-        if not is_text(url):
-            try:
-                with contextlib.suppress(NoShardsFound):
-                    shards = open_remote(url, key, data.cache_dir, data.cache_gib)
-                    return Found(shards.files, lambda: shards)
-            except RemoteReadError as error:
-                if not error.is_unavailable:
-                    raise
-        text = find_text(url, data.cache_dir)
-        if not text.items:
-            rule = "contains neither token shards (.bin files or a manifest.json) nor text"
-            raise setting_error(key, url, rule, fix=f"give files that end in {URL_SUFFIXES}")
-    except ShardError as error:
-        raise _unusable_shards_error(key, url, error) from error
+    remote = find_remote(url, key, data.cache_dir)
+    if isinstance(remote, RemoteShards):
+        return Found(remote.files, remote.load)
+    found = _to_tokenize(remote.inputs, list(remote.urls), data, key, remote.downloaded)
 
-    @contextmanager
-    def downloaded() -> Iterator[None]:
-        try:
-            with text.kept_until_built():
-                text.fetch()
-                yield
-        except ShardError as error:
-            raise _unusable_shards_error(key, url, error) from error
-        except OSError as error:
-            raise storage_error(data.cache_dir, "text", text.folder, error) from error
+    def load() -> ShardSet:
+        shards = found.load()
+        remote.discard()
+        return shards
 
-    return _to_tokenize(text.inputs(key), [item.url for item in text.items], data, key, downloaded)
+    return dataclasses.replace(found, load=load)
 
 
 def _find_manifest(path: str, location: str, key: str) -> Path | None:
@@ -381,9 +361,8 @@ def _check_complete(location: str) -> None:
 def _unusable_shards_error(key: str, location: str, error: ShardError) -> UserError:
     """Return the UserError for shards that cannot be used."""
     if local_path(location) is None:
-        from trainer.data.remote.transport import unusable_url_error
-
-        return unusable_url_error(key, location, error)
+        fix = "start again to download it again, or check the URL"
+        return setting_error(key, location, str(error), fix=fix)
     return setting_error(key, location, str(error), fix="prepare shards from text with python -m trainer.prepare")
 
 
@@ -392,12 +371,12 @@ def _to_tokenize(
     names: list[str],
     data: DataSection,
     key: str,
-    downloaded: Callable[[], AbstractContextManager[None]] = nullcontext,
+    input_on_disk: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Found:
     """Return text files that are tokenized when they are loaded.
 
     names: the files' names for the user.
-    downloaded: a context manager inside which the files are on the disk.
+    input_on_disk: a context manager inside which the files are on the disk.
 
     Raises UserError if the settings do not match the files.
     """
@@ -405,14 +384,7 @@ def _to_tokenize(
     check_token_files(inputs, tokenizer, data.bos, keys)
     holdout = 0.0 if all(file.kind == "tokens" for file in inputs) else _holdout_fraction(data, key)
     build = TextBuild(tuple(inputs), tokenizer, data.text_key, data.bad, holdout, data.engine, keys)
-
-    def load() -> ShardSet:
-        if build.is_complete(data.cache_dir):
-            return load_or_build(build, data.cache_dir)
-        with downloaded():
-            return load_or_build(build, data.cache_dir)
-
-    return Found(names, load, build)
+    return Found(names, lambda: load_or_build(build, data.cache_dir, input_on_disk), build)
 
 
 def is_untokenized(data: DataSection) -> bool:

@@ -103,8 +103,6 @@ class Shard:
     A Shard can be sent to another process: it holds no open files, and each process opens those that it reads.
     """
 
-    is_remote = False
-    """Whether the shard must be downloaded before it can be read."""
     is_rebuilt = False
     """Whether the next start rebuilds the shard if one of its files is missing, as for cached shards.  If so, a corrupt
     file is renamed."""
@@ -289,10 +287,6 @@ class Shard:
                 return len(content)
             self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt, not the tokens
         return SHARD_FILES.read_into(buffer, self._file, offset)
-
-    def peek(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return a few tokens, like `read`.  A remote shard downloads only these, if its server can send them alone."""
-        return self.read(start, count)
 
 
 class ShardWriter:
@@ -495,7 +489,7 @@ def describe_os_error(error: OSError) -> str:
     """Return the text of an OSError, with the limit on open files if it was reached, or advice if the disk is full."""
     details = f"; `ulimit -n` is {file_limit()}" if error.errno in (errno.EMFILE, errno.ENFILE) else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        details = " for the cache; free some space, set data.cache_dir to another disk, or set data.cache_gib"
+        details = " for the cache; free some space, or set data.cache_dir to another disk"
     return f"{error.strerror}{details}"
 
 

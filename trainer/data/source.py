@@ -16,7 +16,7 @@ import dataclasses
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias
@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.shards import Shard, ShardError
-from trainer.renamed import Renamed
 
 Split: TypeAlias = Literal["train", "eval"]
 """The samples to train on, or those that are held out."""
@@ -60,8 +59,6 @@ class Source(ABC):
     checks_ids: whether `batch` itself checks that ids are within the vocabulary; otherwise the loader does.
     waits_for_storage: whether `batch` is I/O-bound and thread-safe.  A thread of the rank then prefetches batches,
         since worker processes would only add copies.
-    is_local: whether `batch` only reads local files and never waits for a connection.  If so, the rank may call it
-        directly when that is faster than using a thread.
     rows_per_sample: rows per sample; 2 for preference pairs and for mismatched responses.
     num_labels: number of classes; labels are less than this.  0 if samples have no labels.
     only_label: the label shared by all samples; None if there are several labels or none.
@@ -75,13 +72,10 @@ class Source(ABC):
     attended: float | None = None
     checks_ids: bool = False
     waits_for_storage: bool = False
-    is_local: bool = False
     rows_per_sample: int = 1
     num_labels: int = 0
     only_label: int | None = None
     shards: Sequence[Shard] = ()
-
-    is_here, stretch, sentence = Renamed("is_local"), Renamed("read_tokens"), Renamed("summary")
 
     @abstractmethod
     def __len__(self) -> int:
@@ -100,16 +94,6 @@ class Source(ABC):
         """Return the concatenated tokens of samples `first` to `last` (exclusive)."""
         tokens: NDArray[np.integer[Any]] = as_mapping(self.batch(np.arange(first, last)))["tokens"].ravel()
         return tokens
-
-    def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
-    ) -> Iterator[NDArray[np.int64]]:
-        """Return `indices`, the sample indices of each micro-batch, wrapped so that the source may prefetch for them.
-
-        Called before any of the samples are read.  `steps` yields the sample indices of each step for all ranks, and
-        `rank_slice` is this rank's slice of each.
-        """
-        return indices
 
     @property
     def fingerprint(self) -> Fingerprint:
@@ -140,7 +124,7 @@ class SourceSubset(Source):
     def __init__(self, base: Source, start: int, stop: int) -> None:
         self.seq_len, self.vocab_size, self.tokenizer = base.seq_len, base.vocab_size, base.tokenizer
         self.bytes_per_token, self.checks_ids = base.bytes_per_token, base.checks_ids
-        self.waits_for_storage, self.is_local, self.shards = base.waits_for_storage, base.is_local, base.shards
+        self.waits_for_storage, self.shards = base.waits_for_storage, base.shards
         self.rows_per_sample, self.num_labels, self.only_label = base.rows_per_sample, base.num_labels, base.only_label
         self.base, self._start, self._length = base, start, stop - start
 
@@ -158,12 +142,6 @@ class SourceSubset(Source):
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples; see `Source.read_tokens`."""
         return self.base.read_tokens(self._start + first, self._start + last)
-
-    def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
-    ) -> Iterator[NDArray[np.int64]]:
-        """Let the underlying source prefetch; see `Source.follow`."""
-        return self.base.follow(indices, map(self._to_base_indices, steps), rank_slice)
 
     @property
     def summary(self) -> str:
@@ -246,7 +224,6 @@ class TokenSource(Source):
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
         self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
-        self.is_local = not any(shard.is_remote for shard in shards)
         self._can_hold_unknown_ids = info.vocab_size <= np.iinfo(self._dtype).max
         self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
         self.num_targets = self._shard_starts[-1] - 1 if num_targets is None else num_targets
@@ -275,22 +252,6 @@ class TokenSource(Source):
         tokens = np.empty(stop - start, self._dtype)
         self._read(tokens, start)
         return tokens
-
-    def follow(
-        self, indices: Iterator[NDArray[np.int64]], steps: Iterator[NDArray[np.int64]], rank_slice: slice
-    ) -> Iterator[NDArray[np.int64]]:
-        """Download remote shards before they are read; see `Source.follow`."""
-        if not self.shards[0].is_remote:
-            return indices
-        from trainer.data.remote.shards import ShardPrefetcher
-
-        return ShardPrefetcher(self.shards, self._shards_of, steps, rank_slice).follow(indices)
-
-    def _shards_of(self, indices: NDArray[np.int64]) -> list[int]:
-        """Return the numbers of the shards that contain the samples, in sample order."""
-        pieces = [piece for index in indices.tolist() for piece in self._pieces_of(index)]
-        shard_ranges = [(self._locate(start)[0], self._locate(start + count)[0]) for start, count in pieces]
-        return list(dict.fromkeys(shard for first, last in shard_ranges for shard in range(first, last + 1)))
 
     def _read_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens and targets of the samples at `indices`, both (len(indices), seq_len)."""
@@ -389,7 +350,7 @@ def sample_content(shards: Sequence[Shard]) -> str:
         last_start = info.num_tokens - count
         starts = {last_start - last_start * window // windows_per_shard for window in range(windows_per_shard)}
         for start in sorted(starts):
-            digest.update(shard.peek(start, count).tobytes())
+            digest.update(shard.read(start, count).tobytes())
     return digest.hexdigest()
 
 

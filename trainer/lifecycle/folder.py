@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from trainer.checkpoint.storage import open_storage
 from trainer.config import RunConfig
 from trainer.config.stored import CONFIG
-from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, as_typed, masked, print_stderr, redact, setting_error
+from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, as_typed, print_stderr, redact, setting_error
 from trainer.files import local_path, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot_id
 
@@ -185,7 +185,7 @@ class RunFolder:
                 config = replace(
                     config,
                     run=replace(config.run, dir=str(self.path)),
-                    checkpoint=replace(config.checkpoint, dir=self.checkpoint_dir and masked(self.checkpoint_dir)),
+                    checkpoint=replace(config.checkpoint, dir=self.checkpoint_dir),
                 )
             write_atomically(self.path / CONFIG, comment + config.to_yaml())
 

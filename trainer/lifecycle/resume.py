@@ -26,7 +26,7 @@ from trainer.checkpoint.storage import SUPERSEDED, is_same_location, open_storag
 from trainer.config import RunConfig, stored_value
 from trainer.config.passes import is_another_run, shared_checkpoints_rule
 from trainer.distributed.world import World
-from trainer.errors import UserError, masked, setting_error
+from trainer.errors import UserError, setting_error
 from trainer.lifecycle.folder import RECORD_FILES, RunFolder, read_status
 from trainer.lifecycle.state import TrainState
 from trainer.metrics.record import read_kinds
@@ -138,7 +138,7 @@ class Resume:
 
         def is_from_same_start() -> bool:
             newest = self._reader.newest_run_info() if self._world.is_main else None
-            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != masked(resume):
+            if newest is None or stored_value(newest.config_yaml, "checkpoint.resume") != resume:
                 return False
             env = self._world.env
             is_same_job = newest.job != "" and newest.job == env.job
@@ -260,9 +260,7 @@ class EarlierAttempts:
         if not self._folder.is_main or not (original := self.copied_from()):
             return
         stored_dir = stored_value(self._folder.previous_config or "", "checkpoint.dir")
-        if is_same_location(
-            str(masked(self.checkpoint_dir)), str(stored_dir) if stored_dir else f"{original}/checkpoints"
-        ):
+        if is_same_location(self.checkpoint_dir, str(stored_dir) if stored_dir else f"{original}/checkpoints"):
             rule = shared_checkpoints_rule(original, self.checkpoint_dir, str(self._folder.path))
             raise setting_error("checkpoint.dir", self._config.checkpoint.dir, rule)
 

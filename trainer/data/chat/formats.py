@@ -112,7 +112,7 @@ def find_files(key: str, value: str) -> list[Path]:
     Raises UserError that names the setting `key` if nothing matches.
     """
     if is_hub_data(value):
-        from trainer.data.remote.datasets import find_data
+        from trainer.data.hub_data import find_data
 
         hub_data = find_data(value, key)
         hub_data.fetch()

@@ -227,18 +227,17 @@ def _matches(path: str, pattern: str) -> bool:
 
 def _declared_configs(repository: hub.Repository) -> list[Mapping[str, Any]]:
     """Return the configurations that README.md declares.  There may be none."""
+    from huggingface_hub.repocard import metadata_load  # slow to import
+
     readme = next((file for file in repository.files if file.path == "README.md"), None)
     if readme is None:
         return []
     repository.fetch([readme])
-    front_matter = re.match(
-        r"---\s*\n(.*?)\n---\s*\n", (repository.folder / "README.md").read_text(errors="replace") + "\n", re.S
-    )
     try:
-        content = yaml.safe_load(front_matter[1]) if front_matter else None
-    except yaml.YAMLError:
+        metadata = metadata_load(repository.folder / "README.md") or {}
+    except (ValueError, yaml.YAMLError):  # it has none that can be read
         return []
-    configs = content.get("configs") if isinstance(content, Mapping) else None
+    configs = metadata.get("configs")
     return [config for config in configs if isinstance(config, Mapping)] if isinstance(configs, list) else []
 
 
