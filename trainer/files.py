@@ -221,15 +221,15 @@ def with_checksum(content: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify_checksum(content: Any) -> dict[str, Any]:
-    """Return a JSON object read from a file, without its checksum.  Raises ValueError if the checksum is wrong.
+    """Return a JSON object read from a file, without its checksum.
 
-    Files without a checksum, which earlier versions wrote, are not verified.
+    Raises ValueError if it is not an object, or if the checksum is missing or wrong.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
     plain = {name: value for name, value in content.items() if name != CHECKSUM}
-    if CHECKSUM in content and content[CHECKSUM] != _checksum_of(plain):
-        raise ValueError("its checksum is wrong")
+    if content.get(CHECKSUM) != _checksum_of(plain):
+        raise ValueError("its checksum is wrong" if CHECKSUM in content else "it has no checksum")
     return plain
 
 

@@ -27,7 +27,7 @@ from tests.helpers.faults import Fault, reach, small_disk
 from tests.helpers.launch import Run, fork, on_ranks, run
 from trainer import UserError
 from trainer.config import DataSection
-from trainer.data import packing, records
+from trainer.data import records, shards
 from trainer.data.opening import open_source
 from trainer.data.source import as_mapping
 from trainer.prepare import prepare
@@ -92,7 +92,7 @@ def write_inputs(kind: str, folder: Path, cache: Path) -> DataSection:
     """Write what a cache is made of, in this process, and return the settings for a cache in a folder."""
     import sysconfig
 
-    packing.MAX_DOCUMENTS_IN_MEMORY = 0  # a million documents would take seconds
+    shards.MAX_DOCUMENTS_IN_MEMORY = 0  # a million documents would take seconds
     library = folder / "lib"
     library.mkdir(exist_ok=True)
     for number in range(60):

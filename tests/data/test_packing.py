@@ -14,7 +14,7 @@ from tests.helpers.data import BYTES_END, read_all, stream_of, tokens_section, w
 from tests.helpers.tiny import tiny_config
 from trainer import Trainer, UserError, load_config
 from trainer.config import check_config
-from trainer.data import packing
+from trainer.data import shards as shard_files
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.mixture import sample_at
 from trainer.data.opening import open_source
@@ -82,7 +82,7 @@ def test_each_document_is_in_exactly_one_row(
     path, corpus = many
     seq_len = 32
     if is_in_files:  # as those of millions of documents are
-        monkeypatch.setattr(packing, "MAX_DOCUMENTS_IN_MEMORY", 0)
+        monkeypatch.setattr(shard_files, "MAX_DOCUMENTS_IN_MEMORY", 0)
     data = tokens_section(path, seq_len=seq_len, documents=documents, fit=fit, cache_dir=str(tmp_path / "cache"))
     batch = read_all(open_source(data, 257, "train"))
     expected: list[Pairs] = []

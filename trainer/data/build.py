@@ -245,7 +245,6 @@ def _make_manifest(records: Sequence[_PieceRecord], notes: dict[str, Any], folde
         end_id=info.end_id,
         train=manifest_rows(train, folder),
         held_out=manifest_rows(held_out, folder),
-        checksums=[shard.info.checksum for shard in (*train, *held_out)],
         train_content=sample_content(train) if train else "",
         held_out_content=sample_content(held_out) if held_out else "",
         notes=notes,

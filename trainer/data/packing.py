@@ -12,7 +12,6 @@ even a billion documents need no private memory.
 
 from __future__ import annotations
 
-import bisect
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +24,7 @@ from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build
 from trainer.data.mixture import sample_at
-from trainer.data.shards import Shard
+from trainer.data.shards import Shard, Stream
 from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_content
 from trainer.files import crc32, verify_checksum, with_checksum
 
@@ -60,10 +59,9 @@ class MaskedSource(TokenSource):
     def __init__(self, shards: Sequence[Shard], seq_len: int) -> None:
         num_targets = sum(shard.info.num_tokens - shard.info.num_documents for shard in shards)
         super().__init__(shards, seq_len, num_targets)
-        self._index = DocumentIndex(shards)
 
     def __len__(self) -> int:
-        return -(-(self._shard_starts[-1] - 1) // self.seq_len)
+        return -(-(self.stream.num_tokens - 1) // self.seq_len)
 
     def batch(self, indices: NDArray[np.int64]) -> Samples:
         """Return the samples at `indices`, with `documents` and `positions` (int32); see `Source.batch`."""
@@ -71,7 +69,7 @@ class MaskedSource(TokenSource):
         is_start = np.zeros((len(indices), self.seq_len + 1), bool)
         for row, index in enumerate(np.asarray(indices).tolist()):
             for start, count in self._pieces_of(index):
-                is_start[row, self._index.starts_between(start + 1, start + count + 1) - start] = True
+                is_start[row, self.stream.starts_between(start + 1, start + count + 1) - start] = True
         targets[is_start[:, 1:]] = IGNORE
         return {"tokens": tokens, "targets": targets, **_document_entries(is_start[:, :-1])}
 
@@ -138,12 +136,8 @@ PIECE = np.dtype([("start", "<i8"), ("count", "<i4")])
 _FILES = {"pieces": PIECE, "ends": np.dtype("<i8")}
 """The files of a stored layout, with their dtypes."""
 
-MAX_DOCUMENTS_IN_MEMORY = 2**20
-"""Maximum number of documents for which the layout is held in memory, where each takes about 24 bytes."""
-
-_BLOCK = 2**16
-"""Number of documents that are read at once.  Blocks of at least this many documents are packed separately, so no row
-contains documents from two blocks."""
+_MIN_BLOCK_DOCUMENTS = 2**16
+"""Minimum number of documents that are packed together.  No row contains documents from two blocks."""
 
 
 @dataclass(frozen=True)
@@ -178,8 +172,9 @@ def load_row_layout(
 
     Raises ShardError, or UserError if the cache is not writable; see `get_or_build`.
     """
-    if sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY:
-        blocks = list(_row_blocks(shards, seq_len, packs))
+    stream = Stream(shards)
+    if stream.has_few_documents:
+        blocks = list(_row_blocks(stream, seq_len, packs))
         pieces = np.concatenate([pieces for pieces, _ in blocks])
         return RowLayout(pieces, np.cumsum(np.concatenate([sizes for _, sizes in blocks])), _totals_of(pieces))
     name = f"packing-{content}-{seq_len}-{'best' if packs else 'apart'}"
@@ -187,7 +182,7 @@ def load_row_layout(
         cache_dir,
         name,
         "the packing of the documents",
-        build=lambda folder: _write_layout(folder, _row_blocks(shards, seq_len, packs)),
+        build=lambda folder: _write_layout(folder, _row_blocks(stream, seq_len, packs)),
         load=_memory_map,
     )
 
@@ -196,33 +191,23 @@ _Block = tuple[NDArray[Any], NDArray[np.int64]]
 """The pieces of a block's rows, in row order, and the number of pieces in each row."""
 
 
-def _row_blocks(shards: Sequence[Shard], seq_len: int, packs: bool) -> Iterator[_Block]:
+def _row_blocks(stream: Stream, seq_len: int, packs: bool) -> Iterator[_Block]:
     """Yield the rows of each block of documents in turn."""
     pending: list[NDArray[np.int64]] = []
-    for documents in _document_blocks(shards):
-        pending.append(documents)
-        if sum(map(len, pending)) >= _BLOCK:
+    for offsets in stream.document_blocks():
+        pending.append(np.stack([offsets[:-1], np.diff(offsets) - 1], axis=1))
+        if sum(map(len, pending)) >= _MIN_BLOCK_DOCUMENTS:
             yield _make_rows(np.concatenate(pending), seq_len, packs)
             pending = []
     if pending:
         yield _make_rows(np.concatenate(pending), seq_len, packs)
 
 
-def _document_blocks(shards: Sequence[Shard]) -> Iterator[NDArray[np.int64]]:
-    """Yield (n, 2) arrays with the position of the first token and the number of targets of each document.
-
-    Each array holds up to _BLOCK documents of one shard.
-    """
-    num_tokens_before = 0
-    for shard in shards:
-        for first in range(0, shard.info.num_documents, _BLOCK):
-            offsets = shard.read_offsets(first, min(_BLOCK, shard.info.num_documents - first) + 1)
-            yield np.stack([offsets[:-1] + num_tokens_before, np.diff(offsets) - 1], axis=1)
-        num_tokens_before += shard.info.num_tokens
-
-
 def _make_rows(documents: NDArray[np.int64], seq_len: int, packs: bool) -> _Block:
-    """Return the rows of one block; `documents` is as in `_document_blocks`."""
+    """Return the rows of one block.
+
+    documents: (n, 2), the position of the first token and the number of targets of each document.
+    """
     starts, targets = documents.T
     counts = np.maximum(0, -(-targets // seq_len))
     document = np.repeat(np.arange(len(documents)), counts)
@@ -278,29 +263,6 @@ def _read_array(path: Path, dtype: np.dtype[Any], checksum: int) -> NDArray[Any]
     if (crc32(values.view(np.uint8).data) if len(values) else 0) != checksum:
         raise ValueError(f"the checksum of {path.name} is wrong")
     return values
-
-
-class DocumentIndex:
-    """Finds the positions at which documents start in the concatenated tokens of several shards."""
-
-    def __init__(self, shards: Sequence[Shard]) -> None:
-        self._shards = shards
-        self._ends: list[int] = np.cumsum([shard.info.num_tokens for shard in shards]).tolist()
-        is_small = sum(shard.info.num_documents for shard in shards) <= MAX_DOCUMENTS_IN_MEMORY
-        self._starts = np.concatenate([documents[:, 0] for documents in _document_blocks(shards)]) if is_small else None
-
-    def starts_between(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the positions in [first, last) at which documents start."""
-        if self._starts is not None:
-            return self._starts[slice(*np.searchsorted(self._starts, (first, last)).tolist())]
-        starts, shard_number = [np.empty(0, np.int64)], bisect.bisect_right(self._ends, first)
-        while (
-            shard_number < len(self._ends)
-            and (start := self._ends[shard_number] - self._shards[shard_number].info.num_tokens) < last
-        ):
-            starts.append(start + self._shards[shard_number].documents_between(max(0, first - start), last - start))
-            shard_number += 1
-        return np.concatenate(starts)
 
 
 def best_fit(lengths: NDArray[np.int64], row_length: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -1,15 +1,17 @@
 """Reads and writes token shards, and the manifests that list them.
 
-A token shard consists of three or four files:
+A token shard consists of four files:
 
     NAME.bin    the tokens: little-endian uint8, uint16 or uint32, depending on the vocabulary size
     NAME.idx    the index: the start of each document and the end of the last one, num_documents + 1 uint64 values
-    NAME.crc    for large shards: CRC-32 of all tokens and of the index (big-endian uint32), then of each 4096-byte page
-                of tokens (little-endian uint32)
-    NAME.json   the metadata (`ShardInfo`): dtype, tokenizer, number of tokens, and checksums of NAME.bin and NAME.idx
+    NAME.crc    the CRC-32 of each page of 4096 bytes, of NAME.bin and then of NAME.idx (little-endian uint32)
+    NAME.json   the metadata (`ShardInfo`): dtype, tokenizer, number of tokens, and the CRC-32 of NAME.crc
+
+Every page is compared with its checksum whenever it is read, so that no damage is served as other tokens.  This takes
+no more reads from the disk, since the kernel reads complete pages anyway.
 
 A manifest lists the shards of a dataset with their metadata, so that thousands of shards can be opened by reading a
-single file.
+single file.  `Stream` reads several shards as one sequence of tokens.
 
 Files are read through a small cache of file descriptors, without memory mapping.  If a memory-mapped file is truncated
 or its storage fails, SIGBUS kills the process.  A Python mapping also keeps a descriptor open, and touching a page
@@ -26,10 +28,8 @@ import errno
 import functools
 import json
 import os
-import re
 import secrets
-import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -39,28 +39,18 @@ from numpy.typing import NDArray
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
-from trainer.files import CHECKSUM, atomic_replace, crc32, verify_checksum, with_checksum
+from trainer.files import atomic_replace, crc32, verify_checksum, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
-"""Suffixes of a shard's files, metadata last.  Only large shards have a .crc: see `_MAX_BYTES_WITHOUT_CRC`."""
+"""Suffixes of a shard's files, metadata last."""
 
 MAX_BYTES_VERIFIED_AT_START = 1 << 30
-"""Maximum total bytes of token data that are verified completely when opened, which takes up to half a second.  In
-larger datasets, a shard is verified when it is first read or, with a .crc, page by page as it is read."""
+"""Maximum total bytes of token data that are verified completely when opened, which takes up to half a second.  Larger
+datasets are verified page by page as they are read."""
 
 _PAGE_BYTES = 4096
-"""Bytes covered by each page checksum in NAME.crc.  The kernel reads complete pages of this size anyway, so verifying
-them takes no additional reads."""
-
-_MAX_BYTES_WITHOUT_CRC = 1 << 22
-"""Shards with at most this many bytes of tokens have no .crc, and are verified completely before the first read."""
-
-FileVersion: TypeAlias = "tuple[str, int, int]"
-"""A version of a file: path, inode and change time (ctime, ns)."""
-
-_VERIFIED: set[FileVersion] = set()
-"""The files whose checksums this process has verified, or for which it has found no checksum."""
+"""Bytes covered by each checksum in NAME.crc."""
 
 
 class ShardError(Exception):
@@ -74,6 +64,7 @@ class ShardInfo:
     dtype: the name of the smallest dtype that can represent all ids of the vocabulary.
     end_id: the end-of-document token.
     num_bytes: the size of the raw text, or 0 if there was no text or its size is unknown.
+    crc: the CRC-32 of NAME.crc.
     """
 
     dtype: str
@@ -83,50 +74,38 @@ class ShardInfo:
     num_tokens: int
     num_documents: int
     num_bytes: int
+    crc: int
     format: int = 1
-    checksum: str = ""
-    """CRC-32 of the tokens and of the index, in hexadecimal; empty in shards written by early versions."""
 
     @property
     def shared_properties(self) -> tuple[str, int, str, int]:
         """The properties that must be the same in all shards of a dataset."""
         return self.dtype, self.vocab_size, self.tokenizer, self.end_id
 
-
-_FIELD_TYPES = [(declared.name, declared.type) for declared in dataclasses.fields(ShardInfo)]
-"""The name of each field, and the name of its type."""
+    @property
+    def file_sizes(self) -> dict[str, int]:
+        """The size of each file except the metadata, in bytes."""
+        num_token_bytes, num_index_bytes = self.num_tokens * np.dtype(self.dtype).itemsize, (self.num_documents + 1) * 8
+        num_pages = -(-num_token_bytes // _PAGE_BYTES) + -(-num_index_bytes // _PAGE_BYTES)
+        return {".bin": num_token_bytes, ".idx": num_index_bytes, ".crc": 4 * num_pages}
 
 
 class Shard:
-    """A token shard.  Raises ShardError if the sizes of its files do not match its metadata.
+    """A token shard.  Raises ShardError if a file is missing, or has another size than its metadata says.
 
     A Shard can be sent to another process: it holds no open files, and each process opens those that it reads.
     """
 
     is_rebuilt = False
-    """Whether the next start rebuilds the shard if one of its files is missing, as for cached shards.  If so, a corrupt
+    """Whether the next start rebuilds the shard if one of its files is missing, as for cached shards.  If so, a damaged
     file is renamed."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, info: ShardInfo | None = None) -> None:
+        """info: the metadata, if a manifest contains it; otherwise it is read from NAME.json."""
         self.name = os.fspath(path)
-        """The shard's path; for a remote shard, its URL."""
-        stem = os.path.splitext(self.name)[0]
-        self.info = read_info(f"{stem}.json")
-        self._file = check_file_size(self.name, self.info.num_tokens * self.dtype.itemsize)
-        check_file_size(f"{stem}.idx", (self.info.num_documents + 1) * 8)
-
-    @classmethod
-    def from_manifest(cls, name: str, info: ShardInfo) -> Shard:
-        """Return the shard at the path `name`, with `info` from a manifest.
-
-        The sizes of the files are checked with `stat`, without opening them, so that thousands of shards take only a
-        fraction of a second.
-        """
-        shard = cls.__new__(cls)
-        shard.name, shard.info = name, info
-        shard._file = _stat_file(name, info.num_tokens * shard.dtype.itemsize)
-        _stat_file(f"{name.removesuffix('.bin')}.idx", (info.num_documents + 1) * 8)
-        return shard
+        """The shard's path."""
+        self.info = read_info(self._path(".json")) if info is None else info
+        self._files = {suffix: _find_file(self._path(suffix), size) for suffix, size in self.info.file_sizes.items()}
 
     @property
     def path(self) -> Path:
@@ -146,16 +125,7 @@ class Shard:
 
     def read_into(self, tokens: NDArray[np.unsignedinteger[Any]], start: int) -> None:
         """Fill `tokens`, a contiguous array of the shard's dtype, with tokens from `start` on.  Raises ShardError."""
-        offset = start * tokens.itemsize
-        try:
-            num_read = self._fill(tokens, offset, is_index=False)
-        except OSError as error:
-            raise ShardError(f"{self.name} cannot be read ({describe_os_error(error)})") from error
-        if num_read < tokens.nbytes:
-            num_bytes, expected = offset + num_read, self.info.num_tokens * tokens.itemsize
-            with contextlib.suppress(OSError):
-                num_bytes = self.path.stat().st_size
-            raise ShardError(f"{self.name} is truncated: it has {num_bytes} bytes, but its metadata says {expected}")
+        self._read(".bin", tokens, start * tokens.itemsize)
 
     def read_offsets(self, first: int = 0, count: int | None = None) -> NDArray[np.int64]:
         """Return `count` document offsets from document `first` on; the last offset is the end of the shard.
@@ -165,128 +135,107 @@ class Shard:
         Raises ShardError if the offsets do not cover the tokens.
         """
         num_offsets = self.info.num_documents + 1
-        offsets = self._read_offsets(first, num_offsets - first if count is None else count)
+        offsets = np.empty(num_offsets - first if count is None else count, "<u8")
+        self._read(".idx", offsets, first * 8)
+        offsets = offsets.astype(np.int64)
         stop, num_tokens = first + len(offsets), self.info.num_tokens
         if (
             (first == 0 and offsets[0] != 0)
             or (stop == num_offsets and offsets[-1] != num_tokens)
             or (not 0 <= offsets[0] <= offsets[-1] <= num_tokens or np.any(np.diff(offsets) < 0))
         ):
-            raise ShardError(f"{self._index_name} is damaged: its documents do not cover the tokens")
+            raise ShardError(f"{self._path('.idx')} is damaged: its documents do not cover the tokens")
         return offsets
 
     def documents_between(self, first: int, last: int) -> NDArray[np.int64]:
         """Return the positions in [first, last) at which documents start."""
-        documents = range(self.info.num_documents)
-        find_document = functools.partial(
-            bisect.bisect_left, documents, key=lambda number: self._read_offsets(number, 1)[0]
-        )
-        start = find_document(first)
-        stop = find_document(last, lo=start)
+        start, stop = self._find_document(first), self._find_document(last)
         return self.read_offsets(start, stop - start) if start < stop else np.empty(0, np.int64)
 
-    @property
-    def _index_name(self) -> str:
-        return f"{self.name.removesuffix('.bin')}.idx"
+    def _find_document(self, position: int) -> int:
+        """Return the number of the first document that starts at a position or later."""
+        page = max(0, int(np.searchsorted(self._page_starts, position)) - 1)
+        first = page * _OFFSETS_PER_PAGE
+        offsets = self.read_offsets(first, min(_OFFSETS_PER_PAGE, self.info.num_documents - first))
+        return first + int(np.searchsorted(offsets, position))
 
     @functools.cached_property
-    def _index(self) -> FileVersion:
-        return check_file_size(self._index_name, (self.info.num_documents + 1) * 8)
-
-    def _read_offsets(self, first: int, count: int) -> NDArray[np.int64]:
-        offsets = np.empty(count, "<u8")
-        try:
-            num_bytes = self._fill(offsets, first * 8, is_index=True)
-        except OSError as error:
-            raise ShardError(f"{self._index_name} cannot be read ({describe_os_error(error)})") from error
-        if num_bytes < offsets.nbytes:
-            raise ShardError(f"{self._index_name} is truncated")
-        return offsets.astype(np.int64)
-
-    def _fill(self, buffer: NDArray[Any], offset: int, is_index: bool) -> int:
-        """Fill `buffer` with bytes of the tokens or of the index, and return the number of bytes read.
-
-        Raises OSError, or ShardError if a checksum does not match.
-        """
-        file = self._index if is_index else self._file
-        if file not in _VERIFIED:
-            if not is_index and self._page_checksums is not None:
-                return self._fill_verified(buffer, offset, self._page_checksums)
-            self._verify(file, is_index)
-        return SHARD_FILES.read_into(buffer, file, offset)
+    def _page_starts(self) -> NDArray[np.int64]:
+        """The first offset in each page of the index, which takes 16 bytes of memory for a thousand documents."""
+        documents = range(0, self.info.num_documents, _OFFSETS_PER_PAGE)
+        return np.concatenate([self.read_offsets(first, 1) for first in documents])
 
     def verify(self) -> None:
-        """Verify the checksums of all bytes.  Raises ShardError.
+        """Compare all bytes with their checksums.  Raises ShardError."""
+        for suffix in (".bin", ".idx"):
+            size = self.info.file_sizes[suffix]
+            for offset in range(0, size, _VERIFIED_BYTES):
+                self._read(suffix, np.empty(min(_VERIFIED_BYTES, size - offset), np.uint8), offset)
 
-        Each process does this once per shard.  Shards without checksums, from early versions or other tools, pass.
+    def _read(self, suffix: str, buffer: NDArray[Any], offset: int) -> None:
+        """Fill `buffer` with bytes of a file from `offset` on, after comparing their pages with the checksums.
+
+        Raises ShardError if the file cannot be read or is damaged.
         """
-        self._verify(self._file, is_index=False)
-        self._verify(self._index, is_index=True)
+        size = self.info.file_sizes[suffix]
+        first, last = offset // _PAGE_BYTES, -(-(offset + buffer.nbytes) // _PAGE_BYTES)
+        pages = np.empty(max(0, min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES), np.uint8)
+        self._read_pages(suffix, pages, first * _PAGE_BYTES)
+        position, page_bytes = 0, pages.data
+        for page, checksum in enumerate(self._read_checksums(suffix, first, last), first):
+            if crc32(page_bytes[position : position + _PAGE_BYTES]) != checksum:
+                raise self._damaged(suffix, f"the checksum of page {page} is wrong")
+            position += _PAGE_BYTES
+        start = offset - first * _PAGE_BYTES
+        buffer.view(np.uint8)[:] = pages[start : start + buffer.nbytes]
 
-    def _verify(self, file: FileVersion, is_index: bool) -> None:
-        """Verify the checksum of one file, unless this process has done so already.  Raises ShardError."""
-        if file in _VERIFIED:
-            return
-        recorded = self._recorded_checksum[8:] if is_index else self._recorded_checksum[:8]
-        if recorded:
-            crc, offset, block = 0, 0, np.empty(1 << 20, np.uint8)
-            try:
-                while count := SHARD_FILES.read_into(block, file, offset):
-                    crc, offset = crc32(block[:count].data, crc), offset + count
-            except OSError as error:
-                raise ShardError(f"{file[0]} cannot be read ({describe_os_error(error)})") from error
-            checksum = f"{crc:08x}"
-            if checksum != recorded:
-                complaint = f"is damaged: its checksum is {checksum}, but {recorded} was written"
-                if not self.is_rebuilt:
-                    raise ShardError(f"{file[0]} {complaint}")
-                with contextlib.suppress(OSError):
-                    os.replace(file[0], f"{file[0]}.damaged")
-                raise ShardError(f"{file[0]}, in the cache, {complaint}; the next start builds it again")
-        _VERIFIED.add(file)
+    def _read_checksums(self, suffix: str, first: int, last: int) -> list[int]:
+        """Return the checksums of pages `first` to `last` (exclusive) of a file."""
+        if not self._are_checksums_verified:
+            checksums = np.empty(self.info.file_sizes[".crc"], np.uint8)
+            self._read_pages(".crc", checksums, 0)
+            if crc32(checksums.data) != self.info.crc:
+                raise self._damaged(".crc", "its checksum is wrong")
+            self._are_checksums_verified = True
+        pages_before = 0 if suffix == ".bin" else -(-self.info.file_sizes[".bin"] // _PAGE_BYTES)
+        page_checksums = np.empty(last - first, "<u4")
+        self._read_pages(".crc", page_checksums, 4 * (pages_before + first))
+        values: list[int] = page_checksums.tolist()
+        return values
 
-    @functools.cached_property
-    def _recorded_checksum(self) -> str:
-        """The checksums that were recorded when the shard was written, as in `ShardInfo.checksum`."""
-        metadata = f"{self.name.removesuffix('.bin')}.json"
-        if self.info.checksum or not os.path.lexists(metadata):
-            return self.info.checksum
-        return read_info(metadata).checksum  # early manifests do not list checksums
+    _are_checksums_verified = False
+    """Whether NAME.crc as a whole has been compared with its checksum."""
 
-    @functools.cached_property
-    def _page_checksums(self) -> FileVersion | None:
-        """The file with page checksums, or None if there is no valid one."""
-        size = self.info.num_tokens * self.dtype.itemsize
-        path = f"{self.name.removesuffix('.bin')}.crc"
-        if size <= _MAX_BYTES_WITHOUT_CRC or not self._recorded_checksum or not os.path.isfile(path):
-            return None
+    def _read_pages(self, suffix: str, buffer: NDArray[Any], offset: int) -> None:
+        """Fill `buffer` with bytes of a file as they are.  Raises ShardError."""
+        path = self._path(suffix)
         try:
-            file = check_file_size(path, 8 + 4 * -(-size // _PAGE_BYTES))
-            header = np.empty(8, np.uint8)
-            SHARD_FILES.read_into(header, file, 0)
-        except (OSError, ShardError):
-            return None
-        return file if header.tobytes() == bytes.fromhex(self._recorded_checksum) else None
+            num_read = _read_into(buffer, self._files[suffix], offset)
+        except OSError as error:
+            raise ShardError(f"{path} cannot be read ({describe_os_error(error)})") from error
+        if num_read < buffer.nbytes:
+            expected = self.info.file_sizes[suffix]
+            with contextlib.suppress(OSError):
+                num_read = os.stat(path).st_size - offset
+            raise ShardError(f"{path} is truncated: it has {offset + num_read} bytes, but its metadata says {expected}")
 
-    def _fill_verified(self, buffer: NDArray[Any], offset: int, page_checksums: FileVersion) -> int:
-        """Fill `buffer` with tokens, as `_fill` does, after verifying the pages that contain them."""
-        size, stop = self.info.num_tokens * self.dtype.itemsize, offset + buffer.nbytes
-        first, last = offset // _PAGE_BYTES, -(-min(stop, size) // _PAGE_BYTES)
-        pages = np.empty(min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES, np.uint8)
-        checksums = np.empty(last - first, "<u4")
-        SHARD_FILES.read_into(checksums, page_checksums, 8 + 4 * first)
-        if SHARD_FILES.read_into(pages, self._file, first * _PAGE_BYTES) == len(pages):
-            position, page_bytes = 0, pages.data
-            for page_sum in checksums.tolist():
-                if crc32(page_bytes[position : position + _PAGE_BYTES]) != page_sum:
-                    break
-                position += _PAGE_BYTES
-            else:
-                content = pages[offset - first * _PAGE_BYTES : stop - first * _PAGE_BYTES]
-                buffer.view(np.uint8)[: len(content)] = content
-                return len(content)
-            self._verify(self._file, is_index=False)  # if this passes, the .crc is corrupt, not the tokens
-        return SHARD_FILES.read_into(buffer, self._file, offset)
+    def _damaged(self, suffix: str, reason: str) -> ShardError:
+        """Return the error for a damaged file, which is renamed if the next start rebuilds it."""
+        path = self._path(suffix)
+        if not self.is_rebuilt:
+            return ShardError(f"{path} is damaged: {reason}")
+        with contextlib.suppress(OSError):
+            os.replace(path, f"{path}.damaged")
+        return ShardError(f"{path}, in the cache, is damaged: {reason}; the next start builds it again")
+
+    def _path(self, suffix: str) -> str:
+        return os.path.splitext(self.name)[0] + suffix
+
+
+_OFFSETS_PER_PAGE = _PAGE_BYTES // 8
+
+_VERIFIED_BYTES = 1 << 20
+"""Number of bytes that `Shard.verify` reads at once; whole pages."""
 
 
 class ShardWriter:
@@ -300,12 +249,10 @@ class ShardWriter:
         self.path, self._tokenizer = path, tokenizer
         self._dtype = np.dtype(find_dtype(tokenizer.vocab_size))
         self._attempt = f"{os.getpid()}-{secrets.token_hex(4)}.tmp"
-        self._checksums = {".bin": 0, ".idx": 0, ".json": 0}
-        self._files: dict[str, BinaryIO] = {}
+        self._files: dict[str, _FileWithChecksums] = {}
         try:
-            for suffix in self._checksums:
-                add_partial(self._temporary(suffix))
-                self._files[suffix] = open(self._temporary(suffix), "wb")  # noqa: SIM115
+            for suffix in (".bin", ".idx"):
+                self._files[suffix] = _FileWithChecksums(self._temporary(suffix))
         except OSError:
             self.discard()
             raise
@@ -367,10 +314,12 @@ class ShardWriter:
 
     def _write_bytes(self, suffix: str, content: bytes | memoryview) -> None:
         self._files[suffix].write(content)
-        self._checksums[suffix] = crc32(content, self._checksums[suffix])
 
     def close(self) -> None:
         """Flush all files to disk, under their temporary names."""
+        for file in self._files.values():
+            file.close()
+        page_checksums = np.array([*self._files[".bin"].checksums, *self._files[".idx"].checksums], "<u4").tobytes()
         info = ShardInfo(
             dtype=self._dtype.name,
             vocab_size=self._tokenizer.vocab_size,
@@ -379,42 +328,68 @@ class ShardWriter:
             num_tokens=self.num_tokens,
             num_documents=self.num_documents,
             num_bytes=self.num_bytes,
-            checksum=f"{self._checksums['.bin']:08x}{self._checksums['.idx']:08x}",
+            crc=crc32(page_checksums),
         )
-        self._files[".json"].write(json.dumps(with_checksum(dataclasses.asdict(info)), indent=1).encode() + b"\n")
-        self._files[".bin"].flush()
-        if self.num_tokens * self._dtype.itemsize > _MAX_BYTES_WITHOUT_CRC:
-            add_partial(self._temporary(".crc"))
-            self._files[".crc"] = open(self._temporary(".crc"), "wb")  # noqa: SIM115
-            self._files[".crc"].write(bytes.fromhex(info.checksum))
-            with open(self._temporary(".bin"), "rb") as tokens:
-                page_checksums = [crc32(page) for page in iter(lambda: tokens.read(_PAGE_BYTES), b"")]
-            self._files[".crc"].write(np.array(page_checksums, "<u4").tobytes())
-        for file in self._files.values():
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+        metadata = json.dumps(with_checksum(dataclasses.asdict(info)), indent=1).encode() + b"\n"
+        for suffix, content in ((".crc", page_checksums), (".json", metadata)):
+            add_partial(self._temporary(suffix))
+            with open(self._temporary(suffix), "wb") as written:
+                written.write(content)
+                written.flush()
+                os.fsync(written.fileno())
 
     def publish(self) -> None:
         """Rename the files to their final names, metadata last: a shard without metadata is rejected."""
         for suffix in SUFFIXES:
-            if suffix in self._files:
-                os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
-            else:
-                self.path.with_suffix(suffix).unlink(missing_ok=True)
+            os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
             drop_partial(self._temporary(suffix))
 
     def discard(self) -> None:
         """Remove the files that were not published."""
+        for file in self._files.values():
+            with contextlib.suppress(OSError):  # on a full disk, buffered data cannot be flushed
+                file.close()
         for suffix in SUFFIXES:
-            if suffix in self._files:
-                with contextlib.suppress(OSError):  # on a full disk, buffered data cannot be flushed
-                    self._files[suffix].close()
             self._temporary(suffix).unlink(missing_ok=True)
             drop_partial(self._temporary(suffix))
 
     def _temporary(self, suffix: str) -> Path:
         return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")
+
+
+class _FileWithChecksums:
+    """A file that is being written, and the checksums of its pages."""
+
+    def __init__(self, path: Path) -> None:
+        add_partial(path)
+        self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
+        self.checksums: list[int] = []
+        self._checksum = self._num_bytes_in_page = 0
+
+    def write(self, content: bytes | memoryview) -> None:
+        view = memoryview(content).cast("B")
+        self._file.write(view)
+        while len(view):
+            part = view[: _PAGE_BYTES - self._num_bytes_in_page]
+            self._checksum = crc32(part, self._checksum)
+            self._num_bytes_in_page += len(part)
+            view = view[len(part) :]
+            if self._num_bytes_in_page == _PAGE_BYTES:
+                self._end_page()
+
+    def close(self) -> None:
+        """End the last page, and flush the file to disk."""
+        if self._file.closed:
+            return
+        if self._num_bytes_in_page:
+            self._end_page()
+        with self._file:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def _end_page(self) -> None:
+        self.checksums.append(self._checksum)
+        self._checksum = self._num_bytes_in_page = 0
 
 
 def read_info(path: str) -> ShardInfo:
@@ -433,43 +408,28 @@ def parse_info(content: bytes, path: str) -> ShardInfo:
     """Return the metadata in the content of a file; `path` names the file in messages.  Raises ShardError."""
     try:
         stored = json.loads(content)
-        info = ShardInfo(**{name: value for name, value in stored.items() if name != CHECKSUM})
-    except (ValueError, TypeError, AttributeError) as error:
-        raise ShardError(f"{path} is not the metadata of a token shard") from error
-    for name, kind in _FIELD_TYPES:
-        if type(value := getattr(info, name)).__name__ != kind:
-            raise ShardError(f"{path} is damaged: {name} is {value!r}")
-    if info.format != ShardInfo.format:
-        raise ShardError(f"{path} has format {info.format}, but this version reads format {ShardInfo.format}")
-    if info.checksum and not re.fullmatch("[0-9a-f]{16}", info.checksum):
-        raise ShardError(f"{path} is damaged: checksum is {info.checksum!r}")
-    if info.dtype != find_dtype(info.vocab_size) or info.num_tokens < 1 or info.num_documents < 1:
-        raise ShardError(f"{path} is damaged: {info}")
+        is_metadata = isinstance(stored, dict) and {"dtype", "vocab_size", "num_tokens"} <= stored.keys()
+    except ValueError:
+        is_metadata = False
+    if not is_metadata:
+        raise ShardError(f"{path} is not the metadata of a token shard")
+    if stored.get("format") != ShardInfo.format:
+        raise ShardError(f"{path} has format {stored.get('format')}, but this version reads format {ShardInfo.format}")
     try:
-        verify_checksum(stored)
-    except ValueError as error:
+        return ShardInfo(**verify_checksum(stored))
+    except (ValueError, TypeError) as error:
         raise ShardError(f"{path} is damaged: {error}") from error
-    return info
 
 
-def check_file_size(path: str, num_bytes: int) -> FileVersion:
-    """Return the current version of a file.  Raises ShardError unless it is readable and has `num_bytes` bytes."""
+def _find_file(path: str, num_bytes: int) -> FileVersion:
+    """Return the current version of a file.  Raises ShardError unless it exists and has `num_bytes` bytes.
+
+    The file is not opened, so that thousands of shards take only a fraction of a second.
+    """
     try:
-        with open(path, "rb", buffering=0) as file:  # `stat` alone would not show whether it is readable
-            stat = os.fstat(file.fileno())
+        stat = os.stat(path)
     except OSError as error:
         raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-    return _check_stat(path, stat, num_bytes)
-
-
-def _stat_file(path: str, num_bytes: int) -> FileVersion:
-    try:
-        return _check_stat(path, os.stat(path), num_bytes)
-    except OSError as error:
-        raise ShardError(f"{path} cannot be read ({error.strerror})") from error
-
-
-def _check_stat(path: str, stat: os.stat_result, num_bytes: int) -> FileVersion:
     if stat.st_size != num_bytes:
         raise ShardError(f"{path} has {stat.st_size} bytes, but its metadata says {num_bytes}")
     return path, stat.st_ino, stat.st_ctime_ns  # unlike mtime, ctime cannot be set
@@ -520,9 +480,9 @@ class ShardSet:
 MANIFEST = "manifest.json"
 """The file name of a manifest in a folder."""
 
-ShardRow: TypeAlias = "tuple[str, int, int, int]"
-"""A shard in a manifest: its path, absolute or relative to the manifest's folder, and its numbers of tokens,
-documents and bytes of raw text."""
+ShardRow: TypeAlias = "tuple[str, int, int, int, int]"
+"""A shard in a manifest: its path, absolute or relative to the manifest's folder, its numbers of tokens, documents and
+bytes of raw text, and the CRC-32 of its checksums."""
 
 _MANIFEST_FORMAT = 1
 
@@ -534,8 +494,6 @@ class ShardManifest:
     train_content: the `sample_content` of the shards in `train`, or "" without shards.
     held_out_content: the same for `held_out`.
     notes: statistics collected while building the shards, for the messages of later runs.
-    checksums: the checksums in the metadata of all shards: first those of `train`, then those of `held_out`.  Empty in
-        manifests from earlier versions.
     """
 
     dtype: str
@@ -548,7 +506,6 @@ class ShardManifest:
     held_out_content: str = ""
     notes: dict[str, Any] = dataclasses.field(default_factory=dict)
     format: int = _MANIFEST_FORMAT
-    checksums: list[str] = dataclasses.field(default_factory=list)
 
     @classmethod
     def read(cls, path: Path) -> ShardManifest:
@@ -563,21 +520,20 @@ class ShardManifest:
     def parse(cls, content: bytes, path: str) -> ShardManifest:
         """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
         try:
-            manifest = cls(**verify_checksum(json.loads(content)))
-            if manifest.format != _MANIFEST_FORMAT:
-                raise ShardError(
-                    f"{path} has format {manifest.format}, but this version reads format {_MANIFEST_FORMAT}"
-                )
-            _check_types(manifest)
-            for row in (*manifest.train, *manifest.held_out):
-                name, *counts = row
-                if not isinstance(name, str) or [type(count) for count in counts] != [int] * 3 or min(counts) < 0:
-                    raise ValueError(f"a shard is {row!r}")
+            stored = json.loads(content)
+            is_manifest = isinstance(stored, dict) and {"train", "held_out", "tokenizer"} <= stored.keys()
+        except ValueError:
+            is_manifest = False
+        if not is_manifest:
+            rule = "is neither a manifest of token shards nor a file of documents (an array of objects, or .jsonl)"
+            raise ShardError(f"{path} {rule}")
+        if stored.get("format") != _MANIFEST_FORMAT:
+            rule = f"has format {stored.get('format')}, but this version reads format {_MANIFEST_FORMAT}"
+            raise ShardError(f"{path} {rule}")
+        try:
+            return cls(**verify_checksum(stored))
         except (ValueError, TypeError) as error:
-            raise ShardError(
-                f"{path} is neither a manifest of token shards nor a file of documents (an array of objects, or .jsonl)"
-            ) from error
-        return manifest
+            raise ShardError(f"{path} is damaged: {error}") from error
 
     def write(self, path: Path) -> None:
         """Write the manifest to `path` atomically, replacing an earlier one, and flush it to disk."""
@@ -589,20 +545,12 @@ class ShardManifest:
 
         folder: the folder of the manifest.
 
-        Raises ShardError if a file is missing or has the wrong size; see `Shard.from_manifest`.
+        Raises ShardError if a file is missing or has the wrong size.
         """
-        prefix = f"{folder}/"
-        return [
-            Shard.from_manifest(name if name.startswith("/") else prefix + name, info)
-            for name, info in self.infos(is_held_out)
-        ]
+        return [Shard(folder / name, info) for name, info in self.infos(is_held_out)]
 
     def infos(self, is_held_out: bool = False) -> list[tuple[str, ShardInfo]]:
         """Return the path of each shard as written in the manifest, and its metadata."""
-        checksums = self.checksums or [""] * (len(self.train) + len(self.held_out))
-        rows, checksums_of_split = (
-            (self.held_out, checksums[len(self.train) :]) if is_held_out else (self.train, checksums[: len(self.train)])
-        )
         return [
             (
                 name,
@@ -614,117 +562,148 @@ class ShardManifest:
                     num_tokens=num_tokens,
                     num_documents=num_documents,
                     num_bytes=num_bytes,
-                    checksum=checksum,
+                    crc=crc,
                 ),
             )
-            for (name, num_tokens, num_documents, num_bytes), checksum in zip(rows, checksums_of_split, strict=True)
+            for name, num_tokens, num_documents, num_bytes, crc in (self.held_out if is_held_out else self.train)
         ]
-
-
-def _check_types(manifest: ShardManifest) -> None:
-    """Raise ValueError if a field has the wrong type or an invalid value."""
-    texts = (manifest.dtype, manifest.tokenizer, manifest.train_content, manifest.held_out_content, *manifest.checksums)
-    if not all(isinstance(text, str) for text in texts):
-        raise ValueError("a field that must be text is not text")
-    if manifest.checksums and len(manifest.checksums) != len(manifest.train) + len(manifest.held_out):
-        raise ValueError("the number of checksums is wrong")
-    for checksum in filter(None, manifest.checksums):
-        if not re.fullmatch("[0-9a-f]{16}", checksum):
-            raise ValueError(f"a checksum is {checksum!r}")
-    if type(manifest.vocab_size) is not int or type(manifest.end_id) is not int or not isinstance(manifest.notes, dict):
-        raise ValueError("vocab_size, end_id or notes has the wrong type")
-    if manifest.vocab_size < 1 or manifest.dtype != find_dtype(manifest.vocab_size):
-        raise ValueError(f"dtype is {manifest.dtype}")
 
 
 def manifest_rows(shards: Sequence[Shard], folder: Path) -> list[ShardRow]:
     """Return the rows that describe `shards` in a manifest in `folder`."""
-    names = [shard.path.relative_to(folder).as_posix() for shard in shards]
-    infos = [shard.info for shard in shards]
     return [
-        (name, info.num_tokens, info.num_documents, info.num_bytes) for name, info in zip(names, infos, strict=True)
+        (
+            shard.path.relative_to(folder).as_posix(),
+            shard.info.num_tokens,
+            shard.info.num_documents,
+            shard.info.num_bytes,
+            shard.info.crc,
+        )
+        for shard in shards
     ]
+
+
+# -- several shards as one stream -------------------------------------------------------------------------------------
+
+MAX_DOCUMENTS_IN_MEMORY = 2**20
+"""Maximum number of documents for which a value per document is held in memory."""
+
+_DOCUMENTS_PER_BLOCK = 2**16
+"""Maximum number of documents in a block of `Stream.document_blocks`."""
+
+
+class Stream:
+    """The concatenated tokens of one or more shards, and the documents in them.
+
+    dtype: the dtype of the tokens.
+    num_tokens: the number of tokens in all shards.
+    """
+
+    def __init__(self, shards: Sequence[Shard]) -> None:
+        self.shards, self.dtype = list(shards), shards[0].dtype
+        self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
+        self.num_tokens = self._shard_starts[-1]
+
+    @property
+    def has_few_documents(self) -> bool:
+        """Whether a value per document may be held in memory."""
+        return sum(shard.info.num_documents for shard in self.shards) <= MAX_DOCUMENTS_IN_MEMORY
+
+    def locate(self, position: int) -> tuple[int, int]:
+        """Return (shard number, position in that shard) of a token."""
+        shard_number = bisect.bisect_right(self._shard_starts, position) - 1
+        return shard_number, position - self._shard_starts[shard_number]
+
+    def read(self, start: int, count: int) -> NDArray[np.unsignedinteger[Any]]:
+        """Return `count` tokens from `start` on, across shard boundaries.  Raises ShardError."""
+        tokens = np.empty(count, self.dtype)
+        self.read_into(tokens, start)
+        return tokens
+
+    def read_into(self, tokens: NDArray[np.unsignedinteger[Any]], start: int) -> None:
+        """Fill `tokens`, a contiguous array, with tokens from `start` on.  Raises ShardError."""
+        shard_number, position = self.locate(start)
+        filled = 0
+        while filled < len(tokens):
+            shard = self.shards[shard_number]
+            count = min(len(tokens) - filled, shard.info.num_tokens - position)
+            shard.read_into(tokens[filled : filled + count], position)
+            filled, shard_number, position = filled + count, shard_number + 1, 0
+
+    def document_blocks(self) -> Iterator[NDArray[np.int64]]:
+        """Yield the offsets of consecutive documents: the start of each, and the end of the last one, in the stream.
+
+        The documents of a block are in the same shard.  Raises ShardError.
+        """
+        for shard, shard_start in zip(self.shards, self._shard_starts, strict=False):
+            for first in range(0, shard.info.num_documents, _DOCUMENTS_PER_BLOCK):
+                count = min(_DOCUMENTS_PER_BLOCK, shard.info.num_documents - first)
+                yield shard.read_offsets(first, count + 1) + shard_start
+
+    def starts_between(self, first: int, last: int) -> NDArray[np.int64]:
+        """Return the positions in [first, last) at which documents start.  Raises ShardError."""
+        if self._document_starts is not None:
+            return self._document_starts[slice(*np.searchsorted(self._document_starts, (first, last)).tolist())]
+        starts = [np.empty(0, np.int64)]
+        for shard_number in range(self.locate(first)[0], len(self.shards)):
+            shard_start = self._shard_starts[shard_number]
+            if shard_start >= last:
+                break
+            starts.append(
+                shard_start
+                + self.shards[shard_number].documents_between(max(0, first - shard_start), last - shard_start)
+            )
+        return np.concatenate(starts)
+
+    @functools.cached_property
+    def _document_starts(self) -> NDArray[np.int64] | None:
+        """The start of each document, or None if there are too many to hold them in memory."""
+        return np.concatenate([offsets[:-1] for offsets in self.document_blocks()]) if self.has_few_documents else None
 
 
 # -- open files -------------------------------------------------------------------------------------------------------
 
-MAX_OPEN_FILES = 128
-"""Maximum number of descriptors that are kept open."""
+FileVersion: TypeAlias = "tuple[str, int, int]"
+"""A version of a file: path, inode and change time (ctime, ns).  Each has a descriptor of its own, since the file may
+have been replaced."""
 
 
-class _Descriptor:
+class _OpenFile:
     """An open file.  It is closed when its last reference is dropped, so that readers can finish after its eviction."""
 
-    number = -1
+    descriptor = -1
 
     def __init__(self, path: str) -> None:
-        self.number = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self.number, 0, 0, os.POSIX_FADV_RANDOM)
+            os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_RANDOM)
 
     def __del__(self) -> None:
-        if self.number >= 0:
-            os.close(self.number)
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
 
 
-class DescriptorCache:
-    """Cache of the most recently opened files.  Thread-safe; a forked process can use the cache that it inherits.
+@functools.lru_cache(maxsize=max(1, min(128, file_limit() // 4)))
+def _open(file: FileVersion) -> _OpenFile:
+    return _OpenFile(file[0])
 
-    Looking up an open file takes no lock and records no use, since this happens for every sample.
+
+def _read_into(buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
+    """Fill `buffer` with bytes of a file from `offset` on, as far as the file goes; return their number.
+
+    Raises OSError.
     """
-
-    def __init__(self) -> None:
-        self._open: dict[FileVersion, _Descriptor] = {}
-        self._lock = threading.Lock()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._reset_lock)
-
-    def read_into(self, buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
-        """Fill the contiguous `buffer` with bytes from `offset` on, as far as the file goes; return their number.
-
-        Each version of a file has a separate descriptor, since the file may have been replaced.  Raises OSError.
-        """
-        descriptor = self._open.get(file) or self._get_or_open(file)
-        count = os.preadv(descriptor.number, [buffer.data], offset)
-        while 0 < count < buffer.nbytes:  # a signal interrupted it, or the file ends
-            more = os.preadv(descriptor.number, [buffer.data.cast("B")[count:]], offset + count)
-            if not more:
-                break
-            count += more
-        return count
-
-    def forget(self, file: FileVersion) -> None:
-        """Drop a file from the cache; it is closed once no thread reads from it."""
-        with self._lock:
-            self._open.pop(file, None)
-
-    def close(self) -> None:
-        """Drop all files from the cache; each is closed once no thread reads from it."""
-        with self._lock:
-            self._open.clear()
-
-    def _get_or_open(self, file: FileVersion) -> _Descriptor:
-        with self._lock:
-            descriptor = self._open.get(file)  # another thread may just have opened it
-            if descriptor is None:
-                max_open = max(1, min(MAX_OPEN_FILES, file_limit() // 4))
-                for old_file in list(self._open)[: max(0, len(self._open) + 1 - max_open)]:
-                    del self._open[old_file]
-                descriptor = self._open[file] = self._open_file(file[0])
-            return descriptor
-
-    def _open_file(self, path: str) -> _Descriptor:
-        try:
-            return _Descriptor(path)
-        except OSError as error:
-            if error.errno not in (errno.EMFILE, errno.ENFILE) or not self._open:
-                raise
-        self._open.clear()  # the rest of the process has used up the limit: use a single descriptor
-        return _Descriptor(path)
-
-    def _reset_lock(self) -> None:
-        self._lock = threading.Lock()  # a thread of the parent may have held the old lock during the fork
+    opened = _open(file)
+    count, num_bytes = 0, buffer.nbytes
+    content = buffer.view(np.uint8).data
+    while count < num_bytes:  # more than once if a signal interrupts it
+        more = os.preadv(opened.descriptor, [content[count:]], offset + count)
+        if not more:
+            break
+        count += more
+    return count
 
 
-SHARD_FILES = DescriptorCache()
-"""The open files of all token shards that this process reads."""
+def forget_files() -> None:
+    """Close all files of shards that this process has open."""
+    _open.cache_clear()

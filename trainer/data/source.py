@@ -11,7 +11,6 @@ folders and modification times are not part of a fingerprint, so that data can b
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import hashlib
 import math
@@ -24,7 +23,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.data.shards import Shard, ShardError
+from trainer.data.shards import Shard, ShardError, Stream
 
 Split: TypeAlias = Literal["train", "eval"]
 """The samples to train on, or those that are held out."""
@@ -223,10 +222,8 @@ class TokenSource(Source):
         """num_targets: the number of targets; None for all tokens but the first."""
         info = shards[0].info
         self.seq_len, self.vocab_size, self.tokenizer = seq_len, info.vocab_size, info.tokenizer
-        self.shards, self._padding, self._dtype = list(shards), info.end_id, shards[0].dtype
-        self._can_hold_unknown_ids = info.vocab_size <= np.iinfo(self._dtype).max
-        self._shard_starts: list[int] = np.cumsum([0, *(shard.info.num_tokens for shard in shards)]).tolist()
-        self.num_targets = self._shard_starts[-1] - 1 if num_targets is None else num_targets
+        self.stream, self.shards, self._padding = Stream(shards), list(shards), info.end_id
+        self.num_targets = self.stream.num_tokens - 1 if num_targets is None else num_targets
         num_bytes = sum(shard.info.num_bytes for shard in shards)
         if self.num_targets and num_bytes:  # unknown (0) for tokens from other tools
             self.bytes_per_token = num_bytes / self.num_targets
@@ -234,7 +231,7 @@ class TokenSource(Source):
     @property
     def summary(self) -> str:
         """The number of tokens, the fraction of them that are targets, and warnings about skipped documents."""
-        num_tokens = self._shard_starts[-1]
+        num_tokens = self.stream.num_tokens
         fraction = self.num_targets / max(1, num_tokens)
         counts = f"{num_tokens:,} tokens, {fraction:.1%} of them are targets"
         return f"{counts}\n{self.warnings}" if self.warnings else counts
@@ -248,10 +245,8 @@ class TokenSource(Source):
 
     def read_tokens(self, first: int, last: int) -> NDArray[np.integer[Any]]:
         """Return the concatenated tokens of consecutive samples, in the shards' dtype; see `Source.read_tokens`."""
-        start, stop = first * self.seq_len, min(last * self.seq_len, self._shard_starts[-1])
-        tokens = np.empty(stop - start, self._dtype)
-        self._read(tokens, start)
-        return tokens
+        start, stop = first * self.seq_len, min(last * self.seq_len, self.stream.num_tokens)
+        return self.stream.read(start, stop - start)
 
     def _read_windows(self, indices: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return tokens and targets of the samples at `indices`, both (len(indices), seq_len)."""
@@ -259,81 +254,71 @@ class TokenSource(Source):
         assert not sample_indices or -1 <= min(sample_indices) <= max(sample_indices) < len(self), (indices, len(self))
         starts = self._starts_of(sample_indices)
         if starts is not None:
-            rows = self._read_rows(sample_indices, starts, self.seq_len + 1)
-            return rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-        tokens, targets = (np.empty((len(sample_indices), self.seq_len), np.int64) for _ in range(2))
+            return self._tokens_and_targets(self._read_rows(sample_indices, starts, self.seq_len + 1))
+        tokens = np.full((len(sample_indices), self.seq_len), self._padding, np.int64)
+        targets = np.full((len(sample_indices), self.seq_len), IGNORE, np.int64)
         for row, index in enumerate(sample_indices):
             filled = 0
             for start, count in self._pieces_of(index):
-                piece = self._read_rows([index], [start], count + 1)[0]
-                tokens[row, filled : filled + count], targets[row, filled : filled + count] = piece[:-1], piece[1:]
-                filled += count
-            tokens[row, filled:], targets[row, filled:] = self._padding, IGNORE
+                stop = filled + count
+                piece = self._tokens_and_targets(self._read_rows([index], [start], count + 1))
+                tokens[row, filled:stop], targets[row, filled:stop] = piece[0][0], piece[1][0]
+                filled = stop
         return tokens, targets
+
+    def _tokens_and_targets(
+        self, values: NDArray[np.unsignedinteger[Any]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and targets, both (n, count), given the stored values of n pieces, (n, count + 1)."""
+        return values[:, :-1].astype(np.int64), values[:, 1:].astype(np.int64)
 
     def _starts_of(self, indices: Sequence[int]) -> list[int] | None:
         """Return the position of each sample's first token if all are full, contiguous windows; otherwise None."""
-        if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self._shard_starts[-1]:
+        if not indices or min(indices) < 0 or (max(indices) + 1) * self.seq_len >= self.stream.num_tokens:
             return None
         return [index * self.seq_len for index in indices]
 
     def _pieces_of(self, index: int) -> list[tuple[int, int]]:
         """Return (position of the first token, number of targets) for each piece of a sample; none for index -1."""
         start = index * self.seq_len
-        return [(start, min(self.seq_len, self._shard_starts[-1] - 1 - start))] if index >= 0 else []
+        return [(start, min(self.seq_len, self.stream.num_tokens - 1 - start))] if index >= 0 else []
 
     def _read_rows(self, indices: Sequence[int], starts: Sequence[int], count: int) -> NDArray[np.unsignedinteger[Any]]:
-        """Return `count` tokens of the stream from each of `starts` on, shape (len(starts), count).
+        """Return `count` values of the stream from each of `starts` on, shape (len(starts), count).
 
         indices: the sample that each row belongs to, for error messages.
 
-        Raises ShardError if the tokens cannot be read or are outside the vocabulary.
+        Raises ShardError if the values cannot be read or are outside the shards' vocabulary.
         """
-        rows = np.empty((len(starts), count), self._dtype)
+        rows = np.empty((len(starts), count), self.stream.dtype)
         for index, row, start in zip(indices, rows, starts, strict=True):
             try:
-                self._read(row, start)
+                self.stream.read_into(row, start)
             except ShardError as error:
                 raise ShardError(f"sample {index} cannot be read: {error}") from error
-        if self._can_hold_unknown_ids and rows.max(initial=0) >= self.vocab_size:
-            bad_row = int(np.argmax((rows >= self.vocab_size).any(axis=1)))
-            raise ShardError(self._out_of_vocabulary_message(rows[bad_row], indices[bad_row], starts[bad_row]))
+        limit = self.shards[0].info.vocab_size
+        if rows.max(initial=0) >= limit:
+            bad_row = int(np.argmax((rows >= limit).any(axis=1)))
+            raise ShardError(self._out_of_vocabulary_message(rows[bad_row], indices[bad_row], starts[bad_row], limit))
         return rows
 
-    def _out_of_vocabulary_message(self, row: NDArray[np.unsignedinteger[Any]], index: int, start: int) -> str:
+    def _out_of_vocabulary_message(
+        self, row: NDArray[np.unsignedinteger[Any]], index: int, start: int, limit: int
+    ) -> str:
         """Return the message about the first id of a row that is outside the vocabulary."""
-        position = int(np.argmax(row >= self.vocab_size))
-        shard_number, position_in_shard = self._locate(start + position)
+        position = int(np.argmax(row >= limit))
+        shard_number, position_in_shard = self.stream.locate(start + position)
         location = f"token {position_in_shard} of {self.shards[shard_number].name}"
         return (
-            f"sample {index} holds the id {row[position]}, {location}: "
-            f"ids must be below {self.vocab_size}, the size of the vocabulary; the shard is damaged, so prepare it "
-            "again"
+            f"sample {index} holds the id {row[position]}, {location}: ids must be below {limit}, the size of the "
+            "vocabulary; the shard is damaged, so prepare it again"
         )
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint, which covers the shards' metadata and some windows of tokens in each.  Raises ShardError."""
         content = self.known_content or sample_content(self.shards)
-        return Fingerprint(len(self), len(self.shards), self._shard_starts[-1], content)
-
-    def _locate(self, start: int) -> tuple[int, int]:
-        """Return (shard number, position in that shard) of a token of the stream."""
-        shard_number = bisect.bisect_right(self._shard_starts, start) - 1
-        return shard_number, start - self._shard_starts[shard_number]
-
-    def _read(self, tokens: NDArray[np.unsignedinteger[Any]], start: int) -> None:
-        """Fill an array with tokens of the stream from `start` on, across shard boundaries."""
-        shard_number, position = self._locate(start)
-        if start + len(tokens) <= self._shard_starts[shard_number + 1]:
-            self.shards[shard_number].read_into(tokens, position)
-            return
-        filled = 0
-        while filled < len(tokens):
-            shard = self.shards[shard_number]
-            count = min(len(tokens) - filled, shard.info.num_tokens - position)
-            shard.read_into(tokens[filled : filled + count], position)
-            filled, shard_number, position = filled + count, shard_number + 1, 0
+        return Fingerprint(len(self), len(self.shards), self.stream.num_tokens, content)
 
 
 def sample_content(shards: Sequence[Shard]) -> str:
