@@ -19,7 +19,6 @@ import tests.defects  # noqa: F401 - plants the defect that the environment name
 from tests.helpers import launch
 from tests.helpers.runs import chat, four, one, two
 from trainer import errors, stopping
-from trainer.data.chat.limits import try_in_child
 from trainer.distributed.environment import limit_spinning
 
 __all__ = ["chat", "four", "one", "two"]
@@ -136,8 +135,6 @@ _started: Counter[str] = Counter()
 def _watch(event: str, arguments: tuple[Any, ...]) -> None:
     if event not in _PROCESS_STARTS:
         return
-    if event == "os.fork" and sys._getframe(1).f_code is try_in_child.__code__:
-        return  # a chat template is tried out in a child process that lives for milliseconds
     if event == "tests.fork":
         _started["ranks"] += arguments[0]
     elif event == "subprocess.Popen" and arguments[1] and str(arguments[1][0]) == sys.executable:

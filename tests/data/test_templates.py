@@ -21,6 +21,7 @@ VALID = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['conten
 EVERYDAY = (
     *("division by zero", "invalid syntax", "refusal", "not UTF-8", "white space"),
     *("a file of the machine", "an escape from the sandbox", "an escape by format", "a change of the messages"),
+    *("a private name in a namespace", "recursion without end"),
 )
 """A template for each way to break; the campaign tries them all."""
 
@@ -43,6 +44,9 @@ BROKEN: dict[str, str | bytes] = {
     "an escape by a filter": "{{ (''|attr('__class__')).__mro__ }}" + VALID,
     "an escape by format": "{{ '{0.__class__.__mro__}'.format('') }}" + VALID,
     "a change of the messages": "{{ messages.append(1) }}" + VALID,
+    "a private name in a namespace": "{% set own = namespace() %}{% set own._name = 1 %}" + VALID,
+    "recursion without end": "{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}",
+    "deep nesting": "{{ " + "(" * 20_000 + "1" + ")" * 20_000 + " }}",
 }
 
 

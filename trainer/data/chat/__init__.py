@@ -2,7 +2,6 @@
 
 formats    reads the records of chat files in the common formats, and converts them to conversations
 template   renders chat templates as transformers does
-limits     limits the CPU time and memory used to render templates
 masking    converts conversations to tokens and loss masks
 store      caches tokenized conversations on disk
 source     provides data sources for conversations (packed or not), preference pairs and labeled conversations,

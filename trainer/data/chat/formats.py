@@ -307,12 +307,7 @@ class Format:
 
     def read(self, record: Mapping[str, Any]) -> Sample | Pair:
         """Convert a record to a conversation, a completion or a pair.  Raises BadChat."""
-        try:
-            return self._read(record)
-        except RecursionError as error:
-            raise BadChat("is nested too deeply", fix="remove the record") from error
-
-    def _read(self, record: Mapping[str, Any]) -> Sample | Pair:
+        _check_nesting(record)
         values = {key: _without_nulls(record.get(self._columns.get(key, key))) for key in COLUMNS[self.name]}
         missing = sorted(self._columns.get(key, key) for key in _REQUIRED[self.name] if values[key] is None)
         if missing:
@@ -793,9 +788,24 @@ def _calls(message: Mapping[str, Any], location: str) -> list[Mapping[str, Any]]
 
 def _parse_json(text: str, name: str) -> Any:
     try:
-        return json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise BadChat(f"{name} must be JSON ({error})", fix="correct the record, or remove it") from error
+    _check_nesting(value)
+    return value
+
+
+_MAX_NESTING = 100
+"""Maximum depth of objects and lists in a record; a schema of a tool has about ten levels."""
+
+
+def _check_nesting(value: Any, max_depth: int = _MAX_NESTING) -> None:
+    """Raise BadChat if a JSON value is nested so deeply that functions that walk it might recurse too deeply."""
+    if isinstance(value, (Mapping, list)):
+        if max_depth == 0:
+            raise BadChat(f"is nested more than {_MAX_NESTING} levels deep", fix="remove the record")
+        for item in value.values() if isinstance(value, Mapping) else value:
+            _check_nesting(item, max_depth - 1)
 
 
 def _check_no_flag(part: Mapping[str, Any], location: str) -> None:

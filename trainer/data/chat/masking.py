@@ -213,26 +213,22 @@ class Encoder:
         """
         template = self._require_template()
         prepared = self._prepare(template, chat)
-        try:
-            full = template.render(prepared.messages, prepared.tools)
-            unread_keys = self._find_unread_keys(template, prepared, full)
-        except RecursionError as error:
-            raise BadChat("is nested too deeply", fix="remove the record") from error
+        full = template.render(prepared.messages, prepared.tools)
+        unread_keys = self._find_unread_keys(template, prepared, full)
         self._check_included(template, prepared, full.text)
         if not self.targets_only_last_token:
             full = replace(full, text=self._turn_ends(template).complete(prepared, full.text))
         ids, spans = self.tokenizer.encode(full.text)
         is_in_turn, has_untagged_turn = np.zeros(len(ids), bool), False
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
-        with template.shared_limits():
-            for turn in self._turns(prepared):
-                raise_if_stop_requested()
-                turn_spans = self._message_spans(template, prepared, full, turn)
-                has_untagged_turn |= not turn_spans
-                for start, end in turn_spans:
-                    is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
-                if turn_spans and turn_spans[0][0] >= needed_chars:
-                    break
+        for turn in self._turns(prepared):
+            raise_if_stop_requested()
+            turn_spans = self._message_spans(template, prepared, full, turn)
+            has_untagged_turn |= not turn_spans
+            for start, end in turn_spans:
+                is_in_turn |= (spans[:, 0] < end) & (spans[:, 1] > start)
+            if turn_spans and turn_spans[0][0] >= needed_chars:
+                break
         if self.targets_only_last_token:
             loss_mask = last_token_mask(len(ids))
         else:
@@ -271,10 +267,7 @@ class Encoder:
             if has_tools not in self._arguments_forms:
                 self._arguments_forms[has_tools] = find_arguments_form(template, chat)
             messages = convert_arguments(messages, self._arguments_forms[has_tools])
-        try:
-            return replace(chat, messages=self.tokenizer.quoted(messages), tools=self.tokenizer.quoted(chat.tools))
-        except RecursionError as error:
-            raise BadChat("is nested too deeply", fix="remove the record") from error
+        return replace(chat, messages=self.tokenizer.quoted(messages), tools=self.tokenizer.quoted(chat.tools))
 
     # -- what the template leaves out --
 

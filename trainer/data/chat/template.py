@@ -3,19 +3,17 @@
 A template is a Jinja program published with the model.  It runs in Jinja's sandbox, and its input is plain JSON.  It
 can use the filters, functions, `generation` tag and special tokens that transformers offers.  The rendered text is the
 same as in transformers, with two exceptions: `strftime_now` returns a fixed date by default, and messages are adapted
-(see `ChatTemplate.render_unlimited`).  It is an error to set an attribute whose name begins with `_` on a Jinja
-`namespace`, or to compute a huge integer.  `limits.py` limits the CPU time and memory of rendering.
+(see `ChatTemplate.render`).  It is an error to set an attribute whose name begins with `_` on a Jinja `namespace`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.data.chat.formats import REASONING_KEYS, BadChat, Message
-from trainer.data.chat.limits import TOO_MUCH_MEMORY, TOO_MUCH_TIME, TemplateTimeout, rendering_limits, try_in_child
 from trainer.data.chat.tokenizer import QUOTE
 from trainer.errors import setting_error
 from trainer.files import read_json
@@ -105,29 +102,9 @@ class ChatTemplate:
     ) -> RenderedChat:
         """Render `messages`; with `add_generation_prompt`, end with the header of the assistant's next message.
 
-        Raises BadChat.  If the template itself rejects the messages, its error message is included.
-        """
-        with self.shared_limits():
-            return self.render_unlimited(messages, tools, add_generation_prompt)
-
-    @contextmanager
-    def shared_limits(self) -> Iterator[None]:
-        """Context manager for one or more renderings: sets the memory limit once, and a CPU time limit for each."""
-        try:
-            with rendering_limits():
-                yield
-        except (TemplateTimeout, MemoryError) as error:
-            problem = TOO_MUCH_TIME if isinstance(error, TemplateTimeout) else TOO_MUCH_MEMORY
-            raise BadChat(f"the chat template {problem}", "data.chat_template", fix=_FIX_OTHER_TEMPLATE) from error
-
-    def render_unlimited(
-        self, messages: Sequence[Message], tools: Sequence[Any], add_generation_prompt: bool
-    ) -> RenderedChat:
-        """Render like `render`, but without limits on time and memory.
-
         Null values in messages are left out, and reasoning is passed under both of its usual keys.
 
-        Raises BadChat, and RecursionError if messages are nested too deeply or the template recurses infinitely.
+        Raises BadChat.  If the template itself rejects the messages, its error message is included.
         """
         template = self._compiled.get("tool_use" if tools else "default", self._compiled["default"])
         without_nones = [{key: value for key, value in message.items() if value is not None} for message in messages]
@@ -140,8 +117,6 @@ class ChatTemplate:
                 pieces.append(piece)
         except jinja2.TemplateError as error:
             raise BadChat(f"the chat template rejects it ({error})", "data.chat_template") from error
-        except (MemoryError, RecursionError):
-            raise
         except Exception as error:  # a template can raise any Python exception, such as ZeroDivisionError
             rule = f"the chat template fails on it ({type(error).__name__}: {error})"
             raise BadChat(rule, "data.chat_template") from error
@@ -180,7 +155,7 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
     tokenizer: the value of `data.tokenizer`, a tokenizer.json or its folder.
 
     Returns None if `setting` is `model` and the tokenizer's folder has no template.  Raises UserError that names the
-    setting `key` if the template cannot be read or compiled, or takes too much time or memory.
+    setting `key` if the template cannot be read or compiled.
     """
     folder = _folder_of(tokenizer)
     config = _read_json(folder / "tokenizer_config.json", key) if folder else {}
@@ -193,36 +168,19 @@ def find_template(setting: str, tokenizer: str, key: str = "data.chat_template")
         templates = _read_templates(folder, config, key) if folder else {}
         if "default" not in templates:
             return None
-    for text in templates.values():
-        _check_size(len(text), "characters", key, setting)
     if not templates["default"].strip():
         raise setting_error(key, setting, "the template is empty", fix=_FIX_OTHER_TEMPLATE)
-    problem = _try_templates(tuple(templates.items()), tuple(tokens.items()))
-    if problem:
-        raise setting_error(key, setting, f"the template {problem}", fix=_FIX_OTHER_TEMPLATE)
     try:
         return ChatTemplate(templates, tokens)
-    except jinja2.TemplateSyntaxError as error:
-        rule = f"is not valid Jinja (line {error.lineno}: {error.message})"
+    except Exception as error:  # usually TemplateSyntaxError, but compiling may raise others, such as RecursionError
+        line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        rule = f"is not valid Jinja ({line}{error})"
         raise setting_error(key, setting, rule, fix="correct it, or give another .jinja file") from error
-
-
-_MAX_TEMPLATE_SIZE = 1 << 20
-"""Maximum size of a template: in bytes for a Jinja file, and in characters once it is decoded.  Real templates have a
-few thousand characters."""
-
-
-def _check_size(size: int, unit: str, key: str, setting: str) -> None:
-    if size > _MAX_TEMPLATE_SIZE:
-        rule = f"the template has {size:,} {unit}; at most {_MAX_TEMPLATE_SIZE:,} are supported"
-        raise setting_error(key, setting, rule, fix=_FIX_OTHER_TEMPLATE)
 
 
 def _read_template(path: Path, key: str, setting: str) -> str:
     """Return the text of a template file.  Raises UserError."""
     try:
-        if path.is_file():  # otherwise read_text raises an error
-            _check_size(path.stat().st_size, "bytes", key, setting)
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         rule = f"{path.name} is not UTF-8 ({error.reason})"
@@ -230,48 +188,6 @@ def _read_template(path: Path, key: str, setting: str) -> str:
     except OSError as error:
         rule = f"must be model, chatml, or a Jinja file ({path.name}: {error.strerror})"
         raise setting_error(key, setting, rule, example="chat.jinja") from error
-
-
-@cache
-def _try_templates(templates: tuple[tuple[str, str], ...], tokens: tuple[tuple[str, str], ...]) -> str:
-    """Render short conversations in a child process, and return what is wrong with the templates, or "".
-
-    Reports templates that cannot be compiled, or take too much time or memory.  Syntax errors are left to the caller,
-    which compiles the templates again.  Other errors are ignored: the run's conversations may not trigger them, and if
-    they do, the error names the line of the conversation.
-    """
-
-    def attempt() -> str:
-        try:
-            template = ChatTemplate(dict(templates), dict(tokens))
-            for messages, tools, add_generation_prompt in _TRIAL_CONVERSATIONS:
-                try:
-                    template.render_unlimited(messages, tools, add_generation_prompt)
-                except BadChat:
-                    continue
-        except jinja2.TemplateSyntaxError:
-            return ""
-        except MemoryError:
-            return TOO_MUCH_MEMORY
-        except RecursionError:
-            return "is nested too deeply, or recurses without end"
-        except Exception as error:  # a template can raise any Python exception
-            return f"cannot be compiled ({type(error).__name__}: {str(error)[:200]})"
-        return ""
-
-    return try_in_child(attempt)
-
-
-_QUESTION: list[Message] = [{"role": "user", "content": "Hi"}]
-_EXCHANGE: list[Message] = [*_QUESTION, {"role": "assistant", "content": "Hello"}]
-_CALL = {"type": "function", "function": {"name": "time", "arguments": {}}}
-_TRIAL_CONVERSATIONS: list[tuple[list[Message], list[Any], bool]] = [
-    (_QUESTION, [], True),
-    (_EXCHANGE, [], False),
-    ([{"role": "system", "content": "Be brief"}, *_EXCHANGE, *_EXCHANGE], [], False),
-    ([*_QUESTION, {"role": "assistant", "content": "", "tool_calls": [_CALL]}], [_CALL], False),
-]
-"""Conversations to try templates on; each with its tools, and whether to add the generation prompt."""
 
 
 def template_path(tokenizer: str) -> Path | None:
@@ -371,27 +287,9 @@ class _Namespace(jinja2.utils.Namespace):
         super().__setitem__(name, value)
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox, with a limit on the size of integers, since computing a huge power cannot be interrupted."""
-
-    intercepted_binops = frozenset(("*", "**"))
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Return left * right, or left ** right."""
-        if isinstance(left, int) and isinstance(right, int):
-            num_bits = left.bit_length() * max(right, 0) if operator == "**" else left.bit_length() + right.bit_length()
-            if num_bits > _MAX_INTEGER_BITS:
-                raise SecurityError("a number is too large")
-        return super().call_binop(context, operator, left, right)
-
-
-_MAX_INTEGER_BITS = 1 << 16
-"""Maximum number of bits of the integers that a template may compute."""
-
-
 def _make_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnvironment:
     extensions = [_GenerationTag, "jinja2.ext.loopcontrols"]
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     environment.filters["tojson"] = _to_json
     environment.globals.update(raise_exception=_raise_exception, namespace=_Namespace)
     environment.globals["strftime_now"] = lambda date_format: now().strftime(date_format)
