@@ -12,7 +12,6 @@ when the model's context is full.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 import secrets
@@ -39,7 +38,6 @@ from trainer.config.pretrained import (
     has_config_only,
     model_config_of,
 )
-from trainer.data.answers import AnswerFile, answer_line
 from trainer.data.progress import ProgressLine
 from trainer.data.prompts import ChatPrompts, chat_prompt_tokens, chat_stop_ids, prompt_tokens, read_prompts
 from trainer.data.tokenizer import Tokenizer, find_tokenizer
@@ -53,7 +51,7 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.files import crc32, readable_size
+from trainer.files import append_and_sync, readable_size, writing_to
 from trainer.model.network import build_network
 from trainer.model.sample import (
     GREEDY,
@@ -259,8 +257,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--out",
         metavar="FILE",
-        help="file for the answers to --prompts (default: stdout); existing answers are kept and missing ones added; "
-        "a file with answers from another model or other settings is rejected",
+        help="new file for the answers to --prompts (default: stdout)",
     )
     parser.add_argument("--greedy", action="store_true", help="always take the most likely token")
     parser.add_argument(
@@ -378,7 +375,7 @@ def _answer_prompts(
 ) -> None:
     """Complete the prompts in the file `--prompts` in order.
 
-    With `--out`, flushes each batch of completions to disk, and skips prompts whose completion is already there.
+    With `--out`, flushes each batch of completions to disk.
     """
     max_len, batch_size = max_seq_len(text_generator.build()) or sys.maxsize, options.batch or _DEFAULT_BATCH_SIZE
     records, prompts = _read_prompts(options, text_generator, tokenizer, max_len)
@@ -386,23 +383,18 @@ def _answer_prompts(
     workload = GenerationWorkload(min(batch_size, len(prompts)), longest, min(options.max_tokens, max_len - longest))
     _check_memory(text_generator, workload, options)
     model, end_ids, seed = text_generator.model, text_generator.end_ids(tokenizer), options.seed or 0
-    out = None if options.out is None else AnswerFile(Path(options.out), "--out", options.prompts, records)
-    if out is not None:
-        settings = {**dataclasses.asdict(sampling), "seed": seed, "max_tokens": options.max_tokens}
-        out.begin(options.path, {"weights": _checksum_of_model(model), **settings, "end_ids": sorted(end_ids)})
-    num_done = num_done_before = 0 if out is None else out.num_done
-    num_tokens, start_time = 0, time.monotonic()
+    num_done, num_tokens, start_time = 0, 0, time.monotonic()
 
     def progress() -> str:
         seconds = time.monotonic() - start_time
         line = f"{num_done} of {len(records)} prompts, {num_tokens / seconds:.1f} tokens/s"
-        if num_done == num_done_before:
+        if not num_done:
             return line
-        remaining_s = int((len(records) - num_done) * seconds / (num_done - num_done_before))
+        remaining_s = int((len(records) - num_done) * seconds / num_done)
         return f"{line}, {remaining_s // 3600}:{remaining_s // 60 % 60:02d}:{remaining_s % 60:02d} left"
 
     with ProgressLine(progress):
-        for start in range(num_done, len(records), batch_size):
+        for start in range(0, len(records), batch_size):
             batch = range(start, min(start + batch_size, len(records)))
             completions = generate_batch(
                 model,
@@ -420,26 +412,14 @@ def _answer_prompts(
                     raise TrainingFailed(_NOT_FINITE)
                 tokens = (token for token in completion.tokens if token not in end_ids)
                 text = "".join(stream_text(tokens, prompts[index], tokenizer.decode))
-                lines += answer_line(records[index], text, completion.finish)
-            if out is None:
+                answer = {**records[index], "completion": text, "finish": completion.finish}
+                lines += json.dumps(answer) + "\n"
+            if options.out is None:
                 print(lines, end="", flush=True)
             else:
-                out.append(lines)
+                with writing_to("--out", Path(options.out)):
+                    append_and_sync(Path(options.out), lines)
             num_done, num_tokens = batch.stop, num_tokens + sum(len(each.tokens) for each in completions)
-
-
-def _checksum_of_model(model: nn.Module) -> str:
-    """Return a checksum of each tensor's first values, which differ between models and between the steps of a run."""
-    crc = 0
-    for name, tensor in model.state_dict().items():
-        values = tensor.detach().reshape(-1)[:_NUM_CHECKSUM_VALUES].cpu()
-        crc = crc32(f"{name} {list(tensor.shape)} {tensor.dtype}".encode(), crc)
-        crc = crc32(values.view(torch.uint8).numpy().data, crc)
-    return f"{crc:08x}"
-
-
-_NUM_CHECKSUM_VALUES = 2**12
-"""Number of values of each tensor that the checksum includes."""
 
 
 def _read_prompts(
@@ -488,6 +468,13 @@ def _check_options(options: argparse.Namespace) -> None:
     for key, value in (("--batch", options.batch), ("--out", options.out)):
         if options.prompts is None and value is not None:
             raise setting_error(key, value, "needs --prompts FILE", fix=f"leave out {key}")
+    if options.out is not None:
+        out = Path(options.out)
+        if out.exists():
+            raise setting_error("--out", out, "exists", fix="choose a file name that is not in use, or remove it")
+        if not out.parent.is_dir():
+            rule = f"there is no folder {out.parent}"
+            raise setting_error("--out", out, rule, fix="create it, or name another one")
 
 
 if __name__ == "__main__":

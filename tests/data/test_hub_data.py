@@ -13,8 +13,9 @@ from tests.helpers.data import text_of
 from tests.helpers.fake_hub import FakeHub
 from trainer import UserError
 from trainer.config import RunConfig, load_config
-from trainer.data.chat.formats import find_files, read_records
+from trainer.data.chat.formats import find_chat_files, read_objects
 from trainer.data.opening import open_source
+from trainer.data.records import FilePart
 
 pytest.importorskip("huggingface_hub")
 
@@ -171,5 +172,5 @@ def test_mixtures_and_chats_by_name(fake: FakeHub) -> None:
     }
     chats = json.dumps([{"instruction": "Hi", "output": "Yes"}] * 4).encode()
     fake.add("tiny/chats", {"train.json": chats}, "dataset")
-    (file,) = find_files("data.path", "hf://datasets/tiny/chats")
-    assert [record for _, record in read_records(file, "data.path")] == [{"instruction": "Hi", "output": "Yes"}] * 4
+    (file,) = find_chat_files("hf://datasets/tiny/chats", "data.path")
+    assert [record for _, record in read_objects(FilePart(file))] == [{"instruction": "Hi", "output": "Yes"}] * 4

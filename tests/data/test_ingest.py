@@ -18,8 +18,9 @@ from tests.helpers.commands import meshtrainer
 from tests.helpers.data import END, read_all, text_of, texts_in, tokens_section, write_bpe, write_records, write_texts
 from tests.helpers.launch import REPOSITORY, launch
 from trainer import UserError, load_config
-from trainer.data.chat.formats import read_records
+from trainer.data.chat.formats import find_chat_files, read_objects
 from trainer.data.opening import find, open_source
+from trainer.data.records import FilePart
 from trainer.data.source import IGNORE
 from trainer.prepare import prepare
 
@@ -164,8 +165,12 @@ def test_arrays_and_csv_are_records(tmp_path: Path) -> None:
     chats, asked = tmp_path / "chats.json", tmp_path / "chats.csv"
     chats.write_text(json.dumps([{"instruction": "Hi", "output": "Yes"}] * 3))
     asked.write_text('prompt,completion\r\n"Hi, you",Yes\r\n')
-    assert [record for _, record in read_records(chats, "data.path")] == [{"instruction": "Hi", "output": "Yes"}] * 3
-    assert [record for _, record in read_records(asked, "data.path")] == [{"prompt": "Hi, you", "completion": "Yes"}]
+    for path, expected in (
+        (chats, [{"instruction": "Hi", "output": "Yes"}] * 3),
+        (asked, [{"prompt": "Hi, you", "completion": "Yes"}]),
+    ):
+        (file,) = find_chat_files(str(path), "data.path")
+        assert [record for _, record in read_objects(FilePart(file))] == expected
 
 
 def test_large_files_are_cut_at_lines_and_no_line_is_lost(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from tests.helpers.faults import Fault
 from tests.helpers.launch import start
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
+from trainer.data.shards import forget_files
 from trainer.data.source import Source
 from trainer.distributed.environment import raise_file_limit
 from trainer.errors import TrainingFailed
@@ -67,6 +68,7 @@ def expected_rows() -> np.ndarray:
 def test_more_shards_than_descriptors(many: Path) -> None:
     """The same samples, whatever `ulimit -n`; descriptors are left for others, and no shard is mapped into memory."""
     limit = len(open_files()) + 100
+    forget_files()
     with file_limit(limit):
         source = source_of(many)
         order = np.random.default_rng(0).permutation(399)

@@ -463,9 +463,9 @@ def _check_sources_disjoint(data: DataSection, paths: Mapping[str, str], held_ou
 def _files_of(data: DataSection, location: str, key: str) -> list[str]:
     """Return the files that a path names, chats, text, or shards.  Raises UserError if there are none."""
     if data.source == "chat":
-        from trainer.data.chat.formats import find_files as find_chat_files
+        from trainer.data.chat.formats import find_chat_files
 
-        return [os.path.realpath(file) for file in find_chat_files(key, location)]
+        return [os.path.realpath(file.path) for file in find_chat_files(location, key)]
     return list(map(_canonical, find(location, data, key).files))
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.data.records import RECORD_KINDS, FilePart, InputFile
 from trainer.data.tokenizer import Tokenizer
 from trainer.errors import importing, setting_error
 
@@ -111,34 +112,39 @@ def read_prompts(path: Path, key: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises UserError, naming `key`, if the file cannot be read, or if a record has no valid prompt.
     """
-    from trainer.data.chat.formats import BadChat, Format, holds_records, read_records
-
+    file = InputFile.from_path(str(path), key)
+    if file is not None and file.kind in RECORD_KINDS:
+        yield from _read_prompt_records(file)
+        return
     try:
-        if not holds_records(path):
-            with open(path, encoding="utf-8-sig") as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
-            return
+        with open(path, encoding="utf-8-sig") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    yield f"{path.name}:{number}", {"prompt": line.rstrip("\n")}
     except OSError as error:
         rule = f"cannot be read ({error.strerror or error})"
         raise setting_error(key, path, rule, fix="check the path, or give another file") from error
     except UnicodeDecodeError as error:
         raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
-    for location, record in read_records(path, key):
+
+
+def _read_prompt_records(file: InputFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (location, record) for each record of a file; see `read_prompts`."""
+    from trainer.data.chat.formats import BadChat, Format, location_of, read_objects
+
+    part = FilePart(file)
+    for number, record in read_objects(part):
+        location = location_of(part, number)
         try:
             json.dumps(record)
+            if "messages" in record:
+                Format("messages").read(record)
+            elif not isinstance(record.get("prompt"), str):
+                raise BadChat("needs `prompt` (text) or `messages`", fix='write lines such as {"prompt": "Hi"}')
         except TypeError as error:  # dates and bytes in parquet files
             rule = f"{location}: cannot be copied to the output, which is JSON ({error})"
-            raise setting_error(key, path, rule, fix="leave the column out, or store it as text") from error
-        if isinstance(record.get("prompt"), str) and "messages" not in record:
-            yield location, dict(record)
-            continue
-        if "messages" not in record:
-            rule = f"{location}: needs `prompt` (text) or `messages`"
-            raise setting_error(key, path, rule, fix='write lines such as {"prompt": "Hi"}')
-        try:
-            Format("messages").read(record)
+            fix = "leave the column out, or store it as text"
+            raise setting_error(file.key, file.path, rule, fix=fix) from error
         except BadChat as error:
-            raise setting_error(key, path, f"{location}: {error}", fix=error.fix) from error
+            raise setting_error(file.key, file.path, f"{location}: {error}", fix=error.fix) from error
         yield location, dict(record)

@@ -29,7 +29,7 @@ import functools
 import json
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeAlias
@@ -683,9 +683,10 @@ class _OpenFile:
             os.close(self.descriptor)
 
 
-@functools.lru_cache(maxsize=max(1, min(128, file_limit() // 4)))
-def _open(file: FileVersion) -> _OpenFile:
-    return _OpenFile(file[0])
+@functools.cache
+def _open_files() -> Callable[[FileVersion], _OpenFile]:
+    """Return the cache of open files, which leaves most of the descriptors that `ulimit -n` allows for others."""
+    return functools.lru_cache(maxsize=max(1, min(128, file_limit() // 4)))(lambda file: _OpenFile(file[0]))
 
 
 def _read_into(buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
@@ -693,7 +694,7 @@ def _read_into(buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
 
     Raises OSError.
     """
-    opened = _open(file)
+    opened = _open_files()(file)
     count, num_bytes = 0, buffer.nbytes
     content = buffer.view(np.uint8).data
     while count < num_bytes:  # more than once if a signal interrupts it
@@ -706,4 +707,4 @@ def _read_into(buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
 
 def forget_files() -> None:
     """Close all files of shards that this process has open."""
-    _open.cache_clear()
+    _open_files.cache_clear()

@@ -1,4 +1,4 @@
-"""Reads JSONL, parquet, JSON and CSV files, and turns their records into conversations, completions and pairs.
+"""Reads the records of chat files, and turns them into conversations, completions and pairs.
 
 The formats are messages, ShareGPT, Alpaca, prompt-completion and preference pairs, plus plain text if records have
 labels.  If a value in a record is invalid, the error gives its path, such as `messages[2].role`.
@@ -6,25 +6,27 @@ labels.  If a value in a record is invalid, the error gives its path, such as `m
 
 from __future__ import annotations
 
-import glob
-import gzip
 import json
 import math
-import os
 import re
-import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
-from trainer.data.former_records import NO_RECORDS, BadRecord, is_record_file, records_in
+from trainer.data.records import (
+    RECORD_KINDS,
+    BadRecord,
+    FilePart,
+    InputFile,
+    UnreadableFile,
+    find_files,
+    read_records,
+    unreadable_file_error,
+)
 from trainer.errors import nearest, setting_error
-from trainer.files import local_path
 from trainer.hub import is_hub_data
-
-if TYPE_CHECKING:
-    import pyarrow
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -58,13 +60,11 @@ class Conversation:
 
     first_trainable: assistant turns before this index in `messages` contain no targets; ignored if `data.train_on`
         is `all` or `end`.
-    has_nulls: whether nulls were left out of calls or tools; see `_without_nulls`.
     """
 
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]] = ()
     first_trainable: int = 0
-    has_nulls: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,32 @@ class Pair:
     rejected: Sample
 
 
+Notice: TypeAlias = tuple[
+    Literal[
+        "spelled out",
+        "read as text",
+        "unread key",
+        "converted arguments",
+        "untagged turn",
+        "flag without effect",
+        "flag of a record",
+        "nulls",
+    ],
+    str,
+]
+"""What the user should know about a record, and a detail:
+
+- spelled out: a message spells out a special token, the detail, that the template writes too.
+- read as text: a message spells out another special token, the detail.
+- unread key: a message has a key, the detail, that the template does not read.
+- converted arguments: the arguments of calls were converted to the form that the template takes, the detail.
+- untagged turn: a turn of the assistant is not in the tag that marks targets, the detail, and has none.
+- flag without effect: a message of a role, the detail, is marked as a target, but `data.train_on` excludes it.
+- flag of a record: the record has a flag, the detail, but only flags of messages are read.
+- nulls: nulls in calls or tools, the detail, were left out.
+"""
+
+
 def json_type(value: Any) -> str:
     """Return the JSON type of a value in words, for error messages."""
     names = {dict: "an object", list: "a list", str: "text", bool: "true or false", int: "a number", float: "a number"}
@@ -95,132 +121,47 @@ def json_type(value: Any) -> str:
 # ---------------------------------------------------------------------------------------------------------------
 # Files to records
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet", ".json", ".json.gz", ".csv")
 
-_ROW_SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
-"""Suffixes of the file types with one record per line or row.  Files of the other types may hold no records at all."""
+def find_chat_files(value: str, key: str) -> list[InputFile]:
+    """Return the files that `value` names: a path, folder or glob, or data on the Hugging Face Hub, which it fetches.
 
-_FIX_NOT_OBJECT = 'write one JSON object per record, such as {"messages": [...]}'
-"""Advice for files with a line or record that is not a JSON object."""
-
-
-def find_files(key: str, value: str) -> list[Path]:
-    """Return the chat files that `value` names: a path, folder or glob, or data on the Hugging Face Hub.
-
-    Fetches files on the Hub.  Local files are sorted by path.
-
-    Raises UserError that names the setting `key` if nothing matches.
+    Raises UserError that names the setting `key` if there are none.
     """
-    if is_hub_data(value):
-        from trainer.data.hub_data import find_data
+    if not is_hub_data(value):
+        return find_files([value], key, RECORD_KINDS)
+    from trainer.data.hub_data import find_data
 
-        hub_data = find_data(value, key)
-        hub_data.fetch()
-        return [Path(path) for path in hub_data.paths() if path.endswith(SUFFIXES)]
-    pattern = os.path.expanduser(value)
-    if os.path.isdir(pattern):
-        pattern = os.path.join(glob.escape(pattern), "**")
-    names = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
-    if local_path(value) is None:
-        raise setting_error(key, value, "chats are read from local files only", fix="download it, and give the file")
-    paths = sorted(Path(name) for name in names if name.endswith(SUFFIXES) and os.path.isfile(name))
-    try:
-        with_records = [path for path in paths if holds_records(path)]
-    except OSError as error:
-        raise setting_error(key, error.filename, f"cannot be read ({error.strerror})") from error
-    if with_records:
-        return with_records
-    if names:
-        rule = NO_RECORDS if paths else f"data.source=chat reads files that end in {', '.join(SUFFIXES)}"
-        raise setting_error(key, value, rule, fix="convert the records to JSONL")
-    neighbors = [name for name in glob.glob(os.path.join(os.path.dirname(pattern), "*")) if name.endswith(SUFFIXES)]
-    raise setting_error(
-        key, value, "no such file or folder, and no match for it as a glob", meant=nearest(pattern, neighbors)
-    )
+    hub_data = find_data(value, key)
+    hub_data.fetch()
+    files = [InputFile.from_path(path, key) for path in hub_data.paths()]
+    return [file for file in files if file is not None and file.kind in RECORD_KINDS]
 
 
-def holds_records(path: Path) -> bool:
-    """Return whether `read_records` can read a file, judging by its name and, for .json, its first bytes.
+def read_objects(part: FilePart) -> Iterator[tuple[int, Mapping[str, Any]]]:
+    """Yield (number, record) for each record of a part of a file; `location_of` says where it is.
 
-    Raises OSError if a .json file cannot be read.
+    Raises UserError if the file cannot be read, or if a record is not a JSON object.
     """
-    return path.name.endswith(_ROW_SUFFIXES) or is_record_file(path)
-
-
-def read_records(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield each record with its location, such as `chats.jsonl:17`: the number of its line, row or object, from 1.
-
-    Raises UserError that names the setting `key` if the file cannot be read or a record is not a JSON object.
-    """
-    if path.suffix == ".parquet":
-        yield from _read_parquet(path, key)
-        return
+    file = part.file
     try:
-        open_text = gzip.open if path.suffix == ".gz" else open
-        with open_text(path, "rt", encoding="utf-8-sig", newline="\n") as file:
-            if not path.name.endswith(_ROW_SUFFIXES):
-                for number, record in records_in(path.name, file):
-                    if not isinstance(record, dict):
-                        rule = f"{path.name}:{number}: must be an object, not {json_type(record)}"
-                        raise setting_error(key, path, rule, fix=_FIX_NOT_OBJECT)
-                    yield f"{path.name}:{number}", record
-                return
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                location = f"{path.name}:{number}"
-                try:
-                    record = json.loads(line)
-                    line.encode()
-                except (ValueError, RecursionError) as error:
-                    rule = f"{location}: is not JSON ({error})"
-                    raise setting_error(key, path, rule, fix=_FIX_NOT_OBJECT) from error
-                if not isinstance(record, dict):
-                    rule = f"{location}: must be a JSON object, not {json_type(record)}"
-                    raise setting_error(key, path, rule, fix=_FIX_NOT_OBJECT)
-                yield location, record
-    except BadRecord as error:
-        raise setting_error(key, path, str(error)) from error
-    except UnicodeDecodeError as error:
-        raise setting_error(key, path, f"is not UTF-8 ({error.reason})", fix="convert it to UTF-8") from error
-    except (OSError, EOFError, zlib.error) as error:
-        raise setting_error(key, path, f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
+        for number, record in read_records(part):
+            if not isinstance(record, dict):
+                rule = record.rule if isinstance(record, BadRecord) else f"must be an object, not {json_type(record)}"
+                fix = 'write one JSON object per record, such as {"messages": [...]}'
+                raise setting_error(file.key, file.path, f"{location_of(part, number)}: {rule}", fix=fix)
+            yield number, record
+    except UnreadableFile as error:
+        raise unreadable_file_error(file, error) from error
 
 
-def _read_parquet(path: Path, key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError as error:
-        rule = "parquet needs the `pyarrow` library: pip install 'meshtrainer[data]'"
-        raise setting_error(key, path, rule) from error
-    row = 0
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                for record in _rows(batch, path, row, key):
-                    row += 1
-                    yield f"{path.name}:{row}", record
-    except (OSError, pyarrow.ArrowException) as error:
-        raise setting_error(key, path, f"cannot be read ({error})") from error
+def location_of(part: FilePart, number: int) -> str:
+    """Return the location of a record for messages, such as `chats.jsonl:17`: its line, row or object, from 1."""
+    return f"{Path(part.file.path).name}:{number + _num_records_before(part)}"
 
 
-def _rows(batch: pyarrow.RecordBatch, path: Path, num_rows_before: int, key: str) -> list[dict[str, Any]]:
-    """Return the rows of a batch, which `num_rows_before` rows precede in the file.
-
-    Raises UserError with the number of the first row that is not valid UTF-8.  Parquet requires UTF-8, but not every
-    writer enforces it.
-    """
-    try:
-        return batch.to_pylist()
-    except UnicodeDecodeError:
-        for row in range(len(batch)):
-            try:
-                batch.slice(row, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                rule = f"{path.name}:{num_rows_before + row + 1}: is not UTF-8 ({error.reason})"
-                raise setting_error(key, path, rule, fix="convert it to UTF-8") from error
-        raise
+@cache
+def _num_records_before(part: FilePart) -> int:
+    return part.record_number(0)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -324,14 +265,6 @@ class Format:
             fix = f"map the file's keys, for example data.columns={_mapping_for(record)!r}, or set data.format"
             raise BadChat(rule, "data.columns", fix=fix)
         _check_context(record, {self._columns.get(key, key) for key in values}, values)
-        sample = self._convert(values)
-        if not any(_has_nulls(record.get(self._columns.get(key, key)), key == "tools") for key in values):
-            return sample
-        if isinstance(sample, Pair):
-            return Pair(_with_nulls_noted(sample.chosen), _with_nulls_noted(sample.rejected))
-        return _with_nulls_noted(sample)
-
-    def _convert(self, values: Mapping[str, Any]) -> Sample | Pair:
         match self.name:
             case "messages":
                 return Conversation(_messages(values["messages"], "messages"), _tools(values["tools"]))
@@ -346,6 +279,18 @@ class Format:
                 return Completion(_text(values["text"], "text"), "")
             case _:
                 return _read_preference(values)
+
+    def notices(self, record: Mapping[str, Any]) -> set[Notice]:
+        """Return what the user should know about a record, apart from its conversation."""
+        notices: set[Notice] = {
+            ("flag of a record", key)
+            for key, value in record.items()
+            if (key in FLAGS and value is not None) or _looks_like_flag(key, value)
+        }
+        values = {key: record.get(self._columns.get(key, key)) for key in COLUMNS[self.name]}
+        if any(_has_nulls(value, key == "tools") for key, value in values.items()):
+            notices.add(("nulls", "calls or tools"))
+        return notices
 
     def label(self, record: Mapping[str, Any]) -> int:
         """Return the record's label, an integer in [0, MAX_LABELS); true is 1, false is 0.  Raises BadChat.
@@ -417,10 +362,6 @@ def _has_nulls(value: Any, in_calls_or_tools: bool) -> bool:
             for key, item in value.items()
         )
     return isinstance(value, list) and any(_has_nulls(item, in_calls_or_tools) for item in value)
-
-
-def _with_nulls_noted(sample: Sample) -> Sample:
-    return replace(sample, has_nulls=True) if isinstance(sample, Conversation) else sample
 
 
 _CONTEXT_KEYS = ("system", "system_prompt", "messages", "conversations", "history", "tools", "functions")
@@ -687,7 +628,7 @@ _FLAG_WORDS = {
 """Words in the names of keys that look like flags, such as `train_detail` or `masked`."""
 
 
-def looks_like_flag(key: str, value: Any) -> bool:
+def _looks_like_flag(key: str, value: Any) -> bool:
     """Return whether a key that is not in FLAGS looks like a flag, judging by its name; text is not one."""
     is_text = isinstance(value, str) and value.lower() not in ("true", "false", "yes", "no", "0", "1")
     return not is_text and value is not None and not _FLAG_WORDS.isdisjoint(re.split(r"[^a-z]+", key.lower()))
@@ -705,7 +646,7 @@ def _flag(message: Mapping[str, Any], location: str) -> int | None:
                 rule = f"{location}.{key}={value!r:.60} must be 0 or 1, or true or false"
                 raise BadChat(rule, fix="leave it out, or set 0 to exclude the message from the loss")
             flags[key] = int(value)
-        elif looks_like_flag(key, value):
+        elif _looks_like_flag(key, value):
             rule = f"{location}.{key}={value!r:.60} looks like a flag, but is not one of {', '.join(FLAGS)}"
             raise BadChat(rule, fix=f"write {FLAGS[0]}: 0 to exclude the message from the loss, or remove it")
     if len(set(flags.values())) > 1:
@@ -811,7 +752,7 @@ def _check_nesting(value: Any, max_depth: int = _MAX_NESTING) -> None:
 def _check_no_flag(part: Mapping[str, Any], location: str) -> None:
     """Raise BadChat if a part of a message has a flag: only messages as a whole can be excluded from the loss."""
     for key, value in part.items():
-        if value is not None and (key in FLAGS or looks_like_flag(key, value)):
+        if value is not None and (key in FLAGS or _looks_like_flag(key, value)):
             raise BadChat(f"{location}.{key}: a part of a message cannot have a flag", fix="flag the whole message")
 
 

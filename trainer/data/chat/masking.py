@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,34 +34,11 @@ from trainer.data.chat.calls import (
     marked_tools,
     omission_error,
 )
-from trainer.data.chat.formats import REASONING_KEYS, BadChat, Completion, Conversation, Message, Sample
+from trainer.data.chat.formats import REASONING_KEYS, BadChat, Completion, Conversation, Message, Notice, Sample
 from trainer.data.chat.template import ChatTemplate, RenderedChat
 from trainer.data.chat.tokenizer import QUOTE, ChatTokenizer
 from trainer.data.chat.turn_ends import TurnEnds, common_length, without_end_error
 from trainer.stopping import raise_if_stop_requested
-
-Notice: TypeAlias = tuple[
-    Literal[
-        "spelled out",
-        "read as text",
-        "unread key",
-        "nulls",
-        "converted arguments",
-        "flag without effect",
-        "untagged turn",
-    ],
-    str,
-]
-"""What the user should know about a sample, and a detail:
-
-- spelled out: it spells out a special token, the detail, that the template writes too.
-- read as text: it spells out another special token, the detail.
-- unread key: a message has a key, the detail, that the template does not read.
-- nulls: nulls in its calls or tools, the detail, were left out.
-- converted arguments: the arguments of its calls were converted to the form that the template takes, the detail.
-- flag without effect: a message of a role, the detail, is marked as a target, but `data.train_on` excludes it.
-- untagged turn: a turn of the assistant is not in the tag that marks targets, the detail, and has none.
-"""
 
 
 @dataclass(frozen=True)
@@ -236,8 +213,6 @@ class Encoder:
         notices: set[Notice] = {("unread key", key) for key in unread_keys}
         for token in self.tokenizer.find_quoted_tokens(full.text):
             notices.add(("spelled out" if token in full.text else "read as text", token))
-        if chat.has_nulls:
-            notices.add(("nulls", "calls or tools"))
         if converted_to := self._converted_to(chat, prepared):
             notices.add(("converted arguments", converted_to))
         if has_untagged_turn:

@@ -10,14 +10,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.rules import CHATML
-from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_files, read_records
+from trainer.data.chat.formats import (
+    BadChat,
+    Format,
+    Pair,
+    check_columns,
+    find_chat_files,
+    location_of,
+    read_objects,
+)
 from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.chat.store import (
     ChatReport,
@@ -33,6 +40,7 @@ from trainer.data.chat.store import (
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokenizer import ChatTokenizer
 from trainer.data.packing import best_fit
+from trainer.data.records import FilePart
 from trainer.data.shards import Shard
 from trainer.data.source import IGNORE, Fingerprint, Source, Split
 from trainer.errors import setting_error
@@ -91,7 +99,7 @@ def _tokenize(data: DataSection, key: str, path: str, encoder: Encoder, holdout:
     """Return the tokenized conversations in the files named by `path`, which is the value of the setting `key`."""
     spec = ChatSpec(
         key=key,
-        files=tuple(map(Path, find_files(key, path))),
+        files=tuple(find_chat_files(path, key)),
         format=data.format,
         has_labels=data.labels != "none",
         columns=data.columns or {},
@@ -325,8 +333,8 @@ def first_chats(data: DataSection, inputs: Sequence[str], num_records: int, key:
     """
     check_columns(data.columns or {}, data.format)
     encoder = make_encoder(data)
-    paths = (path for value in inputs for path in find_files(key, value))
-    records = (located_record for path in paths for located_record in read_records(path, key))
+    parts = (FilePart(file) for value in inputs for file in find_chat_files(value, key))
+    records = ((location_of(part, number), record) for part in parts for number, record in read_objects(part))
     record_format: Format | None = None
     for location, record in islice(records, num_records):
         try:

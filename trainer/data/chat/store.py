@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.data.cache import get_or_build, read_value, write_value
-from trainer.data.chat.formats import FLAGS, BadChat, Completion, Format, Pair, Sample, looks_like_flag, read_records
+from trainer.data.chat.formats import BadChat, Completion, Format, Pair, Sample, location_of, read_objects
 from trainer.data.chat.masking import EncodedSample, Encoder
 from trainer.data.progress import ProgressLine
+from trainer.data.records import FilePart, InputFile
 from trainer.data.shards import Shard, ShardWriter
 from trainer.errors import UserError, print_stderr, setting_error
 from trainer.files import atomic_replace, sample_contents
@@ -50,7 +50,7 @@ class ChatSpec:
     """
 
     key: str
-    files: tuple[Path, ...]
+    files: tuple[InputFile, ...]
     format: str
     has_labels: bool
     columns: Mapping[str, str]
@@ -78,11 +78,8 @@ def get_or_tokenize(spec: ChatSpec, encoder: Encoder, cache_dir: str | None) -> 
     Raises UserError if a record is invalid, if one is too long and `data.too_long` is `error`, if no conversation is
     left to train on, if too many have no targets (see `_check`), or if no cache folder is writable.
     """
-    paths = [str(path.absolute()) for path in spec.files]
-    files = []
-    for path, sample in zip(paths, sample_contents(paths, spec.key), strict=True):
-        stat = os.stat(path)
-        files.append((path, stat.st_size, stat.st_mtime_ns, sample))
+    samples = sample_contents([file.path for file in spec.files], spec.key)
+    files = [(file.path, file.size, file.mtime_ns, sample) for file, sample in zip(spec.files, samples, strict=True)]
     settings = dataclasses.asdict(dataclasses.replace(spec, files=(), key=""))
     identity = json.dumps([_VERSION, files, settings, encoder.identity], sort_keys=True)
     name = f"chat-{hashlib.sha256(identity.encode()).hexdigest()[:20]}"
@@ -110,7 +107,7 @@ def _load(folder: Path) -> ChatShards:
 
 
 def _tokenize_all(folder: Path, name: str, spec: ChatSpec, encoder: Encoder) -> None:
-    if sum(path.stat().st_size for path in spec.files) > _ANNOUNCE_BYTES:
+    if sum(file.size for file in spec.files) > _ANNOUNCE_BYTES:
         print_stderr(f"tokenizing {spec.key}, once: the conversations are stored in {folder.parent}")
     tokenizer = encoder.tokenizer
     doubled = _DoubledTokenizer(tokenizer.name, 2 * tokenizer.vocab_size, 2 * tokenizer.plain.end_id)
@@ -190,15 +187,15 @@ class _ChatReader:
                 setattr(self._report, name, value)
             yield from stored
         num_restored = self._partial_results.num_records
-        records = (record for path in self._spec.files for record in read_records(path, self._spec.key))
+        records = ((FilePart(file), *record) for file in self._spec.files for record in read_objects(FilePart(file)))
         try:
-            for number, (location, record) in enumerate(records):
+            for number, (part, number_in_part, record) in enumerate(records):
                 raise_if_stop_requested()
                 if number < num_restored:
                     if not number:
                         self._samples(record)  # detects the format
                     continue
-                documents = self._encode(location, record)
+                documents = self._encode(location_of(part, number_in_part), record)
                 if documents:
                     yield documents
                 self._partial_results.add(documents, self._report)
@@ -215,9 +212,9 @@ class _ChatReader:
         """
         try:
             samples = self._samples(record)
-            for key, value in record.items():
-                if (key in FLAGS and value is not None) or looks_like_flag(key, value):
-                    self._report.add_notice("flag of a record", key, location)
+            assert self._format is not None
+            for kind, detail in self._format.notices(record):
+                self._report.add_notice(kind, detail, location)
             documents = []
             for side, sample in zip(sides_of(samples), samples, strict=True):
                 with naming_side(side):
@@ -282,7 +279,7 @@ class _ChatReader:
         """Convert a BadChat to a UserError that names the record's location and the setting to change."""
         spec = self._spec
         values = {
-            spec.key: ", ".join(map(str, spec.files)),
+            spec.key: ", ".join(file.path for file in spec.files),
             "data.train_on": spec.train_on,
             "data.format": spec.format,
             "data.seq_len": spec.seq_len,
@@ -326,7 +323,7 @@ _MAX_UNUSED_FRACTION = 0.01
 
 def _check(spec: ChatSpec, report: ChatReport, is_empty: bool) -> None:
     """Raise UserError if there are no conversations to train on, or too many have no targets."""
-    files = ", ".join(map(str, spec.files))
+    files = ", ".join(file.path for file in spec.files)
     if not report.chats:
         raise setting_error(spec.key, files, "it contains no conversations", fix="give a file with some")
     if len(report.unused) > _MAX_UNUSED_FRACTION * report.chats:
