@@ -287,7 +287,6 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str]] = {
     "keys of no format": ({"path": "{asked}"}, "data.format=auto: ", "data.columns='{prompt: question, completion: "),
     "columns of too few keys": ({"path": "{asked}", "columns": {"prompt": "question"}}, "data.columns=", ""),
     "unknown column": ({"columns": {"message": "a"}}, "data.columns=", "messages"),
-    "everything held out": ({"holdout": 0.999}, "data.holdout=0.999: ", ""),
 }
 """Settings, how the message begins, and what it advises."""
 
@@ -582,9 +581,13 @@ def test_duplicates_of_held_out_chats_are_not_trained_on(tmp_path: Path) -> None
         rows = [read_all(source)["tokens"].tolist() for source in (train, held_out)]
         assert not any(row in rows[0] for row in rows[1])
     (tmp_path / "alike").mkdir()
-    alike = data_of(tmp_path / "alike", records[:1] * 4, holdout=0.1, documents="apart")
-    assert len(open_source(alike, None, "train")) == 4
-    assert open_source(alike, None, "eval") is None, "there is nothing but twins"
+
+
+def test_too_few_chats_for_their_hashes_hold_out_the_last_rows(tmp_path: Path) -> None:
+    data = data_of(tmp_path, [{"messages": ANSWERED}] * 4, holdout=0.1, documents="apart")
+    train, held_out = open_source(data, None, "train"), open_source(data, None, "eval")
+    assert held_out is not None
+    assert (len(train), len(held_out)) == (3, 1)
 
 
 def test_row_length_is_limited_by_the_model(tmp_path: Path) -> None:

@@ -157,7 +157,11 @@ def build_in(build: Build, folder: Path) -> ShardManifest:
                 else:
                     progress.skip(piece.size)
                 records.append(record)
-        notes = build.combine([record.notes for record in records])
+        try:
+            notes = build.combine([record.notes for record in records])
+        except UserError:
+            remove(folder)  # the input is of no use
+            raise
         manifest = _make_manifest(records, notes, folder)
         manifest.write(folder / MANIFEST)
         return manifest

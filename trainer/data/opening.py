@@ -31,7 +31,7 @@ from trainer.data.mixture import MixedSource
 from trainer.data.packing import MaskedSource, PackedSource
 from trainer.data.records import SUPPORTED_SUFFIXES, InputFile, find_files, is_record_file
 from trainer.data.shards import MANIFEST, Shard, ShardError, ShardManifest, ShardSet, verify_at_start
-from trainer.data.source import Source, SourceSubset, Split, SyntheticSource, TokenSource
+from trainer.data.source import Source, SourceSubset, Split, SyntheticSource, TokenSource, hold_out_last
 from trainer.data.stdlib import StdlibBuild
 from trainer.data.text import (
     DocumentCounts,
@@ -135,12 +135,7 @@ def _open_found(
     _check_size(source, data, vocab_size, split, key, location)
     if is_split or key == "data.eval_path":
         return source
-    # Hold out the last windows, at least one unless there is only one or `holdout` is 0.
-    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
-    if not num_held_out:
-        return source if split == "train" else None
-    first = len(source) - num_held_out
-    return SourceSubset(source, 0, first) if split == "train" else SourceSubset(source, first, len(source))
+    return hold_out_last(source, holdout, split)
 
 
 def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") -> TokenSource:
@@ -152,9 +147,10 @@ def _open_shards(shards: Sequence[Shard], data: DataSection, content: str = "") 
     """
     source: TokenSource
     if data.arrangement == "apart":
-        source = PackedSource(shards, data, content, packs=False)
+        source = PackedSource(shards, data.seq_len, content, data.cache_dir, packs=False)
     elif data.fit == "best":
-        source = PackedSource(shards, data, content, packs=True)
+        is_masked = data.arrangement == "masked"
+        source = PackedSource(shards, data.seq_len, content, data.cache_dir, packs=True, is_masked=is_masked)
     elif data.arrangement == "masked":
         source = MaskedSource(shards, data.seq_len)
     else:
@@ -526,9 +522,10 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
         from trainer.data.chat.source import ChatSource, LabeledSource, PairSource  # imports jinja2: only when needed
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
-    opened = (open_source(data, config.vocab_size, split) for split in splits)
+    opened = [open_source(data, config.vocab_size, split) for split in splits]
+    sources = [source.base if isinstance(source, SourceSubset) else source for source in opened]
     kinds = (ChatSource, LabeledSource, PairSource)
-    longest = max(source.longest for source in opened if isinstance(source, kinds))
+    longest = max(source.longest for source in sources if isinstance(source, kinds))
     seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)
     return dataclasses.replace(config, data=dataclasses.replace(data, seq_len=seq_len))
 

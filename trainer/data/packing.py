@@ -29,7 +29,7 @@ from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_con
 from trainer.files import crc32, verify_checksum, with_checksum
 
 if TYPE_CHECKING:
-    from trainer.config import DataSection
+    pass
 
 
 _MAX_SAMPLED_WINDOWS = 64
@@ -88,13 +88,24 @@ class PackedSource(TokenSource):
     The first token of a document is never a target, and the last token of a document has no target.
 
     content: the shards' `sample_content`, or "" if it is not known yet.
+    cache_dir: the value of `data.cache_dir`, where the layout of many documents is stored.
     packs: whether to pack several documents into each row where they fit, instead of one document per row.
+    is_masked: whether the documents of a row do not attend to each other.
     """
 
-    def __init__(self, shards: Sequence[Shard], data: DataSection, content: str, packs: bool) -> None:
-        self._is_masked = data.arrangement == "masked"
-        self._rows = load_row_layout(shards, data.seq_len, packs, content or sample_content(shards), data.cache_dir)
-        super().__init__(shards, data.seq_len, self._rows.totals.targets)
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        seq_len: int,
+        content: str,
+        cache_dir: str | None,
+        *,
+        packs: bool,
+        is_masked: bool = False,
+    ) -> None:
+        self._is_masked = is_masked
+        self._rows = load_row_layout(shards, seq_len, packs, content or sample_content(shards), cache_dir)
+        TokenSource.__init__(self, shards, seq_len, self._rows.totals.targets)
         if self._is_masked and len(self):
             self.attended = self._rows.totals.squares / (len(self) * self.seq_len)
 

@@ -166,6 +166,18 @@ class SourceSubset(Source):
         return dataclasses.replace(self.base.fingerprint, num_samples=len(self))
 
 
+def hold_out_last(source: Source, holdout: float, split: Split) -> Source | None:
+    """Return the samples to train on, or the last ones, which are held out; None if there are none to hold out.
+
+    holdout: the fraction of the samples to hold out; at least one, unless it is 0 or there is only one sample.
+    """
+    num_held_out = min(len(source) - 1, math.ceil(holdout * len(source)))
+    if not num_held_out:
+        return source if split == "train" else None
+    first = len(source) - num_held_out
+    return SourceSubset(source, 0, first) if split == "train" else SourceSubset(source, first, len(source))
+
+
 class SyntheticSource(Source):
     """Synthetic copying task: each sample repeats a random pattern of 4 to 32 tokens.
 

@@ -385,7 +385,8 @@ def _find_chat_prompt(config: RunConfig) -> list[int]:
     for split in splits:
         source = open_source(config.data, config.vocab_size, split)
         for chat_source in source.sources.values() if isinstance(source, MixedSource) else [source]:
-            if isinstance(chat_source, (ChatSource, PairSource)) and (prompt := chat_source.first_prompt()):
+            chats = chat_source.base if isinstance(chat_source, SourceSubset) else chat_source
+            if isinstance(chats, (ChatSource, PairSource)) and (prompt := chats.first_prompt()):
                 return prompt
     data = config.data  # all conversations start with a target, as with data.train_on=all
     return chat_prompt_tokens("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)

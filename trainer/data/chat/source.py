@@ -16,33 +16,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainer.config.rules import CHATML
-from trainer.data.chat.formats import (
-    BadChat,
-    Format,
-    Pair,
-    check_columns,
-    find_chat_files,
-    location_of,
-    read_objects,
-)
+from trainer.data.build import load_or_build
+from trainer.data.chat.build import ChatBuild, chat_error, naming_side, sides_of
+from trainer.data.chat.formats import BadChat, Format, Pair, check_columns, find_chat_files, location_of, read_objects
 from trainer.data.chat.masking import EncodedSample, Encoder
-from trainer.data.chat.store import (
-    ChatReport,
-    ChatShards,
-    ChatSpec,
-    chat_error,
-    check_dropped,
-    decode_document,
-    get_or_tokenize,
-    naming_side,
-    sides_of,
-)
+from trainer.data.chat.report import ChatReport, check_dropped
 from trainer.data.chat.template import find_template
 from trainer.data.chat.tokenizer import ChatTokenizer
-from trainer.data.packing import best_fit
+from trainer.data.packing import PackedSource
 from trainer.data.records import FilePart
-from trainer.data.shards import Shard
-from trainer.data.source import IGNORE, Fingerprint, Source, Split
+from trainer.data.shards import Shard, Stream
+from trainer.data.source import IGNORE, Fingerprint, Source, Split, hold_out_last
 from trainer.errors import setting_error
 
 if TYPE_CHECKING:
@@ -68,19 +52,49 @@ def open_chats(data: DataSection, vocab_size: int | None, split: Split) -> Sourc
         )
         raise setting_error("model.vocab_size", vocab_size, rule, fix=fix)
     if split == "eval" and data.eval_path is not None:
-        chat_shards = _tokenize(data, "data.eval_path", str(data.eval_path), encoder, holdout=0.0)
-        shard = chat_shards.train
+        return _open_build(_chat_build(data, "data.eval_path", data.eval_path, encoder, holdout=0.0), data, "train")
+    holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
+    return _open_build(_chat_build(data, "data.path", data.path, encoder, holdout), data, split)
+
+
+def _chat_build(data: DataSection, key: str, path: object, encoder: Encoder, holdout: float) -> ChatBuild:
+    """Return how the conversations in the files named by `path`, the value of the setting `key`, are tokenized."""
+    return ChatBuild(
+        key=key,
+        inputs=tuple(find_chat_files(str(path), key)),
+        encoder=encoder,
+        format=data.format,
+        has_labels=data.labels != "none",
+        columns=data.columns or {},
+        train_on=data.train_on,
+        seq_len=data.seq_len,
+        too_long="drop" if data.too_long == "auto" else data.too_long,
+        holdout=holdout,
+    )
+
+
+def _open_build(build: ChatBuild, data: DataSection, split: Split) -> Source | None:
+    """Return the source for tokenized conversations, or None if `split` is `eval` and nothing is held out.
+
+    The fraction `build.holdout` of the conversations is held out, chosen by a hash of their tokens; if either split
+    would otherwise be empty, it is a fraction of the samples, taken from the end.
+    """
+    loaded = load_or_build(build, data.cache_dir)
+    report = ChatReport(**loaded.notes)
+    if data.too_long == "auto":
+        check_dropped(report, build.key, data.seq_len)
+    is_split = bool(loaded.train and loaded.held_out)
+    shards, content = loaded.train, loaded.train_content
+    if (is_split and split == "eval") or not shards:
+        shards, content = loaded.held_out, loaded.held_out_content
+    source: Source
+    if build.has_labels:
+        source = LabeledSource(shards, report, data.seq_len, build.encoder, data.labels == "mismatched")
+    elif report.pairs:
+        source = PairSource(shards, report, data.seq_len, build.encoder)
     else:
-        holdout = 0.0 if data.eval_path is not None else data.holdout or 0.0
-        chat_shards = _tokenize(data, "data.path", str(data.path), encoder, holdout)
-        shard = chat_shards.train if split == "train" else chat_shards.held_out
-    if shard is None:
-        return None
-    if data.labels != "none":
-        return LabeledSource(shard, chat_shards.report, data.seq_len, encoder, data.labels == "mismatched")
-    if chat_shards.report.pairs:
-        return PairSource(shard, chat_shards.report, data.seq_len, encoder)
-    return ChatSource(shard, chat_shards.report, data.seq_len, data.arrangement != "apart", encoder)
+        source = ChatSource(shards, report, build.encoder, data, content)
+    return source if is_split else hold_out_last(source, build.holdout, split)
 
 
 def make_encoder(data: DataSection) -> Encoder:
@@ -95,44 +109,25 @@ def make_encoder(data: DataSection) -> Encoder:
     return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
-def _tokenize(data: DataSection, key: str, path: str, encoder: Encoder, holdout: float) -> ChatShards:
-    """Return the tokenized conversations in the files named by `path`, which is the value of the setting `key`."""
-    spec = ChatSpec(
-        key=key,
-        files=tuple(find_chat_files(path, key)),
-        format=data.format,
-        has_labels=data.labels != "none",
-        columns=data.columns or {},
-        train_on=data.train_on,
-        seq_len=data.seq_len,
-        too_long="drop" if data.too_long == "auto" else data.too_long,
-        holdout=holdout,
-    )
-    chat_shards = get_or_tokenize(spec, encoder, data.cache_dir)
-    if data.too_long == "auto":
-        check_dropped(chat_shards.report, key, data.seq_len)
-    return chat_shards
-
-
-class _ConversationSource(Source):
-    """Base class of sources that read conversations from a shard, one per document.
+class _Conversations:
+    """What all sources of conversations know; each conversation is a document of some shards.
 
     report: statistics of all conversations in the files, including those of other splits.
-    longest: the smallest row length, in tokens, that fits every conversation of the shard.
+    longest: the smallest row length, in tokens, that fits every conversation of the shards.
     """
 
-    def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder) -> None:
-        tokenizer = encoder.tokenizer
-        self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
-        self.report, self._encoder = report, encoder
-        self._shard, self.shards, self._offsets = shard, [shard], shard.read_offsets()
+    def __init__(self, shards: Sequence[Shard], report: ChatReport, encoder: Encoder) -> None:
+        self.report, self._encoder, self._documents = report, encoder, Stream(shards)
+        blocks = list(self._documents.document_blocks())
+        self._offsets = np.concatenate([*(offsets[:-1] for offsets in blocks), blocks[-1][-1:]])
         self.longest = int(self._lengths.max(initial=0))
-        self._padding = shard.info.end_id // 2  # the shard stores doubled ids
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint; it covers every token and every loss mask."""
-        return Fingerprint(len(self), 1, self._shard.info.num_tokens, self.report.content)
+        num_samples = len(self)  # type: ignore[arg-type]
+        num_shards, num_tokens = len(self._documents.shards), self._documents.num_tokens
+        return Fingerprint(num_samples, num_shards, num_tokens, self.report.content)
 
     @property
     def facts(self) -> Mapping[str, float]:
@@ -163,6 +158,44 @@ class _ConversationSource(Source):
         """The number of positions that each conversation takes; its last token needs one only if it is scored."""
         return np.diff(self._offsets) - (not self._encoder.targets_only_last_token)
 
+    def _read(self, number: int) -> EncodedSample:
+        start, stop = self._offsets[number : number + 2].tolist()
+        values = self._documents.read(start, stop - start)
+        return EncodedSample((values >> 1).astype(np.int64), (values & 1).astype(bool))
+
+
+class ChatSource(_Conversations, PackedSource):
+    """Rows of one or more conversations that do not attend to each other.
+
+    content: the shards' `sample_content`.
+    """
+
+    def __init__(
+        self, shards: Sequence[Shard], report: ChatReport, encoder: Encoder, data: DataSection, content: str
+    ) -> None:
+        packs = data.arrangement != "apart"
+        PackedSource.__init__(self, shards, data.seq_len, content, data.cache_dir, packs=packs, is_masked=packs)
+        _Conversations.__init__(self, shards, report, encoder)
+        self.vocab_size, self.tokenizer = encoder.tokenizer.vocab_size, encoder.tokenizer.plain.name
+        self._padding = shards[0].info.end_id >> 1
+
+    def _tokens_and_targets(
+        self, values: NDArray[np.unsignedinteger[Any]]
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return tokens and targets, given stored values 2 * id + loss_mask; see `TokenSource`."""
+        ids = (values >> 1).astype(np.int64)
+        return ids[:, :-1], np.where(values[:, 1:] & 1, ids[:, 1:], IGNORE)
+
+
+class _ConversationRows(_Conversations, Source):
+    """Base class of sources whose rows have one conversation each."""
+
+    def __init__(self, shards: Sequence[Shard], report: ChatReport, seq_len: int, encoder: Encoder) -> None:
+        super().__init__(shards, report, encoder)
+        tokenizer = encoder.tokenizer
+        self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
+        self.shards, self._padding = list(shards), shards[0].info.end_id >> 1
+
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
         shape = (num_rows, self.seq_len)
         return {
@@ -170,60 +203,25 @@ class _ConversationSource(Source):
             "targets": np.full(shape, IGNORE, np.int64),
         }
 
-    def _read(self, number: int) -> EncodedSample:
-        start, stop = self._offsets[number : number + 2].tolist()
-        return decode_document(self._shard.read(start, stop - start))
-
-    def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, start: int, number: int) -> int:
-        """Write conversation `number` into a row from offset `start` on, and return the offset of its end.
+    def _write_row(self, rows: Mapping[str, NDArray[Any]], row: int, number: int) -> int:
+        """Write conversation `number` into a row, and return the offset of its end.
 
         A conversation of n tokens takes n - 1 positions: its last token is only a target.  With `data.train_on=end` it
         takes n positions, and its only target is a 0 at the last position.
         """
         encoded = self._read(number)
         if self._encoder.targets_only_last_token:
-            stop = start + len(encoded.ids)
-            rows["tokens"][row, start:stop] = encoded.ids
+            stop = len(encoded.ids)
+            rows["tokens"][row, :stop] = encoded.ids
             rows["targets"][row, stop - 1] = 0
             return stop
-        stop = start + len(encoded.ids) - 1
-        rows["tokens"][row, start:stop] = encoded.ids[:-1]
-        rows["targets"][row, start:stop] = np.where(encoded.loss_mask[1:], encoded.ids[1:], IGNORE)
+        stop = len(encoded.ids) - 1
+        rows["tokens"][row, :stop] = encoded.ids[:-1]
+        rows["targets"][row, :stop] = np.where(encoded.loss_mask[1:], encoded.ids[1:], IGNORE)
         return stop
 
 
-class ChatSource(_ConversationSource):
-    """Rows of one or more conversations that do not attend to each other.
-
-    pack: whether to pack conversations into rows by best fit, instead of one conversation per row.
-    """
-
-    def __init__(self, shard: Shard, report: ChatReport, seq_len: int, pack: bool, encoder: Encoder) -> None:
-        super().__init__(shard, report, seq_len, encoder)
-        lengths = self._lengths
-        one_per_row = np.arange(len(lengths)), np.arange(len(lengths) + 1)
-        self._order, self._starts = best_fit(lengths, seq_len) if pack else one_per_row
-        self._packs = pack
-        if pack:
-            self.attended = float(lengths @ lengths) / (len(self) * seq_len)
-
-    def __len__(self) -> int:
-        return len(self._starts) - 1
-
-    def batch(self, indices: NDArray[np.int64]) -> Mapping[str, NDArray[Any]]:
-        """Return the rows at `indices`; if packed, also `documents`: each token's conversation number in its row."""
-        rows = self._empty_rows(len(indices))
-        documents = np.zeros((len(indices), self.seq_len), np.int64)
-        for row, index in enumerate(np.asarray(indices).tolist()):
-            numbers = self._order[self._starts[index] : self._starts[index + 1]] if index >= 0 else ()
-            end = 0
-            for number in numbers:
-                end = self._write_row(rows, row, end, int(number))
-                documents[row, end:] += 1
-        return {**rows, "documents": documents} if self._packs else rows
-
-
-class PairSource(_ConversationSource):
+class PairSource(_ConversationRows):
     """Preference pairs: rows 2i and 2i + 1 of a batch are the chosen and the rejected response of its i-th sample."""
 
     rows_per_sample = 2
@@ -236,12 +234,12 @@ class PairSource(_ConversationSource):
         rows = {**self._empty_rows(2 * len(indices)), "pair": np.repeat(np.asarray(indices, np.int64), 2)}
         for sample, index in enumerate(np.asarray(indices).tolist()):
             if index >= 0:
-                self._write_row(rows, 2 * sample, 0, 2 * index)
-                self._write_row(rows, 2 * sample + 1, 0, 2 * index + 1)
+                self._write_row(rows, 2 * sample, 2 * index)
+                self._write_row(rows, 2 * sample + 1, 2 * index + 1)
         return rows
 
 
-class LabeledSource(_ConversationSource):
+class LabeledSource(_ConversationRows):
     """Labeled conversations, one per row or, with mismatched responses, one per two rows.
 
     A batch has `labels`, one per sample; with `data.train_on=end`, the label is also the target at the last token.
@@ -249,8 +247,10 @@ class LabeledSource(_ConversationSource):
     response of the next conversation that has a different prompt.  A prompt ends before the first target.
     """
 
-    def __init__(self, shard: Shard, report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool) -> None:
-        super().__init__(shard, report, seq_len, encoder)
+    def __init__(
+        self, shards: Sequence[Shard], report: ChatReport, seq_len: int, encoder: Encoder, is_mismatched: bool
+    ) -> None:
+        super().__init__(shards, report, seq_len, encoder)
         labels = [int(label) for label in report.labels]
         self.rows_per_sample, self.num_labels = 1 + is_mismatched, max(labels, default=-1) + 1
         self.only_label = labels[0] if len(labels) == 1 else None
@@ -271,8 +271,8 @@ class LabeledSource(_ConversationSource):
             if index < 0:
                 continue
             row = self.rows_per_sample * sample
-            end = self._write_row(rows, row, 0, index)
-            labels[sample] = self._shard.read(int(self._offsets[index]), 1)[0] >> 1
+            end = self._write_row(rows, row, index)
+            labels[sample] = self._documents.read(int(self._offsets[index]), 1)[0] >> 1
             if self._encoder.targets_only_last_token:
                 rows["targets"][row, end - 1] = labels[sample]
             if self.rows_per_sample == 2:
