@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
@@ -23,7 +25,7 @@ from trainer.data.opening import open_source
 from trainer.data.source import Source
 from trainer.prepare import prepare
 
-pytest.importorskip("fsspec")
+fsspec = pytest.importorskip("fsspec")
 
 
 class UnreliableHandler(SimpleHTTPRequestHandler):
@@ -33,10 +35,14 @@ class UnreliableHandler(SimpleHTTPRequestHandler):
     asked: Counter[str]
     gate: threading.Event
     stalled: threading.Event
+    pause_s: list[float]
+    headers_seen: list[str]
 
     def do_GET(self) -> None:
         name = self.path.rpartition("/")[2]
-        self.asked[name] += "Range" not in self.headers  # a part of a file is a look at it, not a download
+        self.asked[name] += 1
+        self.headers_seen.append(self.headers.get("Authorization", ""))
+        time.sleep(self.pause_s[0])
         left = self.trouble.get(name, [])
         how = left.pop(0) if left else "whole"
         if how == "503":
@@ -68,6 +74,7 @@ class Server:
         self.trouble: dict[str, list[str]] = {}
         self.asked: Counter[str] = Counter()
         self.gate, self.stalled = threading.Event(), threading.Event()
+        self.pause_s, self.headers_seen = [0.0], list[str]()
         handler = type("Handler", (UnreliableHandler,), {**vars(self)})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=str(folder)))
         self.server.handle_error = lambda *_: None  # type: ignore[method-assign]  # a reader that goes away
@@ -124,8 +131,6 @@ def test_shards_at_a_url_are_those_of_the_folder(
 ) -> None:
     url = server.url
     if kind == "memory":
-        import fsspec
-
         url = f"memory://{tmp_path.name}"
         fsspec.filesystem("memory").put(f"{folder}/", f"/{tmp_path.name}/", recursive=True)
     assert same(opened(tmp_path / "cache", url + path), opened(tmp_path / "cache", f"file://{folder}{path}"))
@@ -161,15 +166,79 @@ def test_a_shard_is_downloaded_once_for_all_processes_of_a_machine(
 
 
 @pytest.mark.slow
-def test_a_killed_download_is_not_taken_for_a_file(tmp_path: Path, folder: Path, server: Server) -> None:
-    server.trouble["text-00001.bin"] = ["stalls"]
-    killed = fork(read, [f"{server.url}/", tmp_path / "cache"], tmp_path)
+@pytest.mark.parametrize("name", ["", "a.jsonl"])
+def test_a_download_killed_in_its_middle_is_not_taken_for_complete(
+    tmp_path: Path, folder: Path, server: Server, name: str
+) -> None:
+    write_texts(folder / "a.jsonl", [f"{n} documents" for n in range(90)])
+    server.trouble[name or "text-00001.bin"] = ["stalls"]
+    killed = fork(read, [f"{server.url}/{name}", tmp_path / "cache"], tmp_path)
     wait_until(lambda: server.stalled.is_set() or not killed.is_running, "the middle of a download")
     killed.kill()
     server.gate.set()
+    assert same(opened(tmp_path / "cache", f"{server.url}/{name}"), opened(tmp_path / "here", folder / name))
+    assert not leftovers(tmp_path / "cache")
+
+
+@pytest.mark.campaign
+@pytest.mark.parametrize("name", ["", "text/"])
+def test_a_download_killed_at_twenty_random_moments(tmp_path: Path, folder: Path, server: Server, name: str) -> None:
+    """Four processes then continue at once, download each missing file once, and leave nothing behind."""
+    (folder / "text").mkdir()
+    for number in range(9):
+        write_texts(folder / "text" / f"{number}.jsonl", [f"{number} and {n} documents" for n in range(90)])
+    moment = random.Random(3)
+    for number in range(20):
+        cache = tmp_path / f"cache-{number}"
+        server.pause_s[0] = 0.05
+        killed = fork(read, [f"{server.url}/{name}", cache], tmp_path)
+        time.sleep(moment.uniform(0.0, 2.0))
+        killed.kill()
+        server.pause_s[0] = 0.0
+        server.asked.clear()
+        processes = [fork(read, [f"{server.url}/{name}", cache], tmp_path) for _ in range(4)]
+        assert [process.wait().code for process in processes] == [0] * 4
+        assert not [file for file, count in server.asked.items() if file.endswith((".bin", ".jsonl")) and count > 1]
+        assert same(opened(cache, f"{server.url}/{name}"), opened(tmp_path / "here", folder / name))
+        assert not leftovers(cache)
+
+
+def leftovers(cache: Path) -> list[str]:
+    """Return the hidden files in a cache, and those of text that is already tokenized."""
+    return [name for name in content_of(cache) if "/." in f"/{name}" or name.endswith((".part", ".tmp", ".jsonl"))]
+
+
+def test_shards_are_found_again_without_the_server(tmp_path: Path, folder: Path, server: Server) -> None:
+    for url in (f"{server.url}/", f"{server.url}/text-00001.bin"):
+        opened(tmp_path / "cache", url)
+    server.close()
     assert same(opened(tmp_path / "cache", f"{server.url}/"), opened(tmp_path / "cache", folder))
-    whole = {path.stat().st_size for path in folder.iterdir()}
-    assert {path.stat().st_size for path in (tmp_path / "cache").rglob("*.bin*")} <= whole, "nothing is left of it"
+    assert same(opened(tmp_path / "cache", f"{server.url}/text-00001.bin"), opened(tmp_path, folder / "text-00001.bin"))
+
+
+def test_a_damaged_copy_is_downloaded_again(tmp_path: Path, folder: Path, server: Server) -> None:
+    opened(tmp_path / "cache", f"{server.url}/")
+    for copy in (tmp_path / "cache").rglob("text-00001.bin"):
+        copy.write_bytes(copy.read_bytes()[:-1] + b"x")
+    assert same(opened(tmp_path / "cache", f"{server.url}/"), opened(tmp_path / "cache", folder))
+    assert server.asked["text-00001.bin"] == 2
+
+
+def test_a_manifest_may_have_a_query_and_headers_come_from_the_environment(
+    tmp_path: Path, folder: Path, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_texts(tmp_path / "a.jsonl", [f"{n} documents" for n in range(90)])
+    prepare([str(tmp_path / "a.jsonl")], str(folder / "new"), holdout=0.1)
+    monkeypatch.setitem(fsspec.config.conf, "http", {"client_kwargs": {"headers": {"Authorization": "Bearer x"}}})
+    there = opened(tmp_path / "cache", f"{server.url}/new.manifest.json?version=3")
+    assert same(there, opened(tmp_path / "cache", folder / "new.manifest.json"))
+    assert set(server.headers_seen) == {"Bearer x"}
+
+
+@pytest.mark.parametrize("path", ["?version=3", "text-*.bin?version=3", "folder?version=3"])
+def test_a_query_names_one_file(tmp_path: Path, server: Server, path: str) -> None:
+    assert "one file or a manifest" in refusal_of(tmp_path, f"{server.url}/{path}")
+    assert not server.asked
 
 
 @pytest.mark.slow

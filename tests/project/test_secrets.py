@@ -26,22 +26,23 @@ SECRET = "hunter2"
         ("https://host:8080/run@2?versionId=3", False),
     ],
 )
-def test_credentials_in_a_url_are_not_shown(url: str, is_secret: bool, capsys: pytest.CaptureFixture[str]) -> None:
-    """Neither printed nor in the configuration that runs, checkpoints and trackers keep."""
-    code = run.main(["recipe=llama_small", f"train.init_from={url}", "--print-config"])
-    printed = "".join(capsys.readouterr())
-    assert SECRET not in printed
-    assert is_secret or (code == 0 and url in printed)
-    stored = str(load_config("llama_small", [f"train.init_from={url}"]).to_dict())
-    assert (url in stored) != is_secret
-    assert SECRET not in stored
+def test_credentials_in_a_url_are_refused_and_not_shown(
+    url: str, is_secret: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"train.init_from={url}", *([f"data.path={{a: '{url}', b: x}}"] if is_secret else [])]
+    for setting in settings:
+        code = run.main(["recipe=llama_small", setting, "--print-config"])
+        printed = "".join(capsys.readouterr())
+        assert SECRET not in printed
+        assert code == (2 if is_secret else 0)
+        assert ("environment" in printed and setting.partition("=")[0] in printed) if is_secret else url in printed
 
 
 @pytest.mark.slow
 def test_credentials_are_not_stored(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Neither in the folder of a run, nor in messages about a URL that cannot be used."""
     with pytest.raises(UserError) as refused:
-        Trainer(tiny_config(tmp_path / "run", f"checkpoint.dir=nowhere://me:{SECRET}@host/ck")).fit()
+        Trainer(tiny_config(tmp_path / "run", f"checkpoint.dir=s3://me:{SECRET}@host/ck")).fit()
     print_stderr(str(refused.value))
     assert SECRET not in str(refused.value) + "".join(capsys.readouterr())
     fit(tmp_path / "run", "train.steps=1", f"run.on_end=true --password {SECRET}")
