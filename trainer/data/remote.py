@@ -121,7 +121,10 @@ def find_remote(url: str, key: str, cache_dir: str | None) -> RemoteShards | Rem
     if not listing.shards and not listing.manifest[0]:
         rule = "contains neither token shards (.bin files or a manifest.json) nor text"
         raise setting_error(key, url, rule, fix=f"give files that end in {URL_SUFFIXES}")
-    return RemoteShards(url, key, cache_dir, listing)
+    try:
+        return _find_shards(listing, url, key, cache_dir)
+    except ShardError as error:
+        raise _url_error(key, url, error) from error
 
 
 def _store_listing(listing: _Listing, url: str, cache_dir: str | None) -> None:
@@ -150,8 +153,11 @@ def _look_up(url: str, key: str) -> _Listing:
             return _Listing(manifest=(url, _read_manifest(url, key)))
         if path.endswith(".bin"):
             return _Listing(shards=_read_metadata([url]))
-        with suppress(RemoteError):  # missing or unreadable: list the folder
+        try:
             return _Listing(manifest=(join(url, MANIFEST), _read([join(url, MANIFEST)])[0]))
+        except RemoteError as error:
+            if not error.is_final:
+                raise
     urls = _list_files(url)
     if bin_urls := [each for each in urls if each.endswith(".bin")]:
         return _Listing(shards=_read_metadata(bin_urls))
@@ -244,47 +250,35 @@ def _digest(*values: object) -> str:
 
 @dataclass(frozen=True)
 class RemoteShards:
-    """Token shards at a URL; see `find_remote`."""
+    """Token shards at a URL; see `find_remote`.
+
+    train, held_out: the URL and the metadata of each shard.
+    manifest: the manifest that lists them, or None.
+    """
 
     url: str
     key: str
     cache_dir: str | None
-    listing: _Listing
+    train: Sequence[tuple[str, ShardInfo]]
+    held_out: Sequence[tuple[str, ShardInfo]] = ()
+    manifest: ShardManifest | None = None
 
     @property
     def files(self) -> list[str]:
         """The URLs of the shards to train on."""
-        return [url for url, _ in self._infos(is_held_out=False)]
+        return [url for url, _ in self.train]
 
     def load(self) -> ShardSet:
         """Download the shards that are missing or damaged in the cache, and return all.  Raises UserError."""
         try:
-            rows = [self._infos(is_held_out) for is_held_out in (False, True)]
-            shards = self._fetch([*rows[0], *rows[1]])
-            train, held_out = shards[: len(rows[0])], shards[len(rows[0]) :]
-            if self.listing.manifest[0]:
-                manifest = self._manifest
-                contents, notes = (manifest.train_content, manifest.held_out_content), manifest.notes
-                return ShardSet(self.files, train, contents[0], held_out, contents[1], notes)
-            return ShardSet(self.files, train)
+            shards = self._fetch([*self.train, *self.held_out])
         except ShardError as error:
             raise _url_error(self.key, self.url, error) from error
-
-    @property
-    def _manifest(self) -> ShardManifest:
-        url, content = self.listing.manifest
-        return ShardManifest.parse(content.encode(), url)
-
-    def _infos(self, is_held_out: bool) -> list[tuple[str, ShardInfo]]:
-        """Return the URL and the metadata of each shard.  Raises ShardError if the metadata are invalid."""
-        url = self.listing.manifest[0]
-        if not url:
-            return [] if is_held_out else [(url, parse_info(text.encode(), url)) for url, text in self.listing.shards]
-        infos = self._manifest.infos(is_held_out)
-        for name, _ in infos:
-            if name.startswith("/"):
-                raise ShardError(f"{url} lists {name}, which is on another machine's file system")
-        return [(name if "://" in name else join(parent(url), name), info) for name, info in infos]
+        train, held_out = shards[: len(self.train)], shards[len(self.train) :]
+        if self.manifest is None:
+            return ShardSet(self.files, train)
+        contents = self.manifest.train_content, self.manifest.held_out_content
+        return ShardSet(self.files, train, contents[0], held_out, contents[1], self.manifest.notes)
 
     def _fetch(self, infos: Sequence[tuple[str, ShardInfo]]) -> list[Shard]:
         is_verified = sum(map(_num_bytes, infos)) <= MAX_BYTES_VERIFIED_AT_START
@@ -300,6 +294,23 @@ class RemoteShards:
         with ProgressLine(progress.line), ThreadPoolExecutor(_NUM_THREADS) as threads:
             downloaded = threads.map(lambda entry: entry.get(self.cache_dir, progress), missing)
             return [shard or next(downloaded) for shard in cached]
+
+
+def _find_shards(listing: _Listing, url: str, key: str, cache_dir: str | None) -> RemoteShards:
+    manifest_url, content = listing.manifest
+    if not manifest_url:
+        infos = [(shard_url, parse_info(text.encode(), shard_url)) for shard_url, text in listing.shards]
+        return RemoteShards(url, key, cache_dir, infos)
+    manifest = ShardManifest.parse(content.encode(), manifest_url)
+
+    def infos_of(is_held_out: bool) -> list[tuple[str, ShardInfo]]:
+        infos = manifest.infos(is_held_out)
+        for name, _ in infos:
+            if name.startswith("/"):
+                raise ShardError(f"{manifest_url} lists {name}, which is on another machine's file system")
+        return [(name if "://" in name else join(parent(manifest_url), name), info) for name, info in infos]
+
+    return RemoteShards(url, key, cache_dir, infos_of(False), infos_of(True), manifest)
 
 
 def _num_bytes(shard: tuple[str, ShardInfo]) -> int:
