@@ -62,7 +62,8 @@ def open_filesystem(url: str) -> tuple[Any, str]:
     if is_http(url):
         import aiohttp
 
-        configured = fsspec.config.conf.get(url.partition("://")[0], {}).get("client_kwargs", {})
+        sections = [fsspec.config.conf.get(scheme, {}) for scheme in ("http", "https")]
+        configured = {name: value for section in sections for name, value in section.get("client_kwargs", {}).items()}
         # By default, a download must end within five minutes.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=STALL_S, sock_read=STALL_S)
         headers = {"Accept-Encoding": "identity", **configured.get("headers", {})}
