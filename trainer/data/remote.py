@@ -61,6 +61,7 @@ _VERSION_KEYS = ("ETag", "etag", "md5Hash", "content_md5", "Last-Modified", "Las
 _WEB_PAGE_SUFFIXES = (".html", ".htm", ".xml")
 """Suffixes of files that are expected to contain HTML or XML; a web page in any other file is an error."""
 
+Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
@@ -282,18 +283,15 @@ class RemoteShards:
 
     def _fetch(self, infos: Sequence[tuple[str, ShardInfo]]) -> list[Shard]:
         is_verified = sum(map(_num_bytes, infos)) <= MAX_BYTES_VERIFIED_AT_START
-        entries = [_ShardEntry(url, info, is_verified) for url, info in infos]
-        cached = [entry.find(self.cache_dir) for entry in entries]
+        entries = [_ShardEntry(url, info, self.cache_dir, is_verified) for url, info in infos]
+        cached = [entry.find() for entry in entries]
         missing = [entry for entry, shard in zip(entries, cached, strict=True) if shard is None]
         if not missing:
             return [shard for shard in cached if shard is not None]
         num_bytes = sum(_num_bytes((entry.url, entry.info)) for entry in missing)
         _check_space(num_bytes, self.key, self.url, self.cache_dir)
-        _announce("token shard", len(missing), num_bytes)
-        progress = ByteProgress("downloading", num_bytes)
-        with ProgressLine(progress.line), ThreadPoolExecutor(_NUM_THREADS) as threads:
-            downloaded = threads.map(lambda entry: entry.get(self.cache_dir, progress), missing)
-            return [shard or next(downloaded) for shard in cached]
+        downloaded = iter(_in_threads(_ShardEntry.get, missing, num_bytes, "token shard"))
+        return [shard or next(downloaded) for shard in cached]
 
 
 def _find_shards(listing: _Listing, url: str, key: str, cache_dir: str | None) -> RemoteShards:
@@ -328,27 +326,27 @@ class _ShardEntry:
 
     url: str
     info: ShardInfo
+    cache_dir: str | None
     is_verified: bool
 
-    @property
-    def name(self) -> str:
-        """The name of the entry."""
-        return f"shard-{_digest(self.url, self.info)}"
-
-    def find(self, cache_dir: str | None) -> Shard | None:
+    def find(self) -> Shard | None:
         """Return the shard if it is in the cache and intact."""
-        for folder in find_cache_folders(cache_dir):
+        for folder in find_cache_folders(self.cache_dir):
             with suppress(*CORRUPTION_ERRORS):
-                return self._load(folder / self.name)
+                return self._load(folder / self._name)
         return None
 
-    def get(self, cache_dir: str | None, progress: ByteProgress) -> Shard:
+    @property
+    def _name(self) -> str:
+        return f"shard-{_digest(self.url, self.info)}"
+
+    def get(self, progress: ByteProgress) -> Shard:
         """Return the shard, downloading it first if necessary.  Raises RemoteError, and UserError for the cache."""
 
         def build(folder: Path) -> None:
             _with_retries(self.url, lambda: self._download(folder, progress))
 
-        return get_or_build(cache_dir, self.name, "token shards", build, self._load)
+        return get_or_build(self.cache_dir, self._name, "token shards", build, self._load)
 
     def _download(self, folder: Path, progress: ByteProgress) -> None:
         for suffix in SUFFIXES:
@@ -399,17 +397,18 @@ class RemoteText:
     def downloaded(self) -> Iterator[None]:
         """Context manager inside which the files are on the disk.  Other processes wait until they are removed again.
 
-        The files are removed at the end, or after a UserError, which would occur again: in its message, local paths
-        become URLs.  After any other error, complete files stay for the next start.
+        They are removed at the end, and after a UserError, which would occur again; in its message, local paths become
+        URLs.  After any other error, complete files stay for the next start.
 
         Raises UserError if the files cannot be downloaded, and OSError if they cannot be stored.
         """
         with locked(self.folder):
             try:
                 self._fetch()
-                yield
             except ShardError as error:
                 raise _url_error(self.key, self.url, error) from error
+            try:
+                yield
             except UserError as error:
                 remove(self.folder)
                 message = str(error)
@@ -433,10 +432,7 @@ class RemoteText:
             return
         num_bytes = sum(file.size for _, file in missing)
         _check_space(num_bytes, self.key, self.url, self.cache_dir)
-        _announce("text file", len(missing), num_bytes)
-        progress = ByteProgress("downloading", num_bytes)
-        with ProgressLine(progress.line), ThreadPoolExecutor(_NUM_THREADS) as threads:
-            list(threads.map(lambda row: _fetch_text(row[0], row[1], progress), missing))
+        _in_threads(_fetch_text, missing, num_bytes, "text file")
 
 
 def _find_text(listing: _Listing, url: str, key: str, cache_dir: str | None) -> RemoteText:
@@ -454,8 +450,9 @@ def _is_whole(file: InputFile) -> bool:
     return os.path.isfile(file.path) and os.path.getsize(file.path) == file.size
 
 
-def _fetch_text(url: str, file: InputFile, progress: ByteProgress) -> None:
+def _fetch_text(row: tuple[str, InputFile], progress: ByteProgress) -> None:
     """Download a text file.  Raises RemoteError if it is a web page, or if it has changed since it was looked up."""
+    url, file = row
     path = Path(file.path)
 
     def fetch() -> None:
@@ -533,8 +530,18 @@ def _check_space(num_bytes: int, key: str, url: str, cache_dir: str | None) -> N
         raise setting_error(key, url, rule, fix=fix)
 
 
-def _announce(noun: str, count: int, num_bytes: int) -> None:
-    print_stderr(f"downloading {count:,} {noun}{'' if count == 1 else 's'}, {num_bytes / 1e6:,.1f} MB")
+def _in_threads(
+    fetch: Callable[[Item, ByteProgress], Result], items: Sequence[Item], num_bytes: int, noun: str
+) -> list[Result]:
+    """Call `fetch` with each item, in several threads, and return the results in order.
+
+    num_bytes: the size of all items together.
+    noun: what an item is, for the message.
+    """
+    print_stderr(f"downloading {len(items):,} {noun}{'' if len(items) == 1 else 's'}, {num_bytes / 1e6:,.1f} MB")
+    progress = ByteProgress("downloading", num_bytes)
+    with ProgressLine(progress.line), ThreadPoolExecutor(_NUM_THREADS) as threads:
+        return list(threads.map(lambda item: fetch(item, progress), items))
 
 
 def _download(url: str, path: Path, progress: ByteProgress) -> None:
