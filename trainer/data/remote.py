@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -350,8 +350,7 @@ class _ShardEntry:
 
     def _download(self, folder: Path, progress: ByteProgress) -> None:
         for suffix in SUFFIXES:
-            may_be_missing = suppress(FileNotFoundError) if suffix == ".crc" else nullcontext()  # of a small shard
-            with may_be_missing, partial_file(self._path(folder).with_suffix(f"{suffix}.part")) as partial:
+            with partial_file(self._path(folder).with_suffix(f"{suffix}.part")) as partial:
                 _download(with_suffix(self.url, ".bin", suffix), partial, progress)
                 os.replace(partial, self._path(folder).with_suffix(suffix))
         try:
