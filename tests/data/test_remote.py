@@ -188,13 +188,14 @@ def test_a_download_killed_at_twenty_random_moments(tmp_path: Path, folder: Path
     (folder / "text").mkdir()
     for number in range(9):
         write_texts(folder / "text" / f"{number}.jsonl", [f"{number} and {n} documents" for n in range(90)])
-    moment = random.Random(3)
+    moment, num_in_the_middle = random.Random(3), 0
     for number in range(20):
         cache = tmp_path / f"cache-{number}"
-        server.pause_s[0] = 0.05
+        server.pause_s[0] = 0.4
         killed = fork(read, [f"{server.url}/{name}", cache], tmp_path)
-        time.sleep(moment.uniform(0.0, 2.0))
+        time.sleep(moment.uniform(0.5, 3.0))
         killed.kill()
+        num_in_the_middle += bool(cache.exists() and leftovers(cache))
         server.pause_s[0] = 0.0
         server.asked.clear()
         processes = [fork(read, [f"{server.url}/{name}", cache], tmp_path) for _ in range(4)]
@@ -202,6 +203,7 @@ def test_a_download_killed_at_twenty_random_moments(tmp_path: Path, folder: Path
         assert not [file for file, count in server.asked.items() if file.endswith((".bin", ".jsonl")) and count > 1]
         assert same(opened(cache, f"{server.url}/{name}"), opened(tmp_path / "here", folder / name))
         assert not leftovers(cache)
+    assert num_in_the_middle >= 5
 
 
 def leftovers(cache: Path) -> list[str]:
