@@ -2,14 +2,10 @@
 
 `model.path=org/name` and `data.path=hf://datasets/org/name` refer to repositories.  A name is resolved to a commit when
 a run first starts, and the run keeps that commit: in its stored configuration, the model is `hf://org/name@<commit>`.
-Files are stored in the cache layout of `huggingface_hub` (in `blobs/`, named by checksum, with links to them in
-`snapshots/<commit>/`), so that other programs can use them too.  `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN`
-and `HF_HUB_OFFLINE` work as usual.
-
-The `huggingface_hub` library (installed by the `hf` extra) queries the server and opens connections, but this module
-writes the files, because the library restarts an interrupted download from the beginning.  Here, one process per
-machine downloads a repository's files while the others wait, interrupted downloads are resumed, and every downloaded
-file is verified.
+`huggingface_hub` (installed by the `hf` extra) queries the server and fills the cache, where other programs find the
+files too; `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT`, `HF_TOKEN` and `HF_HUB_OFFLINE` work as usual.  This module
+verifies each downloaded file by its checksum.  It also remembers the list of a commit's files, so that a pinned name
+whose files are in the cache needs no server.
 
 This module does not import torch, and imports `huggingface_hub` only when a repository is named.
 """
@@ -23,8 +19,6 @@ import importlib
 import json
 import os
 import re
-import secrets
-import shutil
 import time
 import urllib.parse
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,8 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.errors import UserError, print_stderr, reason_of, setting_error
-from trainer.files import readable_size, write_atomically
-from trainer.locks import locked
+from trainer.files import free_bytes, locked, readable_size, write_atomically
 from trainer.stopping import raise_if_stop_requested
 
 SCHEME = "hf://"
@@ -50,14 +43,17 @@ _NAME = re.compile(
 )
 _TRUE_VALUES = ("1", "ON", "YES", "TRUE")
 """Values of HF_HUB_OFFLINE, in upper case, that count as true."""
-_MAX_TRIES = 5
-"""Maximum number of attempts to download a file; an attempt that receives data resets the count."""
+_MAX_TRIES = 3
+"""Maximum number of attempts to query the server, and to download a file that arrives damaged."""
 _NUM_CONNECTIONS = 4
 """Maximum number of a repository's files that are downloaded at the same time."""
-_DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
-"""Local disk errors, after which downloads are not retried."""
-_PROGRESS_S = 10.0
-"""Seconds between progress messages during a download."""
+_DISK_ERRORS = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EEXIST),
+)
+"""Errors of the local disk, as opposed to those of the network."""
+_ABANDONED_S = 3600.0
+"""Seconds after which an incomplete file that nobody has written to counts as left behind by a killed process."""
 
 Kind = Literal["model", "dataset"]
 
@@ -273,103 +269,76 @@ class Repository:
     def fetch(self, files: Iterable[HubFile]) -> None:
         """Download the missing files.  One process per machine downloads while the others wait.
 
-        Raises UserError if the server denies access or cannot be reached, or if the files cannot be stored.
+        If the process is killed, complete files stay, and the next start downloads the others.  Raises UserError if
+        the server denies access or cannot be reached, or if the files cannot be stored.
         """
         files = list(files)
         if not self.missing(files):
             return
-        library = import_library(self._setting, self.name)
-        folder = _repository_folder(self.name)
+        library, folder = import_library(self._setting, self.name), _repository_folder(self.name)
         try:
-            (folder / "blobs").mkdir(parents=True, exist_ok=True)
-            with locked(_metadata_folder(self.name) / "lock", is_required=True):
+            if _is_offline(library):
+                raise library.errors.OfflineModeIsEnabled("HF_HUB_OFFLINE is set")
+            _metadata_folder(self.name).mkdir(parents=True, exist_ok=True)
+            with locked(_metadata_folder(self.name) / "fetch"):
                 if missing := self.missing(files):
-                    self._fetch(library, missing)
-        except OSError as error:
-            rule = f"cannot be stored in {folder} ({error.strerror or error})"
+                    self._download(library, missing)
+        except UserError:
+            raise
+        except Exception as error:  # its type depends on the versions of the library and its HTTP client
+            if not _is_disk_error(error):
+                raise as_user_error(error, self.name, self._setting) from error
+            rule = f"cannot be stored in {folder} ({reason_of(error)})"
             fix = "set HF_HOME to a folder that is writable, on a disk with enough space"
             raise setting_error(self._setting, self.name.shown, rule, fix=fix) from error
 
-    def _fetch(self, library: Any, missing: Sequence[HubFile]) -> None:
-        cached_bytes = sum(_size(self._partial(file)) for file in missing)
-        total = sum(file.size for file in missing)
-        free = shutil.disk_usage(_repository_folder(self.name)).free
-        if total - cached_bytes > free:
-            rule = f"needs {readable_size(total - cached_bytes)} in {cache_folder()}, {readable_size(free)} are free"
+    def _download(self, library: Any, missing: Sequence[HubFile]) -> None:
+        for leftover in (_repository_folder(self.name) / "blobs").glob("*.incomplete"):
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - leftover.stat().st_mtime > _ABANDONED_S:
+                    leftover.unlink()
+        total, free = sum(file.size for file in missing), free_bytes(cache_folder())
+        if total > free:
+            rule = f"needs {readable_size(total)} in {cache_folder()}, {readable_size(free)} are free"
             fix = "free some space there, or set HF_HOME to a folder on another disk"
             raise setting_error(self._setting, self.name.shown, rule, fix=fix)
         description = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
-        print_stderr(
-            f"fetching {self.name}: {description}, {_size_text(total)}"
-            f"{f' ({_size_text(cached_bytes)} are already in the cache)' if cached_bytes else ''}, into {self.folder}"
-        )
-        progress = _Progress(str(self.name), total, cached_bytes)
+        print_stderr(f"fetching {self.name}: {description}, {readable_size(total)}, into {self.folder}")
         with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
-            futures = [threads.submit(self._fetch_file, library, file, progress) for file in missing]
-            try:
-                for future in futures:
-                    future.result()
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
+            for _ in threads.map(lambda file: self._download_file(library, file), missing):
+                pass
 
-    def _partial(self, hub_file: HubFile) -> Path:
-        return _repository_folder(self.name) / "blobs" / f"{hub_file.checksum}.part"
-
-    def _fetch_file(self, library: Any, hub_file: HubFile, progress: _Progress) -> None:
-        """Download one file, or the rest of a partial download; verify it, and link it into the snapshot."""
-        partial = self._partial(hub_file)
-        blob = partial.with_suffix("")
-        tries_left, size = _MAX_TRIES - 1, _size(partial)
-        while not blob.exists():  # another commit may have the same content
+    def _download_file(self, library: Any, file: HubFile) -> None:
+        """Download a file until its content matches its checksum."""
+        for _ in range(_MAX_TRIES):
             raise_if_stop_requested()
-            try:
-                self._receive(library, hub_file, partial, progress)
-                os.replace(partial, blob)
-            except UserError:
-                raise
-            except Exception as error:  # its type depends on the versions of the library and its HTTP client
-                if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
-                    raise
-                if not tries_left or not is_temporary(error):
-                    raise as_user_error(error, self.name, self._setting) from error
-                tries_left, size = (_MAX_TRIES - 1 if _size(partial) > size else tries_left - 1), _size(partial)
-                print_stderr(f"{self.name.shown}: {hub_file.path}: {_reason(error)}; trying again")
-                _sleep(2.0 ** (_MAX_TRIES - 2 - tries_left))
-        _link(blob, self.folder / hub_file.path)
+            library.hf_hub_download(
+                self.name.repo,
+                file.path,
+                repo_type=self.name.kind,
+                revision=self.name.revision,
+                cache_dir=cache_folder(),
+                endpoint=endpoint(library),
+            )
+            path = self.folder / file.path
+            blob = path.resolve()
+            if _checksum(blob, file) == file.checksum:
+                return
+            path.unlink()
+            blob.unlink(missing_ok=True)
+        rule = f"{file.path} arrives damaged: its checksum is wrong"
+        raise setting_error(self._setting, self.name.shown, rule, fix="try again later, or set HF_ENDPOINT to a mirror")
 
-    def _receive(self, library: Any, hub_file: HubFile, partial: Path, progress: _Progress) -> None:
-        """Download the rest of a partial file.  Raises OSError if the result is incomplete or its checksum is wrong."""
-        url = library.hf_hub_url(
-            self.name.repo,
-            hub_file.path,
-            repo_type=self.name.kind,
-            revision=self.name.revision,
-            endpoint=endpoint(library),
-        )
-        with open(partial, "ab") as file:
-            start = file.tell()
-            if start > hub_file.size:
-                file.truncate(start := 0)
-            if start < hub_file.size:
-                headers = {**library.utils.build_hf_headers(), "Accept-Encoding": "identity"}
-                headers |= {"Range": f"bytes={start}-"} if start else {}
-                session, timeout = library.utils.get_session(), library.constants.HF_HUB_DOWNLOAD_TIMEOUT
-                with session.stream("GET", url, headers=headers, timeout=timeout, follow_redirects=True) as response:
-                    library.utils.hf_raise_for_status(response)
-                    if start and response.status_code != 206:  # the server ignored the range, and sends the whole file
-                        file.truncate(0)
-                    for block in response.iter_bytes():  # written as it arrives, so that a retry can resume
-                        raise_if_stop_requested()
-                        file.write(block)
-                        progress.add(len(block))
-            file.flush()
-            os.fsync(file.fileno())
-        size = _size(partial)
-        if size < hub_file.size:
-            raise OSError(f"the connection was lost after {size:,} of {hub_file.size:,} bytes")
-        if _content_checksum(partial, hub_file) != hub_file.checksum:
-            partial.unlink()
-            raise OSError(f"{hub_file.path} was corrupted during the download")
+
+def _checksum(path: Path, hub_file: HubFile) -> str:
+    """Return the checksum of a downloaded file, of the kind that the repository has for it."""
+    is_lfs = len(hub_file.checksum) == 64
+    digest = hashlib.sha256() if is_lfs else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
+    with open(path, "rb") as file:
+        while block := file.read(1 << 20):
+            raise_if_stop_requested()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def open_repository(name: HubName, setting: str, kept_commit: str | None = None) -> Repository:
@@ -419,16 +388,17 @@ def _pin(name: HubName, commit: str, files: Sequence[HubFile], setting: str) -> 
 def _query_server(library: Any, name: HubName, commit: str | None) -> tuple[str, list[HubFile]]:
     """Query the server for the commit of a name, and its files; return both.  Raises the library's errors."""
     api = library.HfApi(endpoint=endpoint(library))
-    for tries_left in range(2, -1, -1):
+    revision, num_tries = commit or name.revision, 0
+    while True:
         try:
-            info = api.repo_info(
-                name.repo, revision=commit or name.revision, repo_type=name.kind, files_metadata=True, timeout=10
-            )
+            info = api.repo_info(name.repo, revision=revision, repo_type=name.kind, files_metadata=True, timeout=10)
             break
         except Exception as error:
-            if not tries_left or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
+            num_tries += 1
+            if num_tries == _MAX_TRIES or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
                 raise
-            _sleep(1.0)
+            raise_if_stop_requested()
+            time.sleep(1.0)
     files = []
     for sibling in info.siblings or []:
         checksum = sibling.lfs.sha256 if sibling.lfs is not None else sibling.blob_id
@@ -467,46 +437,6 @@ def _commit_in_cache(name: HubName) -> str | None:
     with contextlib.suppress(OSError):
         return (_repository_folder(name) / "refs" / default_revision(name)).read_text().strip()
     return None
-
-
-def _content_checksum(path: Path, hub_file: HubFile) -> str:
-    algorithm = (
-        hashlib.sha256() if len(hub_file.checksum) == 64 else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
-    )
-    with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            raise_if_stop_requested()
-            algorithm.update(block)
-    return algorithm.hexdigest()
-
-
-def _link(blob: Path, path: Path) -> None:
-    """Make `path` in a snapshot a link to its blob, as `huggingface_hub` does; or a copy, if links are unsupported."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    link = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    try:
-        os.symlink(os.path.relpath(blob, path.parent), link)
-    except OSError:  # a file system without links
-        shutil.copyfile(blob, link)
-    os.replace(link, path)
-
-
-class _Progress:
-    """Prints the progress of a download at regular intervals."""
-
-    def __init__(self, name: str, total: int, cached_bytes: int) -> None:
-        self._name, self._total, self._cached_bytes = name, total, cached_bytes
-        self._start_time = self._last_message_time = time.monotonic()
-        self._num_received = 0
-
-    def add(self, num_bytes: int) -> None:
-        """Count received bytes."""
-        self._num_received += num_bytes
-        now = time.monotonic()
-        if now - self._last_message_time > _PROGRESS_S:
-            self._last_message_time = now
-            stored, speed = self._cached_bytes + self._num_received, self._num_received / (now - self._start_time) / 1e6
-            print_stderr(f"{self._name}: {_size_text(stored)} of {_size_text(self._total)}, {speed:,.1f} MB/s")
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -602,7 +532,7 @@ def upload(folder: Path, extra_files: Mapping[str, bytes], repo: str, setting: s
         ]
         commit = api.create_commit(repo, added, commit_message="Exported by meshtrainer", repo_type="model")
     except Exception as error:
-        if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
+        if _is_disk_error(error):
             raise
         raise as_user_error(error, name, setting, is_upload=True) from error
     return str(commit.commit_url)
@@ -616,7 +546,7 @@ def import_library(setting: str, name: HubName) -> Any:
     """Import `huggingface_hub` and return it.  Raises UserError, naming `setting`, if it is not installed."""
     try:
         library = importlib.import_module("huggingface_hub")
-        for module in ("constants", "errors", "file_download", "utils"):
+        for module in ("constants", "errors"):
             importlib.import_module(f"huggingface_hub.{module}")
     except ImportError as error:
         rule = "names a repository of the Hugging Face Hub, which needs the library huggingface_hub"
@@ -641,6 +571,8 @@ def as_user_error(error: Exception, name: HubName, setting: str, is_upload: bool
     """
     library: Any = importlib.import_module("huggingface_hub")
     errors, server, kind = library.errors, endpoint(library), name.kind
+    if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
+        error = error.__cause__  # why the library looked for the file in the cache
     page = f"{server}/{'datasets/' if kind == 'dataset' else ''}{name.repo}"
     login = "log in with `hf auth login`, or set HF_TOKEN"
     if is_upload and (_status(error) in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError)):
@@ -696,19 +628,5 @@ def _reason(error: Exception) -> str:
     return (" ".join(said.split()) if said else reason_of(error)).rstrip(".")
 
 
-def _sleep(seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while (remaining := deadline - time.monotonic()) > 0:
-        raise_if_stop_requested()
-        time.sleep(min(remaining, 0.2))
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
-
-
-def _size_text(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:,.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:,.1f} MB"
+def _is_disk_error(error: Exception) -> bool:
+    return isinstance(error, OSError) and error.errno in _DISK_ERRORS

@@ -64,6 +64,8 @@ class FakeHub:
         self.is_down = False
         self.breaks_after = 0
         """Number of bytes after which the connection of a download is cut; 0: never."""
+        self.num_damaged = 0
+        """Number of files that are still to be sent with a flipped bit."""
         self.uploads: dict[str, bytes] = {}
         hub = self
 
@@ -94,10 +96,11 @@ class FakeHub:
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
         """Return the environment of a process that uses this hub, with its cache in `home`."""
-        cleared = dict.fromkeys(("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"), "")
+        cleared = dict.fromkeys(("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"), "")
         proxies = {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
-        own = {"HF_ENDPOINT": self.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
-        return {**cleared, **proxies, **own, **more}
+        own = {"HF_ENDPOINT": self.url, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1"}
+        folders = {"HF_HOME": str(home), "HF_HUB_CACHE": str(home / "hub")}
+        return {**cleared, **proxies, **own, **folders, **more}
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):
@@ -214,6 +217,9 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         if self.command == "HEAD":
             return
+        if self.hub.num_damaged:
+            self.hub.num_damaged -= 1
+            content = content[:-1] + bytes([content[-1] ^ 1])
         for offset in range(start, len(content), _BLOCK):
             if self.hub.breaks_after and offset - start >= self.hub.breaks_after:
                 self.close_connection = True

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
-import random
 import re
+import signal
+import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from tests.helpers import hf_models
 from tests.helpers.commands import meshtrainer
 from tests.helpers.fake_hub import FakeHub
 from tests.helpers.gate import wait_until
-from tests.helpers.launch import TINY, fork, run
+from tests.helpers.launch import TINY, fork, run, start
 from trainer import RunConfig, UserError, load_config
 
 pytest.importorskip("huggingface_hub")
@@ -85,7 +86,7 @@ def test_a_pinned_configuration_means_the_same_elsewhere(
     """The stored name is fetched again into another cache; a name that is there asks nobody."""
     text = config_of().to_yaml()
     (tmp_path / "mine.yaml").write_text(text)
-    monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "elsewhere"))
     again = load_config("mine.yaml")
     assert again.to_yaml() == text
     assert str(again.train.init_from).startswith(str(tmp_path / "elsewhere"))
@@ -165,16 +166,21 @@ def test_without_a_server_the_copy_in_the_cache_is_used(hub: FakeHub, monkeypatc
     assert config_of().to_yaml() == first
 
 
-def test_a_cut_connection_and_a_damaged_partial_file_are_mended(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+def test_a_cut_connection_and_damaged_files_are_mended(hub: FakeHub, folder: Path) -> None:
     part = min(folder.glob("*.safetensors"))
-    content = part.read_bytes()
-    blobs = tmp_path / "home/hub/models--tiny--llama/blobs"
-    blobs.mkdir(parents=True)
-    (blobs / f"{hashlib.sha256(content).hexdigest()}.part").write_bytes(b"\0" * 1000)
-    hub.breaks_after = len(content) - 1000
+    hub.breaks_after, hub.num_damaged = part.stat().st_size - 1000, 2
     found = Path(str(config_of().train.init_from))
-    assert (found / part.name).read_bytes() == content
-    assert not list(blobs.glob("*.part"))
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
+
+
+def test_a_file_that_always_arrives_damaged_is_one_message(hub: FakeHub, tmp_path: Path) -> None:
+    hub.num_damaged = 1000
+    with pytest.raises(UserError, match=f"^model.path={NAME}: .*damaged") as found:
+        config_of()
+    assert len(str(found.value).splitlines()) == 2
+    assert not [path for path in (tmp_path / "home/hub").rglob("snapshots/*/*") if path.exists()]
 
 
 def test_another_programs_download_is_used_offline(
@@ -197,6 +203,24 @@ def test_a_folder_here_comes_before_a_name_there(hub: FakeHub, folder: Path, tmp
     assert hub.requests == []
 
 
+@pytest.mark.slow
+def test_a_signal_ends_a_download_and_the_next_start_continues(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """Within five seconds, with code 75 and without a file that looks complete but is not."""
+    hub.delay = 1.5  # so that a file of weights takes longer than that
+    stopped = start(tmp_path / "run", *SETTINGS, "train.steps=1")
+    wait_until(lambda: hub.sent["model-00001-of-00002.safetensors"] > 0, "the weights are on their way")
+    stopped.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert stopped.wait().code == 75, stopped.err
+    assert time.monotonic() - began < 5
+    assert "Traceback" not in stopped.err
+    assert not list((tmp_path / "home/hub").rglob("snapshots/*/*.safetensors"))
+    hub.delay = 0.0
+    sent = hub.sent["config.json"]
+    run(tmp_path / "run", *SETTINGS, "train.steps=1")
+    assert hub.sent["config.json"] == sent
+
+
 def fetch(name: str) -> int:
     load_config("llama_small", ["model.name=auto", f"model.path={name}"])
     return 0
@@ -204,26 +228,21 @@ def fetch(name: str) -> int:
 
 @pytest.mark.campaign
 def test_killed_ten_times_on_the_way(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
-    """A large file is fetched by two processes that are killed again and again; each byte is sent about once."""
-    content = random.Random(0).randbytes(6 << 20)
-    hub.add("big/file", {"config.json": (folder / "config.json").read_bytes(), "model.safetensors": content})
-    hub.delay = 0.01
-    blobs = tmp_path / "home/hub/models--big--file/blobs"
-
-    def received() -> int:
-        return sum(path.stat().st_size for path in blobs.glob("*.part"))
-
+    """Four processes together fetch each file once, also after four others were killed in the middle."""
     for _ in range(10):
-        before = received()
-        both = [fork(fetch, ["big/file"], tmp_path, cwd=tmp_path) for _ in range(2)]
-        wait_until(lambda before=before: received() >= before + (1 << 18), "more of the file")
-        for each in both:
+        hub.delay, before = 0.2, hub.sent["model-00001-of-00002.safetensors"]
+        killed = [fork(fetch, [NAME], tmp_path, cwd=tmp_path) for _ in range(4)]
+        wait_until(
+            lambda before=before: hub.sent["model-00001-of-00002.safetensors"] >= before + (1 << 16), "some of the file"
+        )
+        for each in killed:
             each.kill()
     hub.delay = 0.0
-    with pytest.raises(UserError):  # these bytes are no weights, which is found when all of them are there
-        config_of("big/file")
-    (blob,) = (path for path in blobs.iterdir() if path.stat().st_size == len(content))
-    assert blob.read_bytes() == content
-    lost = hub.sent["model.safetensors"] - len(content)
-    # Sockets hold up to some 100 KB that are on their way when a process dies. From the last start, it would be 256 KB.
-    assert 0 <= lost < 10 * (1 << 17)
+    hub.requests.clear()
+    assert [each.wait().code for each in [fork(fetch, [NAME], tmp_path, cwd=tmp_path) for _ in range(4)]] == [0] * 4
+    (found,) = (tmp_path / "home/hub/models--tiny--llama/snapshots").iterdir()
+    for path in folder.iterdir():
+        assert (found / path.name).read_bytes() == path.read_bytes()
+    sent = Counter(line.rpartition("/")[2] for line in hub.requests if line.startswith("GET") and "/resolve/" in line)
+    assert set(sent.values()) == {1}
+    assert "model-00001-of-00002.safetensors" in sent
