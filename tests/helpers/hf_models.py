@@ -177,12 +177,17 @@ def settings_of(kind: str, **changes: Any) -> Any:
 
 
 def model_of(kind: str, **changes: Any) -> Any:
+    """Return transformers' model of a kind; see `model_from`."""
+    return model_from(settings_of(kind, **changes))
+
+
+def model_from(settings: Any) -> Any:
     """Return transformers' model with weights unlike any initialization: normal noise, scaled by 0.12."""
     import transformers
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)  # transformers draws some vectors, such as the decay rates of linear attention
-        model = transformers.AutoModelForCausalLM.from_config(settings_of(kind, **changes), dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_config(settings, dtype=torch.float32)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -1,74 +1,159 @@
-"""GGUF files: converted once, to the model that transformers reads from the same file."""
+"""GGUF files: converted once, to the model that was written to them."""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from tests.helpers.hf_models import model_of
+from tests.helpers.hf_models import GROUPED, model_from
 from trainer import UserError, load_config, load_weights
+from trainer.data.tokenizer import find_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="the extra `gguf` is not installed")
 
-TOKENS = ["<|end|>", *(chr(c) for c in range(33, 127)), "Ġ", "he", "Ġt"]
+TOKENS = ["<|end|>", *(chr(c) for c in range(33, 127)), "Ġ", "he", "Ġt", "Ã©", "Ã", "©", "hello", "Ċ", "ĠĊ"]
+TEMPLATE = "{% for message in messages %}{{ message['content'] }}<|end|>{% endfor %}"
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama 3.1": (
+        "llama",
+        {"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 8192, "rope_theta": 500000.0}},
+    ),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {"head_dim": 128}),
+    "qwen3 with other heads": ("qwen3", {"head_dim": 32}),
+}
 
 
-def write_gguf(path: Path) -> None:
-    """Write a tiny Qwen3 as llama.cpp would, in blocks of eight bits."""
-    model = model_of(
-        "qwen3", hidden_size=64, intermediate_size=128, vocab_size=len(TOKENS), head_dim=128
-    )  # which transformers assumes
-    config = model.config
-    writer = gguf.GGUFWriter(path, "qwen3")
+def plain_frequencies(config: Any) -> torch.Tensor:
+    """Return the frequencies of RoPE without scaling."""
+    return 1 / config.rope_parameters["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
+
+
+def write_gguf(path: Path, case: str, kind: str = "F32", split: str = "gpt-2", **metadata: Any) -> Any:
+    """Write a tiny model as llama.cpp would, and return it.
+
+    kind: how the matrices are stored.
+    split: the rules that split text before encoding.
+    metadata: further entries, by name.
+    """
+    architecture, changes = CASES[case]
+    import transformers
+
+    sizes = {
+        **GROUPED,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "vocab_size": len(TOKENS),
+        "tie_word_embeddings": True,
+    }
+    kinds = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3"}
+    model = model_from(getattr(transformers, f"{kinds[architecture]}Config")(**sizes, **changes))
+    config, state = model.config, model.state_dict()
+    writer = gguf.GGUFWriter(path, architecture)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(128)
-    writer.add_rope_freq_base(10000.0)
+    if "head_dim" in changes:
+        writer.add_key_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("gpt-2")
+    writer.add_tokenizer_pre(split)
     writer.add_token_list(TOKENS)
     writer.add_token_types([3, *[1] * (len(TOKENS) - 1)])
-    writer.add_token_merges(["h e", "Ġ t"])
+    writer.add_token_merges(["h e", "Ġ t", "Ã ©", "Ġ Ċ"])
+    writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config.num_hidden_layers)
-    for name, tensor in model.state_dict().items():
+    writer.add_chat_template(TEMPLATE)
+    for name, value in metadata.items():
+        writer.add_string(name, value)
+    if config.rope_parameters["rope_type"] == "llama3":
+        writer.add_tensor("rope_freqs.weight", (plain_frequencies(config) / model.model.rotary_emb.inv_freq).numpy())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
+    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    for name, weight in state.items():
         if name == "lm_head.weight":  # tied
             continue
-        values = tensor.numpy()
-        kind = gguf.GGMLQuantizationType.Q8_0 if values.ndim > 1 else gguf.GGMLQuantizationType.F32
-        packed = gguf.quants.quantize(values, kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), packed, raw_dtype=kind)
+        part = name.split(".")[-2]
+        if architecture == "llama" and part in heads:  # llama.cpp rotates neighbouring values
+            weight = weight.view(heads[part], 2, -1, weight.shape[1]).transpose(1, 2).reshape(weight.shape)
+        stored = gguf.GGMLQuantizationType[kind if weight.ndim > 1 else "F32"]
+        packed = gguf.quants.quantize(weight.contiguous().numpy(), stored)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), packed, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    return model.eval()
 
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The path at which a test writes a file."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    write_gguf(tmp_path / "m.gguf")
     return tmp_path / "m.gguf"
 
 
-def test_logits_are_those_of_transformers_from_the_same_file(file: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    theirs = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    ids = torch.arange(40)[None] % len(TOKENS)
+@pytest.mark.parametrize("case", list(CASES))
+def test_logits_are_those_of_the_model_that_was_written(file: Path, case: str) -> None:
+    """At positions that are so large that another scaling of RoPE would show."""
+    written = write_gguf(file, case)
+    ids = torch.randint(0, len(TOKENS), (1, 1000), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        torch.testing.assert_close(load_weights(file)(ids), theirs(ids).logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(load_weights(file)(ids), written(ids).logits, rtol=1e-5, atol=1e-5)
         assert torch.equal(load_weights(file)(ids), load_weights(file.parent)(ids)), "its folder, which has it alone"
+        if case == "llama 3.1":
+            del written.model.rotary_emb.inv_freq
+            written.model.rotary_emb.inv_freq = plain_frequencies(written.config)
+            difference = (load_weights(file)(ids) - written(ids).logits).abs().max()
+            assert difference > 1e-3, "without the scaling, these positions would show it"
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("Q8_0", "F32"), ("F16", "F16"), ("BF16", "BF16")])
+def test_matrices_keep_the_values_and_the_dtype_that_they_are_stored_in(file: Path, kind: str, dtype: str) -> None:
+    from safetensors import safe_open
+
+    write_gguf(file, "qwen3", kind)
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    load_weights(file)
+    (converted,) = (file.parent / "cache").rglob("*.safetensors")
+    with safe_open(converted, "pt") as content:
+        assert content.get_slice("model.norm.weight").get_dtype() == "F32"
+        for name, part in (("mlp.up_proj", "ffn_up"), ("self_attn.o_proj", "attn_output")):
+            stored = tensors[f"blk.0.{part}.weight"]
+            expected = gguf.quants.dequantize(stored.data, stored.tensor_type)
+            weight = content.get_slice(f"model.layers.0.{name}.weight")
+            assert weight.get_dtype() == dtype
+            assert torch.equal(weight[:].float(), torch.from_numpy(expected).view(weight.get_shape()))
+
+
+def test_the_tokenizer_of_the_file(file: Path) -> None:
+    """With the rules that transformers does not take from it: for digits, Llama 3's whole words, and Qwen's accents."""
+    for split, text, expected in (
+        ("gpt-2", "hello the", ["he", "l", "l", "o", "Ġt", "he"]),
+        ("gpt-2", " \n1", ["Ġ", "Ċ", "1"]),
+        ("smollm", " \n1", ["ĠĊ", "1"]),
+        ("llama-bpe", "hello the", ["<|end|>", "hello", "Ġt", "he"]),
+        ("qwen2", "e\u0301", ["Ã©"]),
+    ):
+        write_gguf(file, "llama", split=split)
+        config = load_config("llama_small", ["model.name=auto", f"model.path={file}"], needs_weights=False)
+        tokenizer = find_tokenizer(str(config.data.tokenizer))
+        assert [TOKENS[number] for number in tokenizer.start_ids + tuple(tokenizer.encode(text))] == expected
+        assert (Path(str(config.data.tokenizer)).parent / "chat_template.jinja").read_text() == TEMPLATE
 
 
 def test_a_configuration_names_the_file(file: Path) -> None:
+    write_gguf(file, "qwen3")
     config = load_config("llama_small", ["model.name=auto", f"model.path={file}", f"run.dir={file.parent / 'run'}"])
     assert (config.model.name, config.model.dim, config.model.vocab_size) == ("qwen3", 64, len(TOKENS))
     text = config.to_yaml()
@@ -79,12 +164,22 @@ def test_a_configuration_names_the_file(file: Path) -> None:
 
 
 def test_what_is_not_read_is_refused(file: Path) -> None:
+    write_gguf(file, "qwen3")
     content = file.read_bytes()
-    for damaged in (
-        content[: len(content) // 2],
-        content.replace(b"\5\0\0\0\0\0\0\0qwen3", b"\5\0\0\0\0\0\0\0mamba", 1),
-    ):
-        file.write_bytes(damaged)
-        with pytest.raises(UserError, match=f"^path={file}"):
+    damaged = content[: len(content) // 2]
+    other = content.replace(b"\5\0\0\0\0\0\0\0qwen3", b"\5\0\0\0\0\0\0\0mamba", 1)
+    write_gguf(file, "llama", **{"llama.rope.scaling.type": "yarn"})
+    scaled = file.read_bytes()
+    write_gguf(file, "llama", split="tekken")
+    for wrong, reason in ((damaged, "complete"), (other, "mamba"), (scaled, "yarn"), (file.read_bytes(), "tekken")):
+        file.write_bytes(wrong)
+        with pytest.raises(UserError, match=f"^path={file}.*{reason}"):
             load_weights(file)
-    assert not list((file.parent / "cache").glob("**/*.safetensors"))
+    assert not list((file.parent / "cache").rglob("*.safetensors"))
+
+
+def test_a_missing_library_is_one_message(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(file, "llama")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UserError, match=r"(?s)^path=.*transformers.*meshtrainer\[gguf\]"):
+        load_weights(file)

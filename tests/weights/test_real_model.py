@@ -12,6 +12,8 @@ import math
 import os
 import re
 import shutil
+import signal
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from torch import nn
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from tests.helpers.chats import conversation
-from tests.helpers.launch import Run, command, run
+from tests.helpers.gate import wait_until
+from tests.helpers.launch import Run, command, run, start
 from trainer import load_weights
 
 pytestmark = pytest.mark.campaign
@@ -308,6 +311,23 @@ def test_gguf_file_gives_the_logits_of_transformers(gguf_file: Path, model: Path
     with torch.no_grad():
         theirs, ours = load_with_transformers(model)(ids).logits, load_weights(gguf_file)(ids)
     assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
+
+
+def test_a_signal_ends_a_conversion_and_a_killed_one_starts_again(
+    gguf_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    settings = ["recipe=llama_small", "model.name=auto", f"model.path={gguf_file}", "data.source=synthetic", *SETTINGS]
+    for number, code in ((signal.SIGTERM, 75), (signal.SIGKILL, -signal.SIGKILL)):
+        stopped = start(tmp_path / "run", *settings, "train.steps=1")
+        wait_until(lambda stopped=stopped: "dequantizing" in stopped.err, "the conversion has begun")
+        stopped.signal(number)
+        began = time.monotonic()
+        assert stopped.wait().code == code, stopped.err
+        assert time.monotonic() - began < 5
+        assert not list((tmp_path / "cache").rglob("model.safetensors"))
+    load_weights(gguf_file)
+    assert len([path for path in (tmp_path / "cache").rglob("*") if "safetensors" in path.name]) == 1
 
 
 def to_gguf(folder: Path, original: Path, to: Path) -> Path:
