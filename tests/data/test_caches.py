@@ -172,6 +172,33 @@ def test_a_damaged_file_of_a_cache_changes_no_sample(tmp_path: Path, kind: str, 
 
 
 @pytest.mark.slow
+def test_damage_found_while_reading_a_large_cache_is_built_again_by_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in data of more than a gigabyte, which are not read through at the start."""
+    monkeypatch.setattr(shards, "MAX_BYTES_VERIFIED_AT_START", 0)
+    cache = tmp_path / "cache"
+    data = dataclasses.replace(text(tmp_path), cache_dir=str(cache))
+    expected = in_a_new_process(lambda: digest(data))
+    assert len(expected) == 64, expected
+    content, rng = content_of(cache), random.Random(0)
+    assert {Path(name).suffix for name in content} >= {".bin", ".crc"}
+    num_found = 0
+    for name in content:
+        for _ in range(3):
+            flip_bit(cache / name, rng.randrange(1 << 30))
+            found = in_a_new_process(lambda: digest(data))
+            if found != expected:
+                assert found.startswith("ShardError: "), found
+                assert found.endswith("; the next start builds it again"), found
+                num_found += 1
+                assert in_a_new_process(lambda: digest(data)) == expected
+            for other, bytes_before in content.items():
+                (cache / other).write_bytes(bytes_before)  # also what no sample needs, such as the .idx of joined rows
+    assert num_found
+
+
+@pytest.mark.slow
 def test_runs_train_the_same_or_are_refused_in_one_message(tmp_path: Path) -> None:
     """A flipped bit in a cache is repaired; in shards of the user it is an error, before anything is written."""
     lines = write_texts(tmp_path / "a.jsonl", TEXTS * 5)

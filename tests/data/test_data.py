@@ -525,6 +525,9 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "index cut": lambda folder: os.truncate(folder / "text-00000.idx", 8),
     "no index": lambda folder: (folder / "text-00000.idx").unlink(),
     "a bit of the index": lambda folder: flip_bit(folder / "text-00000.idx"),
+    "no checksums": lambda folder: (folder / "text-00000.crc").unlink(),
+    "checksums cut": lambda folder: os.truncate(folder / "text-00000.crc", 4),
+    "a bit of the checksums": lambda folder: flip_bit(folder / "text-00000.crc"),
     "a bit of the metadata": lambda folder: flip_bit(folder / "text-00000.json"),
 }
 

@@ -18,12 +18,13 @@ import pytest
 from tests.helpers.data import BYTES_END, flip_bit, read_all, tokens_section, write_shards, write_texts
 from tests.helpers.faults import Fault
 from tests.helpers.launch import start
+from trainer.data import shards
 from trainer.data.loader import EvalLoader, TrainLoader
 from trainer.data.opening import open_source
-from trainer.data.shards import forget_files
+from trainer.data.shards import ShardError, forget_files
 from trainer.data.source import Source
 from trainer.distributed.environment import raise_file_limit
-from trainer.errors import TrainingFailed
+from trainer.errors import TrainingFailed, UserError
 from trainer.prepare import prepare
 
 
@@ -133,6 +134,21 @@ def test_a_replaced_shard_is_read_again(tmp_path: Path) -> None:
 # Damaged while they are read
 
 
+@pytest.mark.parametrize("limit", [0, 1 << 30])
+def test_any_bit_of_any_file_may_flip(tmp_path: Path, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shard is refused, at the start or when the page is read: no sample has other tokens or other boundaries."""
+    monkeypatch.setattr(shards, "MAX_BYTES_VERIFIED_AT_START", limit)
+    path = write_shards(tmp_path, ["abcdefgh" * 900, "the second", "x" * 5000])
+    rng = np.random.default_rng(0)
+    for name in ("text-00000.bin", "text-00000.idx", "text-00000.crc", "text-00000.json"):
+        for bit in rng.integers(0, 1 << 40, 12).tolist():
+            flip_bit(tmp_path / name, bit)
+            with pytest.raises((UserError, ShardError), match=r"text-00000\.(bin|idx|crc|json)"):
+                read_all(open_source(tokens_section(path, seq_len=64, documents="masked"), 257, "train"))
+            flip_bit(tmp_path / name, bit)
+    read_all(open_source(tokens_section(path, seq_len=64, documents="masked"), 257, "train"))
+
+
 def test_a_truncated_shard_is_named_with_the_sample(tmp_path: Path) -> None:
     path = write_shards(tmp_path, ["abcdefgh" * 50], ["ijklmnop" * 50])
     source = open_source(tokens_section(path, seq_len=8), 257, "train")
@@ -152,20 +168,20 @@ def test_a_truncated_shard_is_named_with_the_sample(tmp_path: Path) -> None:
 def test_damage_in_shards_of_gigabytes_is_found_when_it_is_read(tmp_path: Path) -> None:
     """More than a gigabyte is not read through at the start; a flipped bit is found, other samples can be read."""
     text = "x" * 90_000_000
-    shards = [tmp_path / f"text-{number:05d}.bin" for number in range(7)]
+    paths = [tmp_path / f"text-{number:05d}.bin" for number in range(7)]
     write_shards(tmp_path, [text])
     for number in range(1, 7):
         for path in list(tmp_path.glob("text-00000.*")):
             os.link(path, tmp_path / f"text-{number:05d}{path.suffix}")
-    shards[3].unlink()
-    shutil.copyfile(shards[0], shards[3])
-    flip_bit(shards[3])
+    paths[3].unlink()
+    shutil.copyfile(paths[0], paths[3])
+    flip_bit(paths[3])
     source = open_source(tokens_section(tmp_path / "text-*.bin", seq_len=1000), 257, "train")
     assert (source.batch(np.array([5, 100_000]))[0] == ord("x")).all()
     damaged = (3 * 90_000_001 + 45_000_000) // 1000
     loader = EvalLoader(source, global_batch_size=1, micro_batch_size=1)
     assert len(loader) > damaged
-    with pytest.raises(Exception, match=shards[3].name):
+    with pytest.raises(Exception, match=paths[3].name):
         source.batch(np.array([damaged - 1, damaged, damaged + 1]))
 
 

@@ -105,7 +105,8 @@ class Shard:
         self.name = os.fspath(path)
         """The shard's path."""
         self.info = read_info(self._path(".json")) if info is None else info
-        self._files = {suffix: _find_file(self._path(suffix), size) for suffix, size in self.info.file_sizes.items()}
+        self._sizes = self.info.file_sizes
+        self._files = {suffix: _find_file(self._path(suffix), size) for suffix, size in self._sizes.items()}
 
     @property
     def path(self) -> Path:
@@ -162,13 +163,17 @@ class Shard:
     @functools.cached_property
     def _page_starts(self) -> NDArray[np.int64]:
         """The first offset in each page of the index, which takes 16 bytes of memory for a thousand documents."""
-        documents = range(0, self.info.num_documents, _OFFSETS_PER_PAGE)
-        return np.concatenate([self.read_offsets(first, 1) for first in documents])
+        num_documents = self.info.num_documents
+        blocks = [
+            self.read_offsets(first, min(_DOCUMENTS_PER_BLOCK, num_documents - first))[::_OFFSETS_PER_PAGE]
+            for first in range(0, num_documents, _DOCUMENTS_PER_BLOCK)
+        ]
+        return np.concatenate(blocks)
 
     def verify(self) -> None:
         """Compare all bytes with their checksums.  Raises ShardError."""
         for suffix in (".bin", ".idx"):
-            size = self.info.file_sizes[suffix]
+            size = self._sizes[suffix]
             for offset in range(0, size, _VERIFIED_BYTES):
                 self._read(suffix, np.empty(min(_VERIFIED_BYTES, size - offset), np.uint8), offset)
 
@@ -177,7 +182,7 @@ class Shard:
 
         Raises ShardError if the file cannot be read or is damaged.
         """
-        size = self.info.file_sizes[suffix]
+        size = self._sizes[suffix]
         first, last = offset // _PAGE_BYTES, -(-(offset + buffer.nbytes) // _PAGE_BYTES)
         pages = np.empty(max(0, min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES), np.uint8)
         self._read_pages(suffix, pages, first * _PAGE_BYTES)
@@ -192,12 +197,12 @@ class Shard:
     def _read_checksums(self, suffix: str, first: int, last: int) -> list[int]:
         """Return the checksums of pages `first` to `last` (exclusive) of a file."""
         if not self._are_checksums_verified:
-            checksums = np.empty(self.info.file_sizes[".crc"], np.uint8)
+            checksums = np.empty(self._sizes[".crc"], np.uint8)
             self._read_pages(".crc", checksums, 0)
             if crc32(checksums.data) != self.info.crc:
                 raise self._damaged(".crc", "its checksum is wrong")
             self._are_checksums_verified = True
-        pages_before = 0 if suffix == ".bin" else -(-self.info.file_sizes[".bin"] // _PAGE_BYTES)
+        pages_before = 0 if suffix == ".bin" else -(-self._sizes[".bin"] // _PAGE_BYTES)
         page_checksums = np.empty(last - first, "<u4")
         self._read_pages(".crc", page_checksums, 4 * (pages_before + first))
         values: list[int] = page_checksums.tolist()
@@ -208,13 +213,14 @@ class Shard:
 
     def _read_pages(self, suffix: str, buffer: NDArray[Any], offset: int) -> None:
         """Fill `buffer` with bytes of a file as they are.  Raises ShardError."""
-        path = self._path(suffix)
+        file = self._files[suffix]
+        path = file[0]
         try:
-            num_read = _read_into(buffer, self._files[suffix], offset)
+            num_read = _read_into(buffer, file, offset)
         except OSError as error:
             raise ShardError(f"{path} cannot be read ({describe_os_error(error)})") from error
         if num_read < buffer.nbytes:
-            expected = self.info.file_sizes[suffix]
+            expected = self._sizes[suffix]
             with contextlib.suppress(OSError):
                 num_read = os.stat(path).st_size - offset
             raise ShardError(f"{path} is truncated: it has {offset + num_read} bytes, but its metadata says {expected}")
@@ -318,7 +324,7 @@ class ShardWriter:
     def close(self) -> None:
         """Flush all files to disk, under their temporary names."""
         for file in self._files.values():
-            file.close()
+            file.finish()
         page_checksums = np.array([*self._files[".bin"].checksums, *self._files[".idx"].checksums], "<u4").tobytes()
         info = ShardInfo(
             dtype=self._dtype.name,
@@ -377,15 +383,17 @@ class _FileWithChecksums:
             if self._num_bytes_in_page == _PAGE_BYTES:
                 self._end_page()
 
-    def close(self) -> None:
-        """End the last page, and flush the file to disk."""
-        if self._file.closed:
-            return
+    def finish(self) -> None:
+        """End the last page, flush the file to disk, and close it."""
         if self._num_bytes_in_page:
             self._end_page()
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file as it is."""
+        self._file.close()
 
     def _end_page(self) -> None:
         self.checksums.append(self._checksum)
@@ -589,7 +597,7 @@ MAX_DOCUMENTS_IN_MEMORY = 2**20
 """Maximum number of documents for which a value per document is held in memory."""
 
 _DOCUMENTS_PER_BLOCK = 2**16
-"""Maximum number of documents in a block of `Stream.document_blocks`."""
+"""Maximum number of documents whose offsets are read at once; whole pages of the index."""
 
 
 class Stream:
@@ -695,10 +703,9 @@ def _read_into(buffer: NDArray[Any], file: FileVersion, offset: int) -> int:
     Raises OSError.
     """
     opened = _open_files()(file)
-    count, num_bytes = 0, buffer.nbytes
-    content = buffer.view(np.uint8).data
-    while count < num_bytes:  # more than once if a signal interrupts it
-        more = os.preadv(opened.descriptor, [content[count:]], offset + count)
+    count = os.preadv(opened.descriptor, [buffer.data], offset)
+    while 0 < count < buffer.nbytes:  # a signal interrupted it, or the file ends
+        more = os.preadv(opened.descriptor, [buffer.data.cast("B")[count:]], offset + count)
         if not more:
             break
         count += more
