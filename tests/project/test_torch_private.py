@@ -71,6 +71,7 @@ PRIVATE: dict[str, str] = {
     "_module_info": f"{FSDP}._fsdp_param:FSDPParam self._module_info.param_name",
     "_setattr_on_modules": f"{FSDP}._fsdp_param:FSDPParam._setattr_on_modules",
     "_get_post_forward_mesh_info": f"{FSDP}._fully_shard:_get_post_forward_mesh_info",
+    "_spec": "torch.distributed.tensor:DTensor._spec",
     "_op_dispatcher": "torch.distributed.tensor:DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding",
     "_clear_DTensor_sharding_propagator_cache": "torch._C:_clear_DTensor_sharding_propagator_cache",
     f"{FSDP}._fully_shard": f"{FSDP}:_fully_shard",
