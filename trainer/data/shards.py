@@ -53,6 +53,11 @@ _PAGE_BYTES = 4096
 """Bytes covered by each checksum in NAME.crc."""
 
 
+FileVersion: TypeAlias = "tuple[str, int, int]"
+"""A version of a file: path, inode and change time (ctime, ns).  Each has a descriptor of its own, since the file may
+have been replaced."""
+
+
 class ShardError(Exception):
     """A token shard is missing, corrupt or incompatible; the message names the shard and the reason."""
 
@@ -171,28 +176,37 @@ class Shard:
         return np.concatenate(blocks)
 
     def verify(self) -> None:
-        """Compare all bytes with their checksums.  Raises ShardError."""
+        """Compare all bytes with their checksums, unless this process has done so already.  Raises ShardError."""
+        files = tuple(self._files.values())
+        if files in _VERIFIED:
+            return
         for suffix in (".bin", ".idx"):
-            size = self._sizes[suffix]
-            for offset in range(0, size, _VERIFIED_BYTES):
-                self._read(suffix, np.empty(min(_VERIFIED_BYTES, size - offset), np.uint8), offset)
+            num_pages = -(-self._sizes[suffix] // _PAGE_BYTES)
+            for first in range(0, num_pages, _PAGES_VERIFIED_AT_ONCE):
+                self._read_verified(suffix, first, min(first + _PAGES_VERIFIED_AT_ONCE, num_pages))
+        _VERIFIED.add(files)
 
     def _read(self, suffix: str, buffer: NDArray[Any], offset: int) -> None:
         """Fill `buffer` with bytes of a file from `offset` on, after comparing their pages with the checksums.
 
         Raises ShardError if the file cannot be read or is damaged.
         """
-        size = self._sizes[suffix]
         first, last = offset // _PAGE_BYTES, -(-(offset + buffer.nbytes) // _PAGE_BYTES)
-        pages = np.empty(max(0, min(last * _PAGE_BYTES, size) - first * _PAGE_BYTES), np.uint8)
-        self._read_pages(suffix, pages, first * _PAGE_BYTES)
-        position, page_bytes = 0, pages.data
-        for page, checksum in enumerate(self._read_checksums(suffix, first, last), first):
-            if crc32(page_bytes[position : position + _PAGE_BYTES]) != checksum:
-                raise self._damaged(suffix, f"the checksum of page {page} is wrong")
-            position += _PAGE_BYTES
         start = offset - first * _PAGE_BYTES
-        buffer.view(np.uint8)[:] = pages[start : start + buffer.nbytes]
+        buffer.view(np.uint8)[:] = self._read_verified(suffix, first, last)[start : start + buffer.nbytes]
+
+    def _read_verified(self, suffix: str, first: int, last: int) -> NDArray[np.uint8]:
+        """Return the bytes of pages `first` to `last` (exclusive) of a file.  Raises ShardError if one is damaged."""
+        start, stop = first * _PAGE_BYTES, min(last * _PAGE_BYTES, self._sizes[suffix])
+        pages = np.empty(stop - start, np.uint8)
+        self._read_pages(suffix, pages, start)
+        content = pages.data
+        checksums = [crc32(content[offset : offset + _PAGE_BYTES]) for offset in range(0, len(pages), _PAGE_BYTES)]
+        expected = self._read_checksums(suffix, first, last)
+        if checksums != expected:
+            page = first + next(number for number, each in enumerate(checksums) if each != expected[number])
+            raise self._damaged(suffix, f"the checksum of page {page} is wrong")
+        return pages
 
     def _read_checksums(self, suffix: str, first: int, last: int) -> list[int]:
         """Return the checksums of pages `first` to `last` (exclusive) of a file."""
@@ -240,8 +254,10 @@ class Shard:
 
 _OFFSETS_PER_PAGE = _PAGE_BYTES // 8
 
-_VERIFIED_BYTES = 1 << 20
-"""Number of bytes that `Shard.verify` reads at once; whole pages."""
+_PAGES_VERIFIED_AT_ONCE = 256
+
+_VERIFIED: set[tuple[FileVersion, ...]] = set()
+"""The files that this process has verified completely: a start opens the same shards several times."""
 
 
 class ShardWriter:
@@ -670,10 +686,6 @@ class Stream:
 
 
 # -- open files -------------------------------------------------------------------------------------------------------
-
-FileVersion: TypeAlias = "tuple[str, int, int]"
-"""A version of a file: path, inode and change time (ctime, ns).  Each has a descriptor of its own, since the file may
-have been replaced."""
 
 
 class _OpenFile:
