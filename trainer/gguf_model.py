@@ -1,10 +1,11 @@
 """Converts models in llama.cpp's GGUF format to Hugging Face folders in the cache, once per file.
 
-transformers reads the file: its tokenizer, its metadata and its weights, dequantized to float32, as quantized ones
-cannot be trained.  It reads some metadata not at all or without notice in another way, so this module checks the file
-first and corrects what transformers makes of it: the scaling of RoPE in Llama 3.1 and later, the size of the heads, and
-the rules of the tokenizer.  The converted folder is an ordinary model folder, which is what all other code sees.  The
-stored configuration of a run names the .gguf file, not the converted folder.
+transformers reads the tokenizer and the weights of the file, which it dequantizes to float32, as quantized ones cannot
+be trained.  It ignores some metadata without notice, so this module reads the model's configuration itself, with the
+scaling of RoPE in Llama 3.1 and later and the size of the heads, and corrects the rules of the tokenizer.
+
+The converted folder is an ordinary model folder, which is what all other code sees.  The stored configuration of a run
+names the .gguf file, not the converted folder.
 
 Needs the extra `gguf`; its libraries are imported only when a file is converted.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
@@ -142,7 +143,7 @@ def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: b
             f"{folder}; this is done only once"
         )
         with writing_to(setting, weights, reader.num_bytes), atomic_replace(weights) as partial:
-            reader.write_weights(partial)
+            reader.write_weights(partial, folder)
 
 
 class _Gguf:
@@ -198,32 +199,46 @@ class _Gguf:
     def _of_model(self, key: str) -> Any:
         return self._get(f"{self._architecture}.{key}")
 
+    def _required(self, key: str) -> Any:
+        value = self._of_model(key)
+        if value is None:
+            raise self._error(f"its metadata has no {self._architecture}.{key}")
+        return value
+
     # -- the model
 
     def config(self) -> Any:
-        """Return the configuration as transformers reads it, with what it does not read."""
+        """Return the configuration of the model, with what transformers would not read from the file."""
         import numpy as np
         from transformers import AutoConfig
 
-        with self._reading("metadata"):
-            config = AutoConfig.from_pretrained(**self._source)
-        if config.model_type != self._architecture:
-            raise self._error(f"transformers takes it for a model of type {config.model_type!r}")
         scaling = self._of_model("rope.scaling.type")
         if scaling not in (None, "none"):
             raise self._error(f"its RoPE scaling {scaling!r} is not supported")
-        head_dim = int(self._of_model("attention.key_length") or config.hidden_size // config.num_attention_heads)
-        if hasattr(config, "head_dim") or head_dim * config.num_attention_heads != config.hidden_size:
-            config.head_dim = head_dim
         theta = float(self._of_model("rope.freq_base") or 10000.0)
-        config.rope_parameters = {"rope_type": "default", "rope_theta": theta}
+        rope = {"rope_type": "default", "rope_theta": theta}
         if _ROPE_FACTORS in self._tensors:
-            config.rope_parameters |= self._llama3_scaling(theta)
-        config.vocab_size = int(self._tensors["token_embd.weight"].shape[-1])
-        # GGUF stores float32; write the shortest decimal number that rounds to it, such as 1e-05.
-        config.rms_norm_eps = float(str(np.float32(config.rms_norm_eps)))
-        config.dtype = self.dtype
-        return config
+            rope |= self._llama3_scaling(theta)
+        width, num_heads = int(self._required("embedding_length")), int(self._required("attention.head_count"))
+        return AutoConfig.for_model(
+            self._architecture,
+            architectures=[f"{self._architecture.capitalize()}ForCausalLM"],
+            hidden_size=width,
+            intermediate_size=int(self._required("feed_forward_length")),
+            num_hidden_layers=int(self._required("block_count")),
+            num_attention_heads=num_heads,
+            num_key_value_heads=int(self._of_model("attention.head_count_kv") or num_heads),
+            head_dim=int(self._of_model("attention.key_length") or width // num_heads),
+            max_position_embeddings=int(self._required("context_length")),
+            # GGUF stores float32; write the shortest decimal number that rounds to it, such as 1e-05.
+            rms_norm_eps=float(str(np.float32(self._required("attention.layer_norm_rms_epsilon")))),
+            rope_parameters=rope,
+            tie_word_embeddings="output.weight" not in self._tensors,
+            vocab_size=int(self._tensors["token_embd.weight"].shape[-1]),
+            bos_token_id=self._get("tokenizer.ggml.bos_token_id"),
+            eos_token_id=self._get("tokenizer.ggml.eos_token_id"),
+            dtype=self.dtype,
+        )
 
     def _llama3_scaling(self, theta: float) -> dict[str, Any]:
         """Return the parameters of Llama 3.1's RoPE scaling; llama.cpp stores one factor per frequency instead."""
@@ -296,13 +311,17 @@ class _Gguf:
         bytes_per_value = 4 if self.dtype == "float32" else 2
         return sum(int(tensor.n_elements) * bytes_per_value for tensor in self._tensors.values())
 
-    def write_weights(self, to: Path) -> None:
-        """Write the weights as safetensors."""
+    def write_weights(self, to: Path, folder: Path) -> None:
+        """Write the weights as safetensors.
+
+        folder: the converted folder, with its config.json.
+        """
         import torch
         import transformers
         from safetensors.torch import save_file
 
-        options: dict[str, Any] = {"config": self.config(), "dtype": torch.float32, "output_loading_info": True}
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+        options: dict[str, Any] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
         if hasattr(transformers, "GgufConfig"):
             options["quantization_config"] = transformers.GgufConfig(dequantize=True)
         with self._reading("weights"):
