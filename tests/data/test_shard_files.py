@@ -130,6 +130,23 @@ def test_a_replaced_shard_is_read_again(tmp_path: Path) -> None:
         assert bytes(read_all(source)["tokens"][0].tolist()).decode() == text
 
 
+@pytest.mark.parametrize("how", ["renamed", "overwritten"])
+def test_no_sample_comes_from_a_shard_that_replaces_another_while_it_is_read(tmp_path: Path, how: str) -> None:
+    """Even if the new files are consistent and of the same size, and not all of them are open."""
+    path = write_shards(tmp_path / "old", ["a" * 9000])
+    write_shards(tmp_path / "new", ["b" * 9000])
+    source = open_source(tokens_section(path, seq_len=64), 257, "train")
+    assert (source.batch(np.arange(4))[0] == ord("a")).all()
+    for new in (tmp_path / "new").iterdir():
+        if how == "renamed":
+            os.replace(new, tmp_path / "old" / new.name)
+        else:
+            shutil.copyfile(new, tmp_path / "old" / new.name)
+    forget_files()
+    with pytest.raises(ShardError, match=r"text-00000\.crc is damaged"):
+        source.batch(np.arange(4))
+
+
 # ---------------------------------------------------------------------------------------------------------------
 # Damaged while they are read
 

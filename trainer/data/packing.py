@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,10 +27,6 @@ from trainer.data.mixture import sample_at
 from trainer.data.shards import Shard, Stream
 from trainer.data.source import IGNORE, Samples, Source, TokenSource, sample_content
 from trainer.files import crc32, verify_checksum, with_checksum
-
-if TYPE_CHECKING:
-    pass
-
 
 _MAX_SAMPLED_WINDOWS = 64
 """Maximum number of windows from which `MaskedSource.attended` is estimated."""

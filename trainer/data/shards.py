@@ -197,47 +197,49 @@ class Shard:
 
     def _read_verified(self, suffix: str, first: int, last: int) -> NDArray[np.uint8]:
         """Return the bytes of pages `first` to `last` (exclusive) of a file.  Raises ShardError if one is damaged."""
-        start, stop = first * _PAGE_BYTES, min(last * _PAGE_BYTES, self._sizes[suffix])
-        pages = np.empty(stop - start, np.uint8)
-        self._read_pages(suffix, pages, start)
-        content = pages.data
-        checksums = [crc32(content[offset : offset + _PAGE_BYTES]) for offset in range(0, len(pages), _PAGE_BYTES)]
-        expected = self._read_checksums(suffix, first, last)
-        if checksums != expected:
-            page = first + next(number for number, each in enumerate(checksums) if each != expected[number])
-            raise self._damaged(suffix, f"the checksum of page {page} is wrong")
-        return pages
-
-    def _read_checksums(self, suffix: str, first: int, last: int) -> list[int]:
-        """Return the checksums of pages `first` to `last` (exclusive) of a file."""
-        if not self._are_checksums_verified:
-            checksums = np.empty(self._sizes[".crc"], np.uint8)
-            self._read_pages(".crc", checksums, 0)
-            if crc32(checksums.data) != self.info.crc:
-                raise self._damaged(".crc", "its checksum is wrong")
-            self._are_checksums_verified = True
         pages_before = 0 if suffix == ".bin" else -(-self._sizes[".bin"] // _PAGE_BYTES)
-        page_checksums = np.empty(last - first, "<u4")
-        self._read_pages(".crc", page_checksums, 4 * (pages_before + first))
-        values: list[int] = page_checksums.tolist()
-        return values
+        start, stop = pages_before + first, pages_before + last
+        first_page, last_page = start // _CHECKSUMS_PER_PAGE, -(-stop // _CHECKSUMS_PER_PAGE)
+        checksums = self._read_pages(".crc", first_page, self._checksums_of_crc[first_page:last_page]).view("<u4")
+        skipped = first_page * _CHECKSUMS_PER_PAGE
+        return self._read_pages(suffix, first, checksums[start - skipped : stop - skipped].tolist())
 
-    _are_checksums_verified = False
-    """Whether NAME.crc as a whole has been compared with its checksum."""
+    @functools.cached_property
+    def _checksums_of_crc(self) -> list[int]:
+        """The checksum of each page of NAME.crc, after comparing the file as a whole with the metadata.
 
-    def _read_pages(self, suffix: str, buffer: NDArray[Any], offset: int) -> None:
-        """Fill `buffer` with bytes of a file as they are.  Raises ShardError."""
+        They are kept, since all files of a shard may be replaced while it is in use: then it must not be read.
+        """
+        content = self._read_bytes(".crc", 0, self._sizes[".crc"])
+        if crc32(content.data) != self.info.crc:
+            raise self._damaged(".crc", "its checksum is wrong")
+        return _page_checksums(content)
+
+    def _read_pages(self, suffix: str, first: int, checksums: list[int]) -> NDArray[np.uint8]:
+        """Return the pages of a file from page `first` on that have these checksums.  Raises ShardError."""
+        start, stop = first * _PAGE_BYTES, min((first + len(checksums)) * _PAGE_BYTES, self._sizes[suffix])
+        content = self._read_bytes(suffix, start, max(0, stop - start))
+        found = _page_checksums(content)
+        if found != checksums:
+            page = first + next(number for number, each in enumerate(found) if each != checksums[number])
+            raise self._damaged(suffix, f"the checksum of page {page} is wrong")
+        return content
+
+    def _read_bytes(self, suffix: str, offset: int, count: int) -> NDArray[np.uint8]:
+        """Return `count` bytes of a file from `offset` on, unverified.  Raises ShardError."""
+        content = np.empty(count, np.uint8)
         file = self._files[suffix]
         path = file[0]
         try:
-            num_read = _read_into(buffer, file, offset)
+            num_read = _read_into(content, file, offset)
         except OSError as error:
             raise ShardError(f"{path} cannot be read ({describe_os_error(error)})") from error
-        if num_read < buffer.nbytes:
+        if num_read < count:
             expected = self._sizes[suffix]
             with contextlib.suppress(OSError):
                 num_read = os.stat(path).st_size - offset
             raise ShardError(f"{path} is truncated: it has {offset + num_read} bytes, but its metadata says {expected}")
+        return content
 
     def _damaged(self, suffix: str, reason: str) -> ShardError:
         """Return the error for a damaged file, which is renamed if the next start rebuilds it."""
@@ -252,7 +254,15 @@ class Shard:
         return os.path.splitext(self.name)[0] + suffix
 
 
+def _page_checksums(content: NDArray[np.uint8]) -> list[int]:
+    """Return the checksum of each page of some content that begins with a page."""
+    view = content.data
+    return [crc32(view[start : start + _PAGE_BYTES]) for start in range(0, len(content), _PAGE_BYTES)]
+
+
 _OFFSETS_PER_PAGE = _PAGE_BYTES // 8
+
+_CHECKSUMS_PER_PAGE = _PAGE_BYTES // 4
 
 _PAGES_VERIFIED_AT_ONCE = 256
 

@@ -1,8 +1,7 @@
 """Sources give random access to samples by index; fingerprints identify the samples of a source.
 
-A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  A source learns the
-sample order, the ranks and the batches only through `Source.follow`, for prefetching.  This module does not import
-torch.
+A sample has one or more rows of `seq_len` tokens, each with its target: the next token or IGNORE.  A source knows
+neither the sample order nor the ranks and batches.  This module does not import torch.
 
 A fingerprint is stored in checkpoints next to the data position, which counts the samples consumed so far.  The
 position means nothing for other data, since even a different number of samples gives a different order.  File names,
