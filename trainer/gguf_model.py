@@ -2,7 +2,9 @@
 
 transformers reads the tokenizer and the weights of the file, which it dequantizes to float32, as quantized ones cannot
 be trained.  It ignores some metadata without notice, so this module reads the model's configuration itself, with the
-scaling of RoPE in Llama 3.1 and later and the size of the heads, and corrects the rules of the tokenizer.
+scaling of RoPE in Llama 3.1 and later and the size of the heads, and corrects the rules of the tokenizer.  transformers
+would also read files next to the .gguf file, and offer to run their code, so it is given a folder with nothing but a
+link to the file.
 
 The converted folder is an ordinary model folder, which is what all other code sees.  The stored configuration of a run
 names the .gguf file, not the converted folder.
@@ -29,6 +31,7 @@ from trainer.files import (
     find_cache_folders,
     locked,
     readable_size,
+    remove,
     sample_contents,
     write_atomically,
     writing_to,
@@ -39,7 +42,9 @@ _SOURCE_FILE = "made_from.json"
 """Name of the file in a converted folder that records the path of the .gguf file.  It is written once all other files
 except the weights are complete."""
 _WEIGHTS_FILE = "model.safetensors"
-_VERSION = 3
+_LINK_FOLDER = ".source"
+"""Name of a folder in a converted folder, with only a link to the .gguf file, that exists during the conversion."""
+_VERSION = 4
 """Version of the conversion.  Increment it when the conversion changes, so that folders converted before are not
 reused."""
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
@@ -112,20 +117,34 @@ def convert(path: str | os.PathLike[str], setting: str, with_weights: bool = Tru
         try:
             folder.mkdir(parents=True, exist_ok=True)
             if not (folder / _SOURCE_FILE).exists() or (with_weights and not (folder / _WEIGHTS_FILE).exists()):
-                with locked(folder):
-                    _convert(file, folder, os.fspath(path), setting, with_weights)
+                with locked(folder), _linked_alone(file, folder / _LINK_FOLDER) as link:
+                    _convert(file, link, folder, os.fspath(path), setting, with_weights)
             return folder / "tokenizer.json" if setting == "data.tokenizer" else folder
         except OSError as failure:
             error = failure
     raise setting_error(setting, path, f"cannot be converted: no cache folder is writable ({error})")
 
 
-def _convert(file: Path, folder: Path, shown: str, setting: str, with_weights: bool) -> None:
+@contextlib.contextmanager
+def _linked_alone(file: Path, folder: Path) -> Iterator[Path]:
+    """Yield a link to `file` that is alone in `folder` during the block."""
+    remove(folder)  # of a killed process
+    folder.mkdir()
+    try:
+        link = folder / file.name
+        link.symlink_to(file)
+        yield link
+    finally:
+        remove(folder)
+
+
+def _convert(file: Path, link: Path, folder: Path, shown: str, setting: str, with_weights: bool) -> None:
     """Write the files that are missing from `folder`.  The caller holds the lock.
 
+    link: a link to `file`; see `_linked_alone`.
     shown: the value of `setting` to show in messages.
     """
-    reader = _Gguf(file, shown, setting)
+    reader = _Gguf(link, shown, setting)
     if not (folder / _SOURCE_FILE).exists():
         config = reader.config()
         config.save_pretrained(folder)
@@ -153,9 +172,14 @@ class _Gguf:
     """
 
     def __init__(self, file: Path, shown: str, setting: str) -> None:
-        """`shown`: the value of the setting to show in messages."""
+        """`file` must be alone in its folder.  `shown`: the value of the setting to show in messages."""
         self._file, self._shown, self._setting = file, shown, setting
-        self._source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name, "local_files_only": True}
+        self._source = {
+            "pretrained_model_name_or_path": file.parent,
+            "gguf_file": file.name,
+            "local_files_only": True,
+            "trust_remote_code": False,
+        }
         try:
             for library in ("gguf", "accelerate", "transformers"):
                 importlib.import_module(library)
@@ -175,6 +199,8 @@ class _Gguf:
         if int(self._get("split.count") or 1) > 1:
             rule = f"is one of {self._get('split.count')} parts"
             raise self._error(rule, "join them first: llama-gguf-split --merge FIRST_PART OUT.gguf")
+        if int(self._of_model("expert_count") or 0) > 0:
+            raise self._error("is a mixture of experts, which is not supported", "give the Hugging Face folder of it")
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         if "token_embd.weight" not in self._tensors:
             raise self._error("has no token_embd.weight", "download the file again")
@@ -212,8 +238,10 @@ class _Gguf:
         import numpy as np
         from transformers import AutoConfig
 
-        scaling = self._of_model("rope.scaling.type")
-        if scaling not in (None, "none"):
+        # As in llama.cpp, a factor without a type scales linearly; `scale_linear` is its old name.
+        scaling = self._of_model("rope.scaling.type") or "linear"
+        factor = self._of_model("rope.scaling.factor") or self._of_model("rope.scale_linear") or 1.0
+        if scaling != "none" and (scaling != "linear" or factor != 1.0):
             raise self._error(f"its RoPE scaling {scaling!r} is not supported")
         theta = float(self._of_model("rope.freq_base") or 10000.0)
         rope = {"rope_type": "default", "rope_theta": theta}

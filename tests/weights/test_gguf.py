@@ -74,8 +74,9 @@ def write_gguf(path: Path, case: str, kind: str = "F32", split: str = "gpt-2", *
     writer.add_bos_token_id(0)
     writer.add_eos_token_id(0)
     writer.add_chat_template(TEMPLATE)
+    add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}
     for name, value in metadata.items():
-        writer.add_string(name, value)
+        add[type(value)](name, value)
     if config.rope_parameters["rope_type"] == "llama3":
         writer.add_tensor("rope_freqs.weight", (plain_frequencies(config) / model.model.rotary_emb.inv_freq).numpy())
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
@@ -168,14 +169,62 @@ def test_what_is_not_read_is_refused(file: Path) -> None:
     content = file.read_bytes()
     damaged = content[: len(content) // 2]
     other = content.replace(b"\5\0\0\0\0\0\0\0qwen3", b"\5\0\0\0\0\0\0\0mamba", 1)
-    write_gguf(file, "llama", **{"llama.rope.scaling.type": "yarn"})
-    scaled = file.read_bytes()
     write_gguf(file, "llama", split="tekken")
-    for wrong, reason in ((damaged, "complete"), (other, "mamba"), (scaled, "yarn"), (file.read_bytes(), "tekken")):
+    for wrong, reason in ((damaged, "complete"), (other, "mamba"), (file.read_bytes(), "tekken")):
         file.write_bytes(wrong)
         with pytest.raises(UserError, match=f"^path={file}.*{reason}"):
             load_weights(file)
     assert not list((file.parent / "cache").rglob("*.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "reason"),
+    [
+        ({"llama.rope.scaling.type": "yarn"}, "RoPE scaling 'yarn'"),
+        ({"llama.rope.scaling.factor": 4.0}, "RoPE scaling 'linear'"),
+        ({"llama.rope.scale_linear": 4.0}, "RoPE scaling 'linear'"),
+        ({"llama.expert_count": 8}, "experts"),
+    ],
+)
+def test_metadata_that_would_change_the_model_are_refused(
+    file: Path, metadata: dict[str, str | int | float], reason: str
+) -> None:
+    """Also where no weights are read.  llama.cpp scales linearly if a factor is there without a type."""
+    write_gguf(file, "llama", **metadata)
+    with pytest.raises(UserError, match=f"^model.path={file}.*{reason}"):
+        load_config("llama_small", ["model.name=auto", f"model.path={file}"], needs_weights=False)
+
+
+def test_a_scaling_by_one_is_none(file: Path) -> None:
+    written = write_gguf(file, "llama", **{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 1.0})
+    ids = torch.arange(len(TOKENS))[None]
+    with torch.no_grad():
+        torch.testing.assert_close(load_weights(file)(ids), written(ids).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_files_next_to_it_do_not_matter_and_their_code_does_not_run(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if a user would agree to run it."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    settings = ["model.name=auto", f"model.path={file}"]
+    contents = set()
+    for text in (
+        "",
+        '{"auto_map": {"AutoTokenizer": ["mine.Mine", "mine.Mine"]}, "tokenizer_class": "Mine"}',
+        '{"tokenizer_class": "BertTokenizer"}',
+        "no JSON",
+    ):
+        write_gguf(file, "llama")
+        if text:
+            (file.parent / "tokenizer_config.json").write_text(text)
+            code = "from transformers import PreTrainedTokenizerFast\nclass Mine(PreTrainedTokenizerFast): pass\n"
+            (file.parent / "mine.py").write_text(f"open({str(file.parent / 'has_run')!r}, 'w')\n{code}")
+        config = load_config("llama_small", settings, needs_weights=False)
+        folder = Path(str(config.data.tokenizer)).parent
+        contents.add(tuple(path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "made_from.json"))
+    assert len(contents) == 1
+    assert not (file.parent / "has_run").exists()
 
 
 def test_a_missing_library_is_one_message(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
