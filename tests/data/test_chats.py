@@ -590,6 +590,25 @@ def test_too_few_chats_for_their_hashes_hold_out_the_last_rows(tmp_path: Path) -
     assert (len(train), len(held_out)) == (3, 1)
 
 
+def test_chats_in_several_pieces_are_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows and the report are those of a single piece, with the lines of the whole file."""
+    records = [{"messages": conversation("Hi", "Yes " * (1 + number % 25))} for number in range(160)]
+    records[29]["messages"][0]["time"] = records[99]["messages"][0]["time"] = "now"
+    records[134] = {"messages": conversation("Hi")}
+    data = data_of(tmp_path, records, documents="apart")
+    whole: Any = open_source(data, None, "train")
+    monkeypatch.setattr("trainer.data.records.MAX_PIECE_BYTES", 500)
+    pieces: Any = open_source(dataclasses.replace(data, cache_dir=str(tmp_path / "pieces")), None, "train")
+    assert len(pieces.shards) > 10
+    assert pieces.summary == whole.summary
+    assert "time in 2 conversations (first: chats.jsonl:30)" in pieces.summary
+    assert "no targets in chats.jsonl:135" in pieces.summary
+    assert all((read_all(pieces)[name] == entry).all() for name, entry in read_all(whole).items())
+    records[137]["messages"][1]["weight"] = 2
+    with pytest.raises(UserError, match=r"chats\.jsonl:138: "):
+        open_source(data_of(tmp_path, records), None, "train")
+
+
 def test_row_length_is_limited_by_the_model(tmp_path: Path) -> None:
     data = data_of(tmp_path, [{"messages": ANSWERED}])
     own = ["data.source=chat", f"data.path={data.path}", f"data.tokenizer={data.tokenizer}", "model.vocab_size=512"]

@@ -64,19 +64,25 @@ def half_files(folder: Path) -> list[Path]:
 
 
 def test_chats_are_tokenized_on_after_a_stop(tmp_path: Path) -> None:
-    """A part that is complete stays, and the run is as if there had been no stop."""
-    write_chats(tmp_path, 800)
-    cache = tmp_path / "own-cache"
+    """A piece that is complete stays, and the run is as if there had been no stop."""
+    write_chats(tmp_path, 600)
+    chats = tmp_path / "chats.jsonl"
+    records = [{**json.loads(line), "unread": "x" * 12_000} for line in chats.read_text().splitlines()]
+    chats.write_text("".join(json.dumps(record) + "\n" for record in records))  # two pieces, of 3.6 MB each
     own = [*settings_of("chats", tmp_path), "model.name=tests.helpers.custom_recipes:llama_faulty", "train.steps=3"]
-    plain = run(tmp_path / "plain", *own, f"data.cache_dir={tmp_path / 'plain-cache'}")
-    # The next file after the first part is that of its tokens.
-    fault = Fault(tmp_path / "notes", {"file 5": "SIGTERM"}, below=cache)
+    plain_cache, cache = tmp_path / "plain-cache", tmp_path / "own-cache"
+    noted = Fault(tmp_path / "plain-notes", below=plain_cache)
+    plain = run(tmp_path / "plain", *own, f"data.cache_dir={plain_cache}", variables=noted.variables)
+    place = next(number for number, operation in enumerate(noted.files()) if "/00001" in operation)
+    fault = Fault(tmp_path / "notes", {f"file {place}": "SIGTERM"}, below=cache)
     stopped = run(tmp_path / "run", *own, f"data.cache_dir={cache}", code=75, variables=fault.variables)
     assert "Traceback" not in stopped.err
     assert half_files(tmp_path) == []
-    assert [path.name[-11:] for path in cache.glob("*.part-*")] == [".part-00000"]
+    (done,) = cache.rglob("*.done")
+    before = done.stat().st_ino
     assert run(tmp_path / "run", *own, f"data.cache_dir={cache}").train("loss") == plain.train("loss")
-    assert not list(cache.glob("*.part-*"))
+    assert done.stat().st_ino == before, "it is not built again"
+    assert len(list(cache.rglob("*.done"))) == 2
 
 
 @pytest.mark.campaign

@@ -291,9 +291,13 @@ class Piece:
     size: int
 
 
-def split_into_pieces(files: Sequence[InputFile]) -> list[Piece]:
-    """Divide files into pieces, in the order of their records."""
-    size = min(MAX_PIECE_BYTES, max(MIN_PIECE_BYTES, sum(file.size for file in files) // TARGET_NUM_PIECES))
+def split_into_pieces(files: Sequence[InputFile], min_bytes: int | None = None) -> list[Piece]:
+    """Divide files into pieces, in the order of their records.
+
+    min_bytes: the minimum size of a piece, if it is not MIN_PIECE_BYTES.
+    """
+    min_bytes = MIN_PIECE_BYTES if min_bytes is None else min_bytes
+    size = min(MAX_PIECE_BYTES, max(min_bytes, sum(file.size for file in files) // TARGET_NUM_PIECES))
     pieces: list[Piece] = []
     group: list[InputFile] = []
     group_size = 0

@@ -3,7 +3,7 @@
 formats    reads the records of chat files in the common formats, and converts them to conversations
 template   renders chat templates as transformers does
 masking    converts conversations to tokens and loss masks
-store      caches tokenized conversations on disk
+build      turns the conversations of files into token shards
 source     provides data sources for conversations (packed or not), preference pairs and labeled conversations,
            and reads conversations for display
 """
