@@ -18,11 +18,12 @@ import hashlib
 import importlib
 import json
 import os
+import queue
 import re
+import threading
 import time
 import urllib.parse
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -304,9 +305,7 @@ class Repository:
             raise setting_error(self._setting, self.name.shown, rule, fix=fix)
         description = missing[0].path if len(missing) == 1 else f"{len(missing)} files"
         print_stderr(f"fetching {self.name}: {description}, {readable_size(total)}, into {self.folder}")
-        with ThreadPoolExecutor(_NUM_CONNECTIONS) as threads:
-            for _ in threads.map(lambda file: self._download_file(library, file), missing):
-                pass
+        _in_daemon_threads(lambda file: self._download_file(library, file), missing)
 
     def _download_file(self, library: Any, file: HubFile) -> None:
         """Download a file until its content matches its checksum."""
@@ -328,6 +327,48 @@ class Repository:
             blob.unlink(missing_ok=True)
         rule = f"{file.path} arrives damaged: its checksum is wrong"
         raise setting_error(self._setting, self.name.shown, rule, fix="try again later, or set HF_ENDPOINT to a mirror")
+
+
+def _in_daemon_threads(download: Callable[[HubFile], None], files: Sequence[HubFile]) -> None:
+    """Download files in _NUM_CONNECTIONS threads, and raise the first error.
+
+    A process that is asked to stop does not wait for the threads, as it would for those of an executor: the library
+    finishes a file before it gives up.
+    """
+    waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
+    for file in files:
+        waiting.put(file)
+    results: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+    is_abandoned = threading.Event()
+
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while not is_abandoned.is_set():
+                file = waiting.get_nowait()
+                try:
+                    download(file)
+                except BaseException as error:
+                    results.put(error)
+                    return
+                results.put(None)
+
+    for _ in range(min(_NUM_CONNECTIONS, len(files))):
+        threading.Thread(target=work, name="hub-download", daemon=True).start()
+    try:
+        num_done = 0
+        while num_done < len(files):
+            raise_if_stop_requested()
+            with contextlib.suppress(queue.Empty):
+                error = results.get(timeout=_POLL_S)
+                num_done += 1
+                if error is not None:
+                    raise error
+    finally:
+        is_abandoned.set()
+
+
+_POLL_S = 0.2
+"""Seconds between two checks for a stop request while files are downloaded."""
 
 
 def _checksum(path: Path, hub_file: HubFile) -> str:

@@ -129,6 +129,10 @@ def prepare(
         raise setting_error("--out", out, "is a folder; add a name for the shards", os.path.join(out, "corpus"))
     build = TextBuild(tuple(files), text_tokenizer, text_key, bad, holdout, engine, _SETTING_NAMES)
     work = stem.with_name(f".{stem.name}.{build.name}.building")
+    other = _manifest_path(stem.with_name(f"{stem.name}-eval"))
+    if holdout and other.exists():
+        rule = f"the held-out shards would replace those of {other}"
+        raise setting_error("--out", out, rule, fix="choose another name")
     existing = find_published(stem)
     if existing and not overwrite and not work.exists():
         rule = f"{existing[0]} already exists; choose another name, or add --overwrite"
@@ -162,8 +166,12 @@ def _min_bytes(build: TextBuild, files: Sequence[InputFile], work: Path) -> int:
 
 
 def find_published(stem: Path) -> list[Path]:
-    """Return the files of all shards published under a stem, the part that the shards' paths have in common."""
-    name = re.compile(re.escape(stem.name) + r"((-eval)?-\d{5,}\.(bin|idx|crc|json)|\.manifest\.json)")
+    """Return the files of all shards published under a stem, the part that the shards' paths have in common.
+
+    Files called STEM-eval-00000.bin are held-out shards, unless there is another corpus with the stem STEM-eval.
+    """
+    split = "" if _manifest_path(stem.with_name(f"{stem.name}-eval")).exists() else "(-eval)?"
+    name = re.compile(rf"{re.escape(stem.name)}({split}-\d{{5,}}\.(bin|idx|crc|json)|\.manifest\.json)")
     return sorted(path for path in stem.parent.iterdir() if name.fullmatch(path.name)) if stem.parent.is_dir() else []
 
 
@@ -189,6 +197,9 @@ def _publish(build: TextBuild, work: Path, stem: Path) -> ShardManifest:
     held_out = [stem.with_name(f"{stem.name}-eval-{number:05d}.bin") for number in range(len(built.held_out))]
     for leftover in stem.parent.glob(f".{glob.escape(_manifest_path(stem).name)}.*"):  # of a killed process
         remove(leftover)
+    for other in stem.parent.glob(f".{glob.escape(stem.name)}.tokens-*.building"):
+        if other != work:  # of a killed process, whose shards these replace: it must not go on publishing them
+            remove(other)
     _manifest_path(stem).unlink(missing_ok=True)  # from here on, it would describe a mixture of old and new shards
     for suffix in SUFFIXES:  # metadata files come last: a shard without metadata is rejected
         for (name, *_), path in zip([*built.train, *built.held_out], [*train, *held_out], strict=True):

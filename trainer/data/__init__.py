@@ -1,10 +1,13 @@
 """Data pipeline: text -> tokens -> samples -> sample order -> micro-batches.
 
+    records     files -> records; `token_files` reads tokens of other trainers
+    remote      files at a URL -> local files; `hub_data`: those of a dataset on the Hugging Face Hub
     tokenizer   text <-> token ids
-    ingest      files of text or records -> token shards
-    shards      token shards and manifests on disk; `remote` reads them from a URL
+    text        records -> the documents and ids of token shards; `stdlib` has documents that need no download
+    chat        conversations -> the same, with targets where the loss applies
+    build       builds shards piece by piece, once for all processes; `cache` does so for single entries
+    shards      token shards and manifests on disk, and several shards as one stream of tokens
     source      samples by index, from token shards or synthetic patterns; `packing` masks and packs documents
-    chat        conversations -> rows of tokens, with targets where the loss applies
     opening     data settings -> source
     mixture     the order of samples: maps each position to a sample, from one source or several
     loader      a rank's micro-batches, and the position from which a run resumes

@@ -163,6 +163,8 @@ def build_in(build: Build, folder: Path) -> ShardManifest:
             remove(folder)  # the input is of no use
             raise
         manifest = _make_manifest(records, notes, folder)
+        if (folder / MANIFEST).is_dir():
+            remove(folder / MANIFEST)  # what cannot be replaced by a file
         manifest.write(folder / MANIFEST)
         return manifest
     except StopRequested as request:

@@ -244,18 +244,17 @@ def _declared_configs(repository: hub.Repository) -> list[Mapping[str, Any]]:
 def _split_patterns(config: Mapping[str, Any]) -> dict[str, list[str]] | None:
     """Return the patterns for the files of each split of a declared configuration, or None if it names no files."""
     files = config.get("data_files")
-    folder = str(config.get("data_dir", "")).strip("/")
+    folder = str(config.get("data_dir") or "").strip("/")
     if files is None:
         return {"train": [f"{folder}/**"]} if folder else None
-    has_splits = isinstance(files, list) and any(isinstance(entry, Mapping) for entry in files)
-    entries = files if has_splits else [{"path": files}]
+    if isinstance(files, Mapping) and "path" not in files:  # the paths by split
+        files = [{"split": split, "path": paths} for split, paths in files.items()]
     patterns: dict[str, list[str]] = {}
-    for entry in entries:
-        paths = entry.get("path")
+    for entry in files if isinstance(files, list) else [files]:
+        split, paths = (entry.get("split"), entry.get("path")) if isinstance(entry, Mapping) else (None, entry)
         for path in paths if isinstance(paths, list) else [paths]:
-            patterns.setdefault(str(entry.get("split", "train")), []).append(
-                f"{folder}/{path}" if folder else str(path)
-            )
+            if isinstance(path, str):
+                patterns.setdefault(str(split or "train"), []).append(f"{folder}/{path}" if folder else path)
     return patterns
 
 

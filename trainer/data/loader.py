@@ -13,7 +13,6 @@ Ranks are plain integers in this module, which issues no collectives.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import multiprocessing
 import os
 import queue
@@ -21,8 +20,9 @@ import signal
 import threading
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Collection, Generator, Iterator, Mapping
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -213,7 +213,9 @@ class TrainLoader:
             return _Workers(reader, self._sample_indices(), self._num_workers, self._pin_memory)
         device = torch.cuda.current_device() if self._pin_memory else None
         batches = _batches_in_process(reader, self._sample_indices(), device)
-        return _Prefetcher(batches) if self.source.waits_for_storage else batches
+        num_bytes = 16 * self._micro_batch_size * self.source.seq_len
+        max_burst = max(1, min(_MAX_BURST, _MAX_BURST_BYTES // num_bytes))
+        return _Prefetcher(batches, max_burst) if self.source.waits_for_storage else batches
 
     def _sample_indices(self) -> Iterator[NDArray[np.int64]]:
         """Yield the sample indices of each of this rank's micro-batches."""
@@ -405,60 +407,67 @@ def _raise_if_failed(batch: Batch | TrainingFailed) -> Batch:
 
 # -- a thread that prefetches -----------------------------------------------------------------------------------------
 
-_MAX_PREFETCHED = 4
-"""Number of micro-batches to prefetch in the thread.  More would be evicted from the CPU's caches before they are used.
-"""
+_MAX_BURST, _MAX_BURST_BYTES = 8, 4 << 20
+"""Limits on the number and the total bytes of micro-batches that the thread makes each time it wakes.  Waking costs
+several times more than making a micro-batch, while too many would be evicted from the CPU's caches before use."""
 
 _JOIN_TIMEOUT_S = 2.0
 """Seconds to wait for the thread when closing.  A thread that still waits for storage is left to end by itself."""
 
+_Burst: TypeAlias = "list[Batch | BaseException]"
+
 
 class _Prefetcher:
-    """Iterator that makes the next micro-batches in a thread.
+    """Iterator whose micro-batches are made by a thread in bursts: one burst while the previous one is taken.
 
-    An exception is raised once all earlier micro-batches have been taken.  The thread ends when `close` is called or
-    this object is deleted, so it holds no reference to this object.
+    The first burst has one micro-batch, so that training starts early, and each later one up to twice as many as the
+    one before.  An exception is raised once all earlier micro-batches have been taken, and from then on each time.  The
+    thread ends when `close` is called or this object is deleted, so it holds no reference to this object.
     """
 
-    def __init__(self, batches: _Batches) -> None:
-        self._queue: queue.Queue[Batch | BaseException] = queue.Queue(_MAX_PREFETCHED)
-        self._is_closed = threading.Event()
+    def __init__(self, batches: _Batches, max_burst: int) -> None:
+        self._max_burst = max_burst
+        self._lengths: queue.SimpleQueue[int] = queue.SimpleQueue()
+        """The length of each burst to make; 0 ends the thread."""
+        self._bursts: queue.SimpleQueue[_Burst] = queue.SimpleQueue()
+        self._ready: deque[Batch | BaseException] = deque()
         self._thread = threading.Thread(
-            target=_fill, args=[self._queue, batches, self._is_closed], name="data", daemon=True
+            target=_make_bursts, args=[batches, self._lengths, self._bursts], name="data", daemon=True
         )
         self._thread.start()
+        self._lengths.put(1)
 
     def __next__(self) -> Batch:
-        item = self._queue.get()
+        if not self._ready:
+            self._ready.extend(self._bursts.get())
+            self._lengths.put(min(self._max_burst, 2 * len(self._ready)))
+        item = self._ready.popleft()
         if isinstance(item, BaseException):
             raise item
         return item
 
     def close(self) -> None:
         """Stop the thread, and wait briefly for it to end."""
-        self._stop()
+        self._lengths.put(0)
         self._thread.join(_JOIN_TIMEOUT_S)
 
-    def _stop(self) -> None:
-        self._is_closed.set()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._queue.get_nowait()  # the thread may wait for space
-
     def __del__(self) -> None:
-        self._stop()
+        self._lengths.put(0)  # unlike Queue.put, SimpleQueue.put may be called anywhere by the garbage collector
 
 
-def _fill(items: queue.Queue[Batch | BaseException], batches: _Batches, is_closed: threading.Event) -> None:
-    """Put micro-batches into a queue until `is_closed` is set.  After an exception, every item is that exception."""
-    try:
-        for batch in batches:
-            items.put(batch)
-            if is_closed.is_set():
-                return
-    except BaseException as error:
-        while not is_closed.is_set():
-            items.put(error)
+def _make_bursts(
+    batches: Iterator[Batch | BaseException], lengths: queue.SimpleQueue[int], bursts: queue.SimpleQueue[_Burst]
+) -> None:
+    """Make bursts of the given lengths until a length is 0.  After an exception, every item is that exception."""
+    while length := lengths.get():
+        burst: _Burst = []
+        try:
+            for batch in islice(batches, length):
+                burst.append(batch)
+        except BaseException as error:
+            burst.append(error)
+            batches = repeat(error)
+        bursts.put(burst)
 
 
 # -- worker processes ------------------------------------------------------------------------------------------------

@@ -120,7 +120,7 @@ def _open_found(
     loaded = found.load()
     is_split = bool(holdout and loaded.train and loaded.held_out)
     shards, content = loaded.train, loaded.train_content
-    if (is_split and split == "eval") or not shards:
+    if (is_split and split == "eval") or not shards or (key == "data.eval_path" and loaded.held_out):
         shards, content = loaded.held_out, loaded.held_out_content
     try:
         _check_same_tokenizer(shards)
@@ -523,7 +523,8 @@ def trim_rows(config: RunConfig, resolution: Resolution) -> RunConfig:
 
     splits: tuple[Split, ...] = ("train", "eval") if config.eval.every else ("train",)
     opened = [open_source(data, config.vocab_size, split) for split in splits]
-    sources = [source.base if isinstance(source, SourceSubset) else source for source in opened]
+    singles = [each for source in opened for each in getattr(source, "sources", {"": source}).values()]
+    sources = [source.base if isinstance(source, SourceSubset) else source for source in singles]
     kinds = (ChatSource, LabeledSource, PairSource)
     longest = max(source.longest for source in sources if isinstance(source, kinds))
     seq_len = min(data.seq_len, math.ceil(longest / _ROW_MULTIPLE) * _ROW_MULTIPLE)

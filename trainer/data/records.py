@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import functools
 import glob
 import gzip
 import io
@@ -262,22 +263,37 @@ class FilePart:
 
     def record_number(self, number: int) -> int:
         """Return the number of a record in the whole file, given its number in this part: its line, row or object."""
-        if not self.start:
-            return number
-        if self.file.kind == "parquet":
-            with _open_parquet(self.file) as table:
-                return number + sum(table.metadata.row_group(group).num_rows for group in range(self.start))
-        num_bytes, num_lines = self.start - 1, 1  # the line with the byte before this part is the last before it
-        with open(self.file.path, "rb") as file:
-            while num_bytes and (block := file.read(min(1 << 20, num_bytes))):
-                num_bytes -= len(block)
-                num_lines += block.count(b"\n")
-        return number + num_lines
+        return number + (_records_before(self) if self.start else 0)
 
     def location(self, number: int) -> str:
         """Return where the record with this number is, for messages: `web.jsonl:12`, or `web.parquet, row 12`."""
         separator = ", row " if self.file.kind in ("parquet", "arrow") else ":"
         return f"{self.file.path}{separator}{self.record_number(number)}"
+
+
+@functools.lru_cache(maxsize=64)
+def _records_before(part: FilePart) -> int:
+    """Return the number of lines or rows of a file before a part of it."""
+    if part.file.kind == "parquet":
+        with _open_parquet(part.file) as table:
+            return sum(table.metadata.row_group(group).num_rows for group in range(part.start))
+    # Parts are usually read in order, so counting goes on from where it stopped: a file is read once for all parts.
+    # The line with the byte before the part is the last before it.
+    position, num_lines = _counted_lines.get(part.file, (0, 0))
+    if position > part.start - 1:
+        position, num_lines = 0, 0
+    with open(part.file.path, "rb") as file:
+        file.seek(position)
+        while position < part.start - 1 and (block := file.read(min(1 << 20, part.start - 1 - position))):
+            position += len(block)
+            num_lines += block.count(b"\n")
+    _counted_lines.clear()
+    _counted_lines[part.file] = position, num_lines
+    return num_lines + 1
+
+
+_counted_lines: dict[InputFile, tuple[int, int]] = {}
+"""A position in the last file in which lines were counted, and the number of newlines before it."""
 
 
 @dataclass(frozen=True)
@@ -426,7 +442,7 @@ def _read_lines(part: FilePart) -> Iterator[tuple[int, Any]]:
 
 def _parse_line(line: bytes) -> Any:
     try:
-        return json.loads(line.decode())
+        return json.loads(line.decode().rstrip())  # else messages name a second line
     except UnicodeDecodeError as error:
         return BadRecord(f"is not UTF-8 ({error.reason})", "convert it to UTF-8")
     except ValueError as error:
@@ -462,6 +478,8 @@ def _read_json(part: FilePart) -> Iterator[tuple[int, Any]]:
                     raise UnreadableFile(f"record {number + 1} is not JSON ({error.msg})") from error
             except RecursionError as error:
                 raise UnreadableFile(f"record {number + 1} is nested too deeply") from error
+            except ValueError as error:  # a number with too many digits
+                raise UnreadableFile(f"record {number + 1} cannot be read ({error})") from error
             if is_at_end and num_open > 0:
                 raise UnreadableFile(f"the array does not end: the file is cut off after record {number}")
             if is_at_end:
@@ -501,11 +519,13 @@ def _read_table(part: FilePart, columns: Sequence[str] | None) -> Iterator[tuple
     arrow, number = _import_pyarrow(part.file), 0
     try:
         for batch in _read_batches(part, columns):
-            for record in _rows(batch, arrow.ArrowInvalid):
+            for record in _rows(_readable(arrow, batch), arrow.ArrowInvalid):
                 number += 1
                 yield number, record
     except arrow.ArrowException as error:
         raise UnreadableFile(f"cannot be read to its end ({error})") from error
+    except (ValueError, OverflowError) as error:  # a time that Python cannot represent
+        raise UnreadableFile(f"has a value that cannot be read ({error})") from error
 
 
 def _read_batches(part: FilePart, columns: Sequence[str] | None) -> Iterator[Any]:
@@ -533,6 +553,14 @@ def _read_batches(part: FilePart, columns: Sequence[str] | None) -> Iterator[Any
 
 def _select(columns: Sequence[str] | None, names: Sequence[str]) -> list[str] | None:
     return list(columns) if columns is not None and set(columns) <= set(names) else None
+
+
+def _readable(arrow: Any, batch: Any) -> Any:
+    """Return a RecordBatch with times in nanoseconds as text: Python's own types cannot represent them."""
+    for number, field in enumerate(batch.schema):
+        if arrow.types.is_timestamp(field.type) and field.type.unit == "ns":
+            batch = batch.set_column(number, field.name, batch.column(number).cast(arrow.string()))
+    return batch
 
 
 def _rows(batch: Any, invalid: type[Exception]) -> Iterator[Any]:

@@ -457,13 +457,12 @@ def _fetch_text(row: tuple[str, InputFile], progress: ByteProgress) -> None:
     def fetch() -> None:
         with partial_file(path.with_name(f".{path.name}")) as partial:
             _download(url, partial, progress)
-            if partial.stat().st_size == file.size:
-                _reject_web_page(url, partial)
-                os.replace(partial, path)
-                return
-        if _digest(*_describe(url)) != file.checksum:
-            raise RemoteError(f"{url} has changed since it was looked up, a moment ago; start again")
-        raise OSError("the connection was lost")
+            if _digest(*_describe(url)) != file.checksum:
+                raise RemoteError(f"{url} has changed since it was looked up, a moment ago; start again")
+            if partial.stat().st_size != file.size:
+                raise OSError("the connection was lost")
+            _reject_web_page(url, partial)
+            os.replace(partial, path)
 
     _with_retries(url, fetch)
 

@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
-from trainer.files import atomic_replace, crc32, verify_checksum, with_checksum
+from trainer.files import atomic_replace, crc32, parse_json, verify_checksum, with_checksum
 from trainer.stopping import add_partial, drop_partial
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
@@ -441,7 +441,7 @@ def read_info(path: str) -> ShardInfo:
 def parse_info(content: bytes, path: str) -> ShardInfo:
     """Return the metadata in the content of a file; `path` names the file in messages.  Raises ShardError."""
     try:
-        stored = json.loads(content)
+        stored = parse_json(content)
         is_metadata = isinstance(stored, dict) and {"dtype", "vocab_size", "num_tokens"} <= stored.keys()
     except ValueError:
         is_metadata = False
@@ -554,7 +554,7 @@ class ShardManifest:
     def parse(cls, content: bytes, path: str) -> ShardManifest:
         """Parse the content of a manifest; `path` names it in messages.  Raises ShardError."""
         try:
-            stored = json.loads(content)
+            stored = parse_json(content)
             is_manifest = isinstance(stored, dict) and {"train", "held_out", "tokenizer"} <= stored.keys()
         except ValueError:
             is_manifest = False

@@ -1,9 +1,10 @@
 """Turns files of text into token shards: documents of records, their ids, and the hold-out.
 
 A document's ids are those that the tokenizer's library gives for its text, in which special tokens are plain text.  A
-document of more than a MiB is tokenized in segments, each of which ends with a newline between two word characters; its
-ids are defined as theirs.  For the tokenizers of GPT-2, Llama 3 and Qwen these are the ids of the whole; without the
-segments, a book of 500 MB would need 50 GB of memory.
+document of more than a MiB is tokenized in segments, and its ids are defined as theirs.  A segment ends after a newline
+or before a space, each between two other characters that are no white space; for the tokenizers of GPT-2, Llama 3 and
+Qwen, the ids are then those of the whole.  A MiB without such a place is cut anywhere.  Without segments, a book of
+500 MB would need 50 GB of memory.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ from trainer.data.token_files import TokenChunk, read_tokens
 from trainer.data.tokenizer import FileTokenizer, Tokenizer
 from trainer.errors import UserError, importing, nearest, setting_error
 from trainer.files import sample_contents
+from trainer.stopping import raise_if_stop_requested
 
-_LAYOUT_VERSION = 2
+_LAYOUT_VERSION = 1
 """Increment this if a code change makes different shards from the same text, so that older ones are not used."""
 
 
@@ -172,6 +174,7 @@ class TextBuild(Build):
                 bad.reject(self.keys.inputs, part.file.path, "is not UTF-8", fix="convert it to UTF-8")
             return
         for number, record in read_records(part, [self.text_key]):
+            raise_if_stop_requested()  # all documents may be empty or unreadable
             try:
                 yield _as_utf8(record[self.text_key])
             except (TypeError, LookupError, AttributeError, ValueError):
@@ -240,25 +243,30 @@ def _hash_fraction(text: bytes) -> float:
 # -- long documents ---------------------------------------------------------------------------------------------------
 
 _SEGMENT_BYTES = 1 << 18
-"""Bytes after which a segment of a long document ends, as soon as a newline allows it."""
+"""Bytes after which a segment of a long document ends, at the first place where the tokenizers split anyway."""
 
 
 def _segments(text: bytes) -> Iterator[bytes]:
-    """Divide a long text after newlines between two word characters."""
+    """Divide a long text into segments of at most BLOCK_BYTES."""
     start = 0
-    while start < len(text):
-        newline = text.find(b"\n", start + _SEGMENT_BYTES)
-        while newline >= 0 and not _is_between_words(text, newline):
-            newline = text.find(b"\n", newline + 1)
-        stop = newline + 1 if newline >= 0 else len(text)
+    while len(text) - start > BLOCK_BYTES:
+        stop = _find_cut(text, start + _SEGMENT_BYTES, start + BLOCK_BYTES)
         yield text[start:stop]
         start = stop
+    yield text[start:]
 
 
-def _is_between_words(text: bytes, newline: int) -> bool:
-    before = text[newline - 4 : newline].decode(errors="ignore")  # a character has at most four bytes
-    after = text[newline + 1 : newline + 5].decode(errors="ignore")
-    return re.match(r"\w", before[-1:]) is not None and re.match(r"\w", after[:1]) is not None
+def _find_cut(text: bytes, first: int, last: int) -> int:
+    """Return the end of a segment, from position `first` to `last`; see the module."""
+    for separator, length_before in ((b"\n", 1), (b" ", 0)):
+        position = text.find(separator, first, last)
+        while position >= 0:
+            if not text[position - 1 : position].isspace() and not text[position + 1 : position + 2].isspace():
+                return position + length_before
+            position = text.find(separator, position + 1, last)
+    while text[last] & 0xC0 == 0x80:  # within a character
+        last -= 1
+    return last
 
 
 def check_token_files(files: Sequence[InputFile], tokenizer: Tokenizer, bos: bool | None, keys: SettingNames) -> None:

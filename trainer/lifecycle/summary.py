@@ -202,7 +202,9 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     remarks = loader.source.summary
     if config.data.holdout and not isinstance(loader.source, SourceSubset):
         unit = "conversations" if config.data.source == "chat" else "documents"
-        remarks += f"{', ' * bool(remarks)}{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
+        first_line, newline, warnings = remarks.partition("\n")
+        held_out = f"{config.data.holdout:.1%} of the {unit} are held out (data.holdout)"
+        remarks = f"{first_line}{', ' * bool(first_line)}{held_out}{newline}{warnings}"
     source = f"{config.data.source}: {path_list}" if path_list else config.data.source
     return "\n".join(
         [source, *([remarks] if remarks else []), *describe_usage(loader.usage_by_phase(config.train.steps))]

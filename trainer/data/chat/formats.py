@@ -11,7 +11,6 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -156,12 +155,7 @@ def read_objects(part: FilePart) -> Iterator[tuple[int, Mapping[str, Any]]]:
 
 def location_of(part: FilePart, number: int) -> str:
     """Return the location of a record for messages, such as `chats.jsonl:17`: its line, row or object, from 1."""
-    return f"{Path(part.file.path).name}:{number + _num_records_before(part)}"
-
-
-@cache
-def _num_records_before(part: FilePart) -> int:
-    return part.record_number(0)
+    return f"{Path(part.file.path).name}:{part.record_number(number)}"
 
 
 # ---------------------------------------------------------------------------------------------------------------
