@@ -188,7 +188,7 @@ class _CollectiveCounter(Watcher):
                 self.counts[Collective(work.operation, work.axis, num_ranks, work.num_bytes)] += count * self._repeats
 
 
-_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 8 * 8
+_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 7 * 8
 """Sizes of the all-reduces of the gradient norm, the loss, and the votes (`StepSync.all_reduce`)."""
 
 
