@@ -145,3 +145,27 @@ def test_mistake_is_one_message_and_leaves_nothing(option: list[str], tmp_path: 
     assert refused.code == 2
     assert refused.err.startswith(f"error: {'='.join(option)}: ")
     assert [path.name for path in tmp_path.iterdir()] == ["lines.jsonl"]
+
+
+def test_a_killed_build_gives_no_permission_to_replace_what_others_have_published(tmp_path: Path) -> None:
+    """Nor does a corpus whose name begins alike."""
+    own = write_texts(tmp_path / "own.jsonl", ["own"] * 40)
+    partly = write_texts(tmp_path / "partly.jsonl", ["other"] * 40)
+    partly.write_text(partly.read_text() + "[]\n")
+    out = tmp_path / "out" / "name"
+    assert meshtrainer("prepare", partly, "--out", out, "--bad", "0.001").code == 2  # its work stays, to be continued
+    prepared(own, "--out", out)
+    before = content_of(out.parent)
+    assert set(before) == {
+        "name-00000.bin",
+        "name-00000.idx",
+        "name-00000.crc",
+        "name-00000.json",
+        "name.manifest.json",
+    }
+    assert meshtrainer("prepare", partly, "--out", out, "--bad", "skip").code == 2
+    assert content_of(out.parent) == before
+    prepared(own, "--out", f"{out}-eval")
+    prepared(partly, "--out", out, "--bad", "skip", "--overwrite")
+    assert texts_of(out.parent, "name-eval-?????.bin") == ["own"] * 40
+    assert meshtrainer("prepare", own, "--out", out, "--holdout", "0.5", "--overwrite").code == 2

@@ -15,7 +15,7 @@ from tests.helpers.commands import meshtrainer
 from tests.helpers.data import read_all, write_records
 from trainer import UserError, load_config
 from trainer.config import DataSection, check_config
-from trainer.data.opening import open_source
+from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.source import IGNORE, Source
 
 tokenizers = pytest.importorskip("tokenizers", reason="a chat model's tokenizer is read with the library `tokenizers`")
@@ -607,6 +607,33 @@ def test_chats_in_several_pieces_are_one_file(tmp_path: Path, monkeypatch: pytes
     records[137]["messages"][1]["weight"] = 2
     with pytest.raises(UserError, match=r"chats\.jsonl:138: "):
         open_source(data_of(tmp_path, records), None, "train")
+
+
+def test_columns_that_nobody_reads_may_hold_times_in_nanoseconds(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    times = pyarrow.array([1, 2], pyarrow.timestamp("ns"))
+    table = pyarrow.table({"prompt": ["Hi", "Bye"], "completion": ["Yes", "No"], "at": times})
+    pytest.importorskip("pyarrow.parquet").write_table(table, tmp_path / "chats.parquet")
+    data = data_of(tmp_path, [], path=str(tmp_path / "chats.parquet"), documents="apart")
+    assert len(open_source(data, None, "train")) == 2
+
+
+def test_rows_of_a_mixture_of_chats_are_trimmed_to_the_longest(tmp_path: Path) -> None:
+    own = []
+    for name, size in (("a", 1), ("b", 120)):
+        path = write_records(tmp_path / f"{name}.jsonl", [{"messages": conversation("Hi", "Yes " * size)}] * 3)
+        own.append(f"{name}: {path}")
+    data = data_of(tmp_path, [{"messages": ANSWERED}])
+    settings = ["data.source=chat", f"data.path={{{', '.join(own)}}}", f"data.tokenizer={data.tokenizer}"]
+    settings += [
+        "data.trim_rows=true",
+        "data.seq_len=1024",
+        "model.vocab_size=512",
+        "train.steps=1",
+        "data.holdout=0.1",
+    ]
+    trimmed = resolve_from_data(load_config("llama_small", [*settings, f"data.cache_dir={tmp_path / 'cache'}"]))
+    assert 120 < trimmed.data.seq_len < 1024
 
 
 def test_row_length_is_limited_by_the_model(tmp_path: Path) -> None:

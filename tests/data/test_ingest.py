@@ -306,6 +306,7 @@ def test_a_bad_row_of_a_table_is_named(tmp_path: Path) -> None:
         ("a.json", '[{"text": "one"}, {"tex', ["a.json", "record 2"]),
         ("a.json", '[{"text": "one"},\n', ["a.json", "record 1"]),
         ("a.json", '[{"body": "one"}]', ["data.text_key=text", "a.json:1", "body"]),
+        ("a.json", f'[{{"text": "one", "n": {"9" * 5000}}}]', ["a.json", "record 1"]),
         ("a.jsonl", '{"text": "a"}\n{"body": "b", "text": null}\n', ["a.jsonl:2", "data.bad=skip"]),
         ("a.csv", "id,text\n1,one\n2\n", ["a.csv", "row 2"]),
         ("a.csv", "id,body\n1,one\n", ["data.text_key=text", "a.csv:1", "id, body"]),
@@ -418,7 +419,7 @@ def test_ids_are_those_of_the_tokenizers_library(tmp_path: Path, engine: str) ->
     if engine == "gigatoken":
         pytest.importorskip("gigatoken")
     odd = ["it's  \n\n we'LL 123456 x\t\t y", "naïve ﬁ 中文 हिन्दी 👩‍🚀", "\x00\x7f\ufeff", " " * 50 + "x"]
-    odd += ["a<|endoftext|>b", "<|endoftext|>", "the cat\n\nand the hat\né中\n" * 50_000]
+    odd += ["a<|endoftext|>b", "<|endoftext|>", "the cat\n\nand the hat.\né中\r\n" * 50_000]
     tokenizer = write_bpe(tmp_path / "tokenizer.json")
     (end,) = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tokenizer)).encode("<|endoftext|>").ids
     lines = write_texts(tmp_path / "a.jsonl", odd)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from tests.helpers import hf_models
 from tests.helpers.commands import meshtrainer
 from tests.helpers.fake_hub import FakeHub
 from tests.helpers.gate import wait_until
-from tests.helpers.launch import TINY, fork, run, start
+from tests.helpers.launch import TINY, fork, launch, run, start
 from trainer import RunConfig, UserError, load_config
 
 pytest.importorskip("huggingface_hub")
@@ -219,6 +220,19 @@ def test_a_signal_ends_a_download_and_the_next_start_continues(hub: FakeHub, fol
     sent = hub.sent["config.json"]
     run(tmp_path / "run", *SETTINGS, "train.steps=1")
     assert hub.sent["config.json"] == sent
+
+
+@pytest.mark.slow
+def test_a_signal_ends_the_download_of_any_command(hub: FakeHub, folder: Path, tmp_path: Path) -> None:
+    """It does not wait until the library has finished a file."""
+    hub.delay = 10.0
+    stopped = launch([sys.executable, "-m", "trainer.generate", "tiny/llama", "--prompt", "x"], tmp_path)
+    wait_until(lambda: hub.sent["model-00001-of-00002.safetensors"] > 0, "the weights are on their way")
+    stopped.signal(signal.SIGTERM)
+    began = time.monotonic()
+    assert stopped.wait().code == 128 + signal.SIGTERM, stopped.err
+    assert time.monotonic() - began < 5
+    assert not list((tmp_path / "home/hub").rglob("snapshots/*/*.safetensors"))
 
 
 def fetch(name: str) -> int:
