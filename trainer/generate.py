@@ -426,6 +426,8 @@ def _read_prompts(
     options: argparse.Namespace, text_generator: TextGenerator, tokenizer: Tokenizer, max_len: int
 ) -> tuple[list[dict[str, Any]], list[list[int]]]:
     """Return the records in the file `--prompts`, and their tokenized prompts.  Raises UserError for a bad record."""
+    if "://" in options.prompts:
+        raise setting_error("--prompts", options.prompts, "is not on a local file system", fix="download the file")
     path = Path(options.prompts).expanduser()
     records, prompts = list[dict[str, Any]](), list[list[int]]()
     chats: ChatPrompts | None = None

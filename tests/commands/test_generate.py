@@ -348,6 +348,9 @@ def test_an_existing_file_is_not_touched(folder: Path, tmp_path: Path) -> None:
     assert out.read_text() == "notes of another kind"
     prompts.write_text('{"prompt": "w1", "completion": "of another model"}\n')
     assert "completion" in refused(folder, "--prompts", prompts)
+    elsewhere = refused(folder, "--prompts", "http://me:secret-word@host/p.txt")
+    assert "not on a local file system" in elsewhere
+    assert "secret-word" not in elsewhere
 
 
 @pytest.mark.parametrize(
