@@ -74,6 +74,10 @@ def test_shards_end_with_documents_and_the_printed_settings_read_them(tmp_path: 
         targets = source.batch(np.arange(len(source)))[1]
         assert int((targets != IGNORE).sum()) + 1 == sum(len(text) + 1 for text in documents)
         assert source.fingerprint == same.fingerprint
+    by_manifest = dataclasses.replace(data, eval_path=data.path)
+    held_out_source = open_source(by_manifest, 257, "eval")
+    assert held_out_source is not None
+    assert held_out_source.fingerprint == source.fingerprint
 
 
 def test_the_same_documents_are_held_out_every_time(tmp_path: Path) -> None:

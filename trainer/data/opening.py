@@ -62,7 +62,7 @@ def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Sour
 def open_source(data: DataSection, vocab_size: int | None, split: Split) -> Source | None:
     """Return the source that the settings describe, or None if `split` is `eval` and nothing is held out.
 
-    Without `data.eval_path`, the fraction `data.holdout` of chats, text and shards is held out; see `_open_path`.
+    Without `data.eval_path`, the fraction `data.holdout` of chats, text and shards is held out; see `_open_found`.
 
     vocab_size: the model's vocabulary size, or None if the ids in the data need not fit it.
 
@@ -114,7 +114,8 @@ def _open_found(
     For text, `data.holdout` is a fraction of the documents, chosen by a hash of their text.  For shards, and for text
     if either split would otherwise be empty, it is a fraction of the samples, taken from the end.
 
-    key: the setting that contains the location: `data.path`, or `data.eval_path`, all of which is held out.
+    key: the setting that contains the location: `data.path`, or `data.eval_path`, all of which is held out (of a
+        manifest, only what it lists as held out, if there is any).
     """
     holdout = _holdout_fraction(data, key)
     loaded = found.load()
@@ -324,7 +325,8 @@ def _in_manifest(path: Path, location: str, key: str) -> Found:
         contents = manifest.train_content, manifest.held_out_content
         return ShardSet(files, train, contents[0], held_out, contents[1], manifest.notes)
 
-    files = [str(path.parent / row[0]) for row in manifest.train]
+    rows = manifest.held_out if key == "data.eval_path" and manifest.held_out else manifest.train
+    files = [str(path.parent / row[0]) for row in rows]
     return Found(files, load)
 
 
