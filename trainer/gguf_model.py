@@ -238,7 +238,7 @@ class _Gguf:
         import numpy as np
         from transformers import AutoConfig
 
-        # As in llama.cpp, a factor without a type scales linearly; `scale_linear` is its old name.
+        # As in llama.cpp, a factor without a type scales linearly; files of earlier llama.cpp name it `scale_linear`.
         scaling = self._of_model("rope.scaling.type") or "linear"
         factor = self._of_model("rope.scaling.factor") or self._of_model("rope.scale_linear") or 1.0
         if scaling != "none" and (scaling != "linear" or factor != 1.0):

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, TextIO, TypeAlias
 
 from trainer.data.token_files import is_foreign_token_file
-from trainer.errors import UserError, setting_error
+from trainer.errors import setting_error
 
 Kind: TypeAlias = Literal["text", "jsonl", "json", "csv", "parquet", "arrow", "tokens"]
 """How a file is read; `tokens` are other trainers' token files."""
@@ -242,8 +242,14 @@ def _dataset_folder(folder: str, key: str) -> str:
 # -- pieces of work ---------------------------------------------------------------------------------------------------
 # They depend only on the files, so that the shards do not depend on where a build was interrupted.
 
-MIN_PIECE_BYTES, MAX_PIECE_BYTES, TARGET_NUM_PIECES = 1 << 24, 1 << 28, 4096
-"""Minimum and maximum bytes of input to aim for per piece, and the number of pieces to aim for within these limits."""
+MIN_PIECE_BYTES = 1 << 24
+"""Minimum bytes of input to aim for per piece."""
+
+MAX_PIECE_BYTES = 1 << 28
+"""Maximum bytes of input to aim for per piece."""
+
+TARGET_NUM_PIECES = 4096
+"""Number of pieces to aim for within these limits."""
 
 MAX_FILES_PER_PIECE = 4096
 """Maximum number of small files in a piece."""
@@ -277,7 +283,7 @@ def _records_before(part: FilePart) -> int:
     if part.file.kind == "parquet":
         with _open_parquet(part.file) as table:
             return sum(table.metadata.row_group(group).num_rows for group in range(part.start))
-    # Parts are usually read in order, so counting goes on from where it stopped: a file is read once for all parts.
+    # Parts are usually read in order, so counting continues where it stopped: a file is read once for all parts.
     # The line with the byte before the part is the last before it.
     position, num_lines = _counted_lines.get(part.file, (0, 0))
     if position > part.start - 1:
@@ -461,8 +467,10 @@ _SEPARATORS = re.compile(r"[\s,\[\]]*")
 def _read_json(part: FilePart) -> Iterator[tuple[int, Any]]:
     with _open_text(part.file) as file:
         decoder = json.JSONDecoder()
-        text, position, number, is_at_end = "", 0, 0, False
+        text, position = "", 0
+        number = 0
         num_open = 0  # unclosed array brackets
+        is_at_end = False
         while True:
             separators = text[position : _SEPARATORS.match(text, position).end()]  # type: ignore[union-attr]
             num_open += separators.count("[") - separators.count("]")
@@ -485,7 +493,8 @@ def _read_json(part: FilePart) -> Iterator[tuple[int, Any]]:
             if is_at_end:
                 return
             block = file.read(max(_BLOCK_CHARS, len(text) - position))
-            text, position, is_at_end = text[position:] + block, 0, not block
+            text, position = text[position:] + block, 0
+            is_at_end = not block
 
 
 def _read_csv(part: FilePart) -> Iterator[tuple[int, Any]]:
@@ -599,8 +608,3 @@ def _import_pyarrow(file: InputFile) -> Any:
         fix = "pip install 'meshtrainer[data]'"
         raise setting_error(file.key, file.path, "needs the `pyarrow` library", fix=fix) from error
     return pyarrow
-
-
-def unreadable_file_error(file: InputFile, error: UnreadableFile) -> UserError:
-    """Return the UserError for a file that cannot be read."""
-    return setting_error(file.key, file.path, str(error), fix=error.fix)

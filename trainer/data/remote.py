@@ -3,7 +3,7 @@
 `find_remote` looks up what a URL names, and returns `RemoteShards` or `RemoteText`.  The last look-up of each URL is
 kept in the cache (`listed-HASH`), so that a later start works without the server.
 
-A shard is identified by its URL and metadata, and becomes a cache entry of its own, which is verified before it appears
+A shard is identified by its URL and metadata, and becomes a separate cache entry, which is verified before it appears
 under its name.  From then on it is read like a local shard.  Text is identified by its URL, size, and ETag or
 modification time.  It is removed as soon as it is tokenized.
 
@@ -160,7 +160,8 @@ def _look_up(url: str, key: str) -> _Listing:
             if not error.is_final:
                 raise
     urls = _list_files(url)
-    if bin_urls := [each for each in urls if each.endswith(".bin")]:
+    bin_urls = [each for each in urls if each.endswith(".bin")]
+    if bin_urls:
         return _Listing(shards=_read_metadata(bin_urls))
     texts = [each for each in urls if _is_text(each)]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:

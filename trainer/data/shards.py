@@ -54,7 +54,7 @@ _PAGE_BYTES = 4096
 
 
 FileVersion: TypeAlias = "tuple[str, int, int]"
-"""A version of a file: path, inode and change time (ctime, ns).  Each has a descriptor of its own, since the file may
+"""A version of a file: path, inode and change time (ctime, ns).  Each has a separate descriptor, since the file may
 have been replaced."""
 
 

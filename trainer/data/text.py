@@ -106,7 +106,7 @@ class TextBuild(Build):
             )
             for file in self.inputs
         ]
-        # `bad` is no part of it: whoever sets data.bad=skip after an error goes on with what has been read.
+        # `bad` is no part of it: after an error, a run with data.bad=skip continues with what has been read.
         settings = [_LAYOUT_VERSION, self.tokenizer.name, self.text_key, self.holdout, self.engine, files]
         return f"tokens-{hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:20]}"
 

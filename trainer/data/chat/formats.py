@@ -22,7 +22,6 @@ from trainer.data.records import (
     UnreadableFile,
     find_files,
     read_records,
-    unreadable_file_error,
 )
 from trainer.errors import nearest, setting_error
 from trainer.hub import is_hub_data
@@ -150,7 +149,7 @@ def read_objects(part: FilePart) -> Iterator[tuple[int, Mapping[str, Any]]]:
                 raise setting_error(file.key, file.path, f"{location_of(part, number)}: {rule}", fix=fix)
             yield number, record
     except UnreadableFile as error:
-        raise unreadable_file_error(file, error) from error
+        raise setting_error(file.key, file.path, str(error), fix=error.fix) from error
 
 
 def location_of(part: FilePart, number: int) -> str:

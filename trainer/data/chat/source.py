@@ -6,6 +6,7 @@ Also reads the first conversations in a run's files, for display.
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -109,7 +110,7 @@ def make_encoder(data: DataSection) -> Encoder:
     return Encoder(tokenizer, template, data.train_on, data.chat_template)
 
 
-class _Conversations:
+class _Conversations(ABC):
     """What all sources of conversations know; each conversation is a document of some shards.
 
     report: statistics of all conversations in the files, including those of other splits.
@@ -117,17 +118,21 @@ class _Conversations:
     """
 
     def __init__(self, shards: Sequence[Shard], report: ChatReport, encoder: Encoder) -> None:
-        self.report, self._encoder, self._documents = report, encoder, Stream(shards)
+        self.report = report
+        self._encoder = encoder
+        self._documents = Stream(shards)
         blocks = list(self._documents.document_blocks())
         self._offsets = np.concatenate([*(offsets[:-1] for offsets in blocks), blocks[-1][-1:]])
         self.longest = int(self._lengths.max(initial=0))
 
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples."""
+
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """The fingerprint; it covers every token and every loss mask."""
-        num_samples = len(self)  # type: ignore[arg-type]
-        num_shards, num_tokens = len(self._documents.shards), self._documents.num_tokens
-        return Fingerprint(num_samples, num_shards, num_tokens, self.report.content)
+        return Fingerprint(len(self), len(self._documents.shards), self._documents.num_tokens, self.report.content)
 
     @property
     def facts(self) -> Mapping[str, float]:
@@ -179,6 +184,9 @@ class ChatSource(_Conversations, PackedSource):
         self.vocab_size, self.tokenizer = encoder.tokenizer.vocab_size, encoder.tokenizer.plain.name
         self._padding = shards[0].info.end_id >> 1
 
+    def __len__(self) -> int:
+        return PackedSource.__len__(self)
+
     def _tokens_and_targets(
         self, values: NDArray[np.unsignedinteger[Any]]
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -192,8 +200,9 @@ class _ConversationRows(_Conversations, Source):
 
     def __init__(self, shards: Sequence[Shard], report: ChatReport, seq_len: int, encoder: Encoder) -> None:
         super().__init__(shards, report, encoder)
-        tokenizer = encoder.tokenizer
-        self.seq_len, self.vocab_size, self.tokenizer = seq_len, tokenizer.vocab_size, tokenizer.plain.name
+        self.seq_len = seq_len
+        self.vocab_size = encoder.tokenizer.vocab_size
+        self.tokenizer = encoder.tokenizer.plain.name
         self.shards, self._padding = list(shards), shards[0].info.end_id >> 1
 
     def _empty_rows(self, num_rows: int) -> dict[str, NDArray[Any]]:
