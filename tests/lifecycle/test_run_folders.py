@@ -19,6 +19,7 @@ from tests.helpers.faults import Fault
 from tests.helpers.launch import merged, start, tiny
 from tests.helpers.tiny import BATCH
 from trainer import Trainer, UserError, load_config
+from trainer.errors import TrainingFailed
 
 TINY = tiny(
     "model.num_kv_heads=2",
@@ -304,6 +305,17 @@ def test_copy_of_an_active_run_is_a_run_of_its_own(tmp_path: Path) -> None:
     assert train(*same_command(tmp_path / "b")) == ""
     assert records(tmp_path / "b", "train")[-1]["step"] == MORE
     running.close()
+
+
+def test_run_whose_folder_is_deleted_fails_and_does_not_create_it_again(tmp_path: Path) -> None:
+    own = [*TINY, f"run.dir={tmp_path / 'a'}", "train.steps=4", "checkpoint.max_failures=1"]
+    running = Trainer(load_config("llama_small", own))
+    next(running.steps())
+    shutil.rmtree(tmp_path / "a")
+    with pytest.raises(TrainingFailed, match=f"{tmp_path}/a/checkpoints"):
+        running.save_checkpoint(wait=True)
+    running.close()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_folders_created_for_a_rejected_start_are_removed(tmp_path: Path) -> None:

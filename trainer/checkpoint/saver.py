@@ -1,8 +1,7 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles due saves, retries and the final save.  Around each save, it also locks the run's folders, moves the
-run if one of them is lost, notifies the watchdog and records metrics.  `Checkpoints` (saves.py) performs the saves, one
-at a time.
+`Saver` handles due saves, retries and the final save.  Around each save, it also locks the run's folders, notifies the
+watchdog and records metrics.  `Checkpoints` (saves.py) performs the saves, one at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from trainer.metrics.step_metrics import StepMetrics
 from trainer.metrics.writers import Metrics, warn
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.folder import Relocation, RunFolder
+    from trainer.lifecycle.folder import RunFolder
     from trainer.lifecycle.resume import Resume
     from trainer.lifecycle.state import TrainState
     from trainer.lifecycle.watchdog import Watchdog
@@ -56,7 +55,6 @@ class Saver:
         step_sync: StepSync,
         *,
         folder: RunFolder,
-        relocation: Relocation,
         resume: Resume,
         step_metrics: StepMetrics,
         watchdog: Watchdog,
@@ -65,7 +63,7 @@ class Saver:
     ) -> None:
         """expected_bytes: estimate of how many bytes this rank writes per save."""
         self._checkpoints, self._config, self._world = checkpoints, config.checkpoint, checkpoints.world
-        self._folder, self._relocation, self._resume = folder, relocation, resume
+        self._folder, self._resume = folder, resume
         self._step_metrics, self._watchdog, self._metrics = step_metrics, watchdog, metrics
         self._expected_bytes = expected_bytes
         policy: SavePolicy
@@ -239,12 +237,9 @@ class Saver:
             warn(text)
 
     def _state_key(self, state: TrainState) -> tuple[object, ...]:
-        """Return a key that changes with the step, `eval_pending` and, with `checkpoint.keep_best`, the evaluation.
-
-        It also changes when the run moves, since its saved checkpoints are then in the lost folder.
-        """
+        """Return a key that changes with the step, `eval_pending` and, with `checkpoint.keep_best`, the evaluation."""
         evaluation = self._config.keep_best > 0 and tuple(state.evaluation.items())
-        return state.step, state.eval_pending, evaluation, self._relocation.has_moved
+        return state.step, state.eval_pending, evaluation
 
     def _is_saved(self, state: TrainState) -> bool:
         return self._saved_key == self._state_key(state)
@@ -253,7 +248,6 @@ class Saver:
         if not self._has_acquired_folder:
             self._world.agreed(self._folder.acquire)
             self._has_acquired_folder = True
-        self._relocation.move_if_lost()
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)

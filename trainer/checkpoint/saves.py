@@ -111,11 +111,11 @@ class Checkpoints:
         higher_is_better: whether higher values of `metric` are better.
         """
         self.world, self.run_info, self._section = world, run_info, section
-        self._metric, self._higher_is_better = metric, higher_is_better
         self._timeout_s = 1.2 * section.timeout_s + 30.0  # the watchdog, if there is one, ends the run first
         self.in_flight: Future[SaveResult] | None = None
         """The save that has been started, until `take_result` returns its result."""
-        self.move_to(storage)
+        self.storage = storage
+        self.retention = RetentionPolicy(storage, section, metric, higher_is_better)
         self._tools: _Tools | None = None
         self._channel: Channel | None = None
         """Used by the background thread of a save, and by nothing else."""
@@ -131,12 +131,6 @@ class Checkpoints:
         self._deleting: Future[None] | None = None
         self._warning = ""
         """The error of the last deletion; empty if it succeeded."""
-
-    def move_to(self, storage: Storage) -> None:
-        """Save to this folder from now on.  No save may be in flight."""
-        assert self.in_flight is None, "the save in flight writes to the old folder"
-        self.storage = storage
-        self.retention = RetentionPolicy(storage, self._section, self._metric, self._higher_is_better)
 
     def begin_step(self, step: int) -> None:
         """Throttle background writing during a step on the CPU, because the two compete for memory bandwidth."""

@@ -16,7 +16,7 @@ from trainer.config.rules import compiles_blocks
 from trainer.distributed.channel import StepSync
 from trainer.distributed.world import World
 from trainer.experts import BALANCE, ExpertBalance, find_balance
-from trainer.lifecycle.folder import Relocation, RunFolder
+from trainer.lifecycle.folder import RunFolder
 from trainer.lifecycle.lifecycle import Lifecycle
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.state import EMA, AverageState, RandomState, TrainState
@@ -63,7 +63,6 @@ class TrainingRun:
     """The watchdog and optional features.  `begin_` hooks are called in list order, `end_` hooks in reverse."""
     step_metrics: StepMetrics = field(init=False)
     resume: Resume = field(init=False)
-    relocation: Relocation = field(init=False)
     saver: Saver = field(init=False)
     lifecycle: Lifecycle = field(init=False)
 
@@ -163,14 +162,12 @@ def assemble_run(trainer: Trainer, start_time: float) -> TrainingRun:
     )
     run.step_metrics = StepMetrics(run, trainer.loader)
     run.resume = Resume(config, world, checkpoints, folder, metrics)
-    run.relocation = Relocation(world, folder, checkpoints, metrics)
     weight_bytes, _, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
     run.saver = Saver(
         checkpoints,
         config,
         run.step_sync,
         folder=folder,
-        relocation=run.relocation,
         resume=run.resume,
         step_metrics=run.step_metrics,
         watchdog=watchdog,

@@ -1,15 +1,12 @@
 """Manages the run folder: its owner, configuration and status, and the files of earlier attempts.
 
-If the folder is deleted, renamed or replaced during the run, the run saves its state in another one and ends
-(`Relocation`).  Only rank 0 writes these files, once the settings have been validated; if its ranks could not record
-how the run ended, the launcher does (`record_end`).
+Only rank 0 writes these files, once the settings have been validated; if its ranks could not record how the run ended,
+the launcher does (`record_end`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import itertools
 import json
 import os
 import shutil
@@ -18,23 +15,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
-from trainer.checkpoint.storage import open_storage
 from trainer.config import RunConfig
 from trainer.config.stored import CONFIG
-from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, as_typed, print_stderr, redact, setting_error
+from trainer.errors import EXIT_FAILED, UserError, print_stderr, redact, setting_error
 from trainer.files import local_path, write_and_sync, write_atomically
 from trainer.metrics.record import find_boot_id
-
-if TYPE_CHECKING:
-    from trainer.checkpoint.saves import Checkpoints
-    from trainer.distributed.world import World
-    from trainer.metrics.writers import Metrics
-
-Result = TypeVar("Result")
 
 RECORD_FILES = (
     "metrics.jsonl",
@@ -49,22 +37,6 @@ RECORD_FILES = (
 """Files and folders, other than checkpoints, that are moved aside when a run starts over."""
 
 
-@dataclass(frozen=True)
-class FolderLoss:
-    """Describes how the run lost one of its folders, which is no longer at its configured path."""
-
-    setting: str
-    """The setting that names the folder: `run.dir` or `checkpoint.dir`."""
-    folder: Path
-    event: str
-    """What happened, such as "was deleted"."""
-    moved_to: Path | None = None
-    """The folder's new path; None if it was not renamed or the path is unknown."""
-
-    def __str__(self) -> str:
-        return f"{self.setting}={self.folder}: {self.event} while the run was training in it"
-
-
 class RunFolder:
     """The folder `run.dir`: its owner, `config.yaml` and `status.json`, and the files of earlier attempts."""
 
@@ -74,17 +46,9 @@ class RunFolder:
         self._comment = comment
         self._locks = [FolderLock(self.path, "run.dir")]
         self._is_owned = False
-        self.loss: FolderLoss | None = None
-        """The first loss of one of this run's folders; None if there was none, and on all ranks except rank 0."""
-        self.has_moved = False
-        """True once the run writes elsewhere because a folder was lost; see `Relocation`."""
-        self.checkpoint_dir = config.checkpoint.dir
-        """The folder or URL for checkpoints; None for the default, `checkpoints` in the run folder."""
         elsewhere = local_path(config.checkpoint.dir) if config.checkpoint.dir else None
         if elsewhere is not None and self.path not in (elsewhere, *elsewhere.parents):
             self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
-        for lock in self._locks:
-            lock.on_loss = self._record_loss
 
     @property
     def metrics(self) -> Path:
@@ -110,7 +74,7 @@ class RunFolder:
             with _reporting_errors(lock.setting, lock.folder, legal[lock.setting]):
                 lock.acquire()
         if not self._is_owned:
-            with _reporting_errors("checkpoint.dir", Path(self.checkpoint_dir or self.path), None):
+            with _reporting_errors("checkpoint.dir", Path(self.config.checkpoint.dir or self.path), None):
                 self._make_parents()
         self._is_owned = True
 
@@ -121,53 +85,13 @@ class RunFolder:
             for lock in reversed(self._locks):
                 lock.release()
 
-    def find_loss(self) -> FolderLoss | None:
-        """Check that the run's folders still exist.  Returns the first loss, which is printed once, or None.
-
-        Returns None on all ranks but rank 0.
-        """
-        for lock in self._locks if self._is_owned else ():
-            if self.loss is None and (loss := lock.find_loss()) is not None:
-                self._record_loss(loss)
-        return self.loss
-
-    def _record_loss(self, loss: FolderLoss) -> None:
-        """Record and print the first loss.  Called on rank 0, by the main thread or the heartbeat thread."""
-        if self.loss is None:
-            self.loss = loss
-            print_stderr(f"warning: {loss}; the run stops after this step and saves its state elsewhere")
-
-    def move(self) -> None:
-        """Move the run after a loss: to the renamed folder, otherwise to a new folder next to the old path.
-
-        Rank 0 only.  Raises OSError or UserError if the new place cannot be used.
-        """
-        for index, lock in enumerate(self._locks):
-            loss = lock.find_loss()
-            if loss is None:
-                continue
-            if loss.moved_to is not None:
-                lock.follow(loss.moved_to)
-            else:
-                lock.release()
-                lock = self._locks[index] = FolderLock(_rescue_folder(loss.folder), loss.setting)
-                lock.acquire()
-            checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
-            if checkpoint_dir is not None and loss.folder.absolute() in (checkpoint_dir, *checkpoint_dir.parents):
-                self.checkpoint_dir = str(lock.folder / checkpoint_dir.relative_to(loss.folder.absolute()))
-            if loss.setting == "run.dir":
-                self.path = lock.folder
-                if loss.moved_to is None:
-                    self._make_parents()
-                    self.begin()
-        self.has_moved = True
-
     def _make_parents(self) -> None:
         """Create the folders between `run.dir` and a `checkpoint.dir` inside it.
 
         Done only when the run acquires its folder: saves create no parents, so that deleted folders stay deleted.
         """
-        checkpoint_dir = local_path(self.checkpoint_dir) if self.checkpoint_dir else None
+        configured = self.config.checkpoint.dir
+        checkpoint_dir = local_path(configured) if configured else None
         if checkpoint_dir is not None and self.path.absolute() in checkpoint_dir.parents:
             self._locks[0].make_folder(checkpoint_dir.parent)
 
@@ -180,14 +104,7 @@ class RunFolder:
         """Write `config.yaml`."""
         if self.is_main:
             comment = "".join(f"# {line}\n" for line in self._comment.splitlines())
-            config = self.config.with_absolute_paths()
-            if self.path != self.config.run_dir:
-                config = replace(
-                    config,
-                    run=replace(config.run, dir=str(self.path)),
-                    checkpoint=replace(config.checkpoint, dir=self.checkpoint_dir),
-                )
-            write_atomically(self.path / CONFIG, comment + config.to_yaml())
+            write_atomically(self.path / CONFIG, comment + self.config.with_absolute_paths().to_yaml())
 
     def move_aside(self, names: Sequence[str]) -> Path | None:
         """Move those of the named files that exist to a new folder `previous_NNN`.  Returns that folder, or None.
@@ -212,8 +129,7 @@ class RunFolder:
 
         Writes nothing unless this run owns the folder, so that it never changes the file of another run.
         """
-        self.find_loss()
-        if self._is_owned and (self.loss is None or self.loss.setting != "run.dir" or self.has_moved):
+        if self._is_owned:
             write_status(self.path, {"state": state, "exit_code": exit_code, "step": step, "reason": reason})
 
     def has_finished(self) -> bool:
@@ -241,12 +157,6 @@ def _reporting_errors(setting: str, folder: Path, legal: str | None) -> Iterator
     except OSError as error:
         where = f": {error.filename}" if error.filename not in (None, str(folder)) else ""
         raise setting_error(setting, folder, f"cannot be used ({error.strerror or error}{where})", legal) from error
-
-
-def _rescue_folder(folder: Path) -> Path:
-    """Return an unused path next to `folder`, for the state of a run that has lost this folder."""
-    names = (f"{folder.name}-rescued{'' if number == 1 else f'-{number}'}" for number in itertools.count(1))
-    return next(path for name in names if not (path := folder.with_name(name)).exists())
 
 
 _RETRY_PAUSES_S = (0.2, 1.0)
@@ -303,10 +213,6 @@ class FolderLock:
     NAME = ".owner.json"
     HEARTBEAT_S, STALE_S = 5.0, 30.0
     """Seconds between heartbeats, and the age in seconds at which the last heartbeat means that the owner is dead."""
-    CHECK_S = 1.0
-    """Seconds between the owner's checks that the folder still exists."""
-    _RECHECK_S = 0.2
-    """Seconds until a missing folder is checked again: a program may be replacing it."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         self.folder, self.path, self.setting = folder, folder / self.NAME, setting
@@ -314,10 +220,6 @@ class FolderLock:
         self._created_folders: list[Path] = []
         self._stop_event = threading.Event()
         self._heartbeat: threading.Thread | None = None
-        self._descriptor = -1
-        """An open descriptor of the folder, which survives a rename."""
-        self.on_loss: Callable[[FolderLoss], None] = lambda loss: None
-        """Called from the heartbeat thread after the folder was deleted, renamed or replaced."""
 
     def acquire(self) -> None:
         """Acquire the folder, unless this run owns it already.
@@ -345,7 +247,6 @@ class FolderLock:
                 and _process_start_time(claimant["pid"]) != claimant["started"]
             ):
                 path.unlink(missing_ok=True)
-        self._descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         self._heartbeat = threading.Thread(target=self._run_heartbeat, name="owner", daemon=True)
         self._heartbeat.start()
 
@@ -367,52 +268,6 @@ class FolderLock:
                 self.path.unlink(missing_ok=True)
                 for folder in self._created_folders:
                     folder.rmdir()  # fails unless it is empty
-        os.close(self._descriptor)
-        self._descriptor = -1
-
-    def find_loss(self) -> FolderLoss | None:
-        """Return how the folder was lost, or None if it is still in place.
-
-        Unreachable storage does not count as a loss: it may recover.
-        """
-        if self._descriptor < 0 or self._owner() == self._identity:
-            return None
-        if self._is_in_place():
-            return None
-        time.sleep(self._RECHECK_S)
-        if self._is_in_place():
-            return None
-        try:
-            is_deleted = os.fstat(self._descriptor).st_nlink == 0
-        except OSError:  # deleted on another node
-            is_deleted = True
-        moved_to = None if is_deleted else self._current_path()
-        event = "was deleted" if is_deleted else "is no longer there (was its disk unmounted?)"
-        if moved_to is not None:
-            event = f"was renamed to {moved_to}"
-        elif os.path.lexists(self.folder):
-            event += ", and something else has its name"
-        return FolderLoss(self.setting, self.folder, event, moved_to)
-
-    def _is_in_place(self) -> bool:
-        """Return whether the acquired folder is still at its path."""
-        try:
-            current, acquired = os.stat(self.folder), os.fstat(self._descriptor)
-        except OSError as error:
-            return error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE)
-        return os.path.samestat(current, acquired)
-
-    def _current_path(self) -> Path | None:
-        """Return the current path of the folder, or None if it is unknown."""
-        with contextlib.suppress(OSError):
-            path = Path(os.readlink(f"/proc/self/fd/{self._descriptor}"))
-            if os.path.samestat(path.stat(), os.fstat(self._descriptor)):
-                return path
-        return None
-
-    def follow(self, folder: Path) -> None:
-        """Keep the lock on the folder, which was renamed to `folder`."""
-        self.folder, self.path, self._created_folders = folder, folder / self.NAME, []
 
     def _wait_until_owner_is_dead(self, temporary: Path) -> None:
         """Wait until the owner counts as dead, then remove its file.  Raises UserError if the owner is alive."""
@@ -458,37 +313,13 @@ class FolderLock:
         return _read_owner(self.path)
 
     def _run_heartbeat(self) -> None:
-        has_reported, num_missed, next_heartbeat = False, 0, time.monotonic() + self.HEARTBEAT_S
-        while not self._stop_event.wait(self.CHECK_S):
-            try:
+        while not self._stop_event.wait(self.HEARTBEAT_S):
+            with contextlib.suppress(OSError):  # the file system may recover
                 owner = self._owner()
-                if owner != self._identity and not has_reported:
-                    loss = self.find_loss()
-                    if loss is not None:
-                        has_reported = True
-                        self.on_loss(loss)
-                    elif owner is None:
-                        num_missed += 1
-                        if num_missed % 2 == 0:  # not immediately: somebody may be deleting the entire folder
-                            self._restore_owner_file()
-                    elif owner.get("pid") != self._identity["pid"] and self._owner() == owner:
-                        # Read again: this run may have moved meanwhile, and another run may have taken the old path.
-                        self._exit_taken_over(owner)
-                elif owner == self._identity and time.monotonic() >= next_heartbeat:
-                    next_heartbeat = time.monotonic() + self.HEARTBEAT_S
+                if owner == self._identity:
                     os.utime(self.path)
-            except OSError:  # the file system may recover
-                continue
-
-    def _restore_owner_file(self) -> None:
-        """Restore the owner file, which somebody has deleted although the folder still exists."""
-        if not self.path.exists():
-            temporary = self.folder / f"{self.NAME}.{self._identity['token']}"
-            try:
-                write_and_sync(temporary, json.dumps(self._identity))
-                _link(temporary, self.path)
-            finally:
-                temporary.unlink(missing_ok=True)
+                elif owner is not None and owner["pid"] != self._identity["pid"]:
+                    self._exit_taken_over(owner)
 
     def _exit_taken_over(self, owner: dict[str, Any]) -> NoReturn:
         """Exit, because this process was suspended for so long that another run has taken over the folder."""
@@ -591,72 +422,3 @@ def _process_start_time(pid: int) -> str:
             return ""
         return "alive"
     return "" if fields[0] in ("Z", "X") else fields[19]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Relocation: saves a run elsewhere after one of its folders was deleted, renamed or replaced
-#
-# If training continued, its results would be lost.  If the folder were recreated, its files would reappear where
-# somebody has just deleted them, or where another run has started.  So the run ends after the current step.  Its state,
-# metrics and status go to the renamed folder, or if it cannot be found, to a new folder next to the old one.  The run
-# can be resumed there.
-
-
-class Relocation:
-    """Moves a run after it has lost a folder.  All methods are collective."""
-
-    def __init__(self, world: World, folder: RunFolder, checkpoints: Checkpoints, metrics: Metrics) -> None:
-        self._world, self._folder, self._checkpoints, self._metrics = world, folder, checkpoints, metrics
-        self.has_moved = False
-        """True on all ranks once the run writes elsewhere."""
-
-    def move_if_lost(self) -> bool:
-        """If one of the run's folders is lost, redirect all further writes to another folder.
-
-        Returns whether a folder is lost.  Raises on all ranks if the other folder cannot be used.  If no folder is
-        lost, one broadcast.
-        """
-        if self.has_moved:
-            return True
-        loss = self._world.broadcast(self._folder.find_loss())
-        if loss is None:
-            return False
-        self._agreed(loss, self._move_files)
-        folder = self._folder
-        folder.path, folder.checkpoint_dir = self._world.broadcast((folder.path, folder.checkpoint_dir))
-        folder.has_moved = True
-        storage = self._agreed(loss, lambda: open_storage(folder.checkpoint_dir or folder.path / "checkpoints"))
-        self._checkpoints.move_to(storage)
-        self.has_moved = True
-        return True
-
-    def _move_files(self) -> None:
-        if self._world.is_main:
-            self._folder.move()
-            self._metrics.move_to(self._folder.path)
-
-    def _agreed(self, loss: FolderLoss, work: Callable[[], Result]) -> Result:
-        """Return the result of `work()`; if it fails, raise TrainingFailed on that rank, PeerFailed on others."""
-
-        def attempt() -> Result:
-            try:
-                return work()
-            except (OSError, UserError) as error:
-                raise TrainingFailed(f"{loss}\n  its state cannot be saved elsewhere: {error}") from error
-
-        return self._world.agreed(attempt)
-
-    def final_error(self, outcome: str) -> TrainingFailed:
-        """Return the error that ends the run: the cause, the location of the files, and how to resume.
-
-        outcome: the location of the state, such as "the state of step 7 is in runs/a-rescued/checkpoints".
-        """
-        folder, config = self._folder, self._folder.config
-        configured = {"run.dir": config.run_dir, "checkpoint.dir": config.checkpoint.dir}
-        current = {"run.dir": folder.path, "checkpoint.dir": folder.checkpoint_dir}
-        settings = " ".join(as_typed(key, current[key]) for key in current if current[key] != configured[key])
-        lines = [str(folder.loss), outcome]
-        if "run.dir=" in settings:
-            lines.append(f"its metrics and its status are in {folder.path}")
-        lines.append(f"to continue: the same command with {settings}")
-        return TrainingFailed(self._world.broadcast("\n  ".join(lines)))

@@ -78,14 +78,14 @@ class Lifecycle:
     def __init__(self, run: TrainingRun, loader: object, start_time: float) -> None:
         """start_time: when the Trainer was created, by `time.monotonic`."""
         self._config, self._world, self._state = run.config, run.world, run.state
-        self._folder, self._relocation, self._metrics = run.folder, run.relocation, run.metrics
+        self._folder, self._metrics = run.folder, run.metrics
         self._watchdog, self._step_metrics, self._stop_criterion = run.watchdog, run.step_metrics, run.stop_criterion
         self._saver, self._forecast, self._loader, self._start_time = run.saver, run.forecast, loader, start_time
         self._earlier_error = sys.exc_info()[1]  # an exception that the caller was already handling
         self.phase: Phase = "built"
         self._ran_end_command = False
         self.stopping = False
-        """True on all ranks once any rank has been asked to stop or has lost a folder.  This step is then the last."""
+        """True on all ranks once any rank has been asked to stop.  This step is then the last."""
         self.stop = take_stop_request()
         """Detects requests to stop this rank."""
         if run.world.is_main:
@@ -94,8 +94,6 @@ class Lifecycle:
         if self.stop.immediate_stop is not None:
             self.stop.immediate_stop.before_exit = self._record_immediate_stop
         run.step_sync.register(self._is_asked_to_stop, self._start_stopping)
-        # If a folder is lost, which rank 0 reports, the current step is the last.
-        run.step_sync.register(lambda: run.folder.loss is not None, partial(setattr, self, "stopping", True))
         run.world.failure_listeners.append(self)
 
     @property
@@ -155,11 +153,7 @@ class Lifecycle:
             self._metrics.print(note)
 
     def end(self) -> int:
-        """End the run as finished, or as stopped on request.  Returns the exit code.  Collective.
-
-        If one of the run's folders has been lost, saves the state elsewhere and raises TrainingFailed.
-        """
-        self._end_if_lost(saves=True)
+        """End the run as finished, or as stopped on request.  Returns the exit code.  Collective."""
         if self.stopping:
             reasons = self._world.gather(self.stop.reason(self._stopping_s()))
             reason = next((reason for reason in reasons if reason), "asked to stop")
@@ -181,20 +175,6 @@ class Lifecycle:
             self._metrics.print(line, "bold")
         self._end("finished", EXIT_FINISHED, reason)
         return EXIT_FINISHED
-
-    def _end_if_lost(self, saves: bool) -> None:
-        """Raise TrainingFailed on all ranks if one of the run's folders was deleted, renamed or replaced.
-
-        With `saves`, first save the state elsewhere, unless that has already been done.
-        """
-        step = self._state.step
-        if not self._relocation.move_if_lost():
-            return
-        outcome = "its state is not saved"
-        if saves and step:
-            self._saver.save_final(self._state)
-            outcome = f"the state of step {step} is in {self._saver.storage}"
-        raise self._relocation.final_error(outcome)
 
     def end_without_work(self, resumed_step: int | None, delete_leftovers: Callable[[], None]) -> int:
         """End a run that has no steps left.  Returns the exit code.
@@ -323,7 +303,6 @@ class Lifecycle:
         try:
             self._saver.finish()
             if self.is_running:
-                self._end_if_lost(saves=False)
                 self._step_metrics.finish_pending_step()
                 if self._stop_criterion.is_reached(self._state.step):
                     self._state.skips.check_end(self._state.step)

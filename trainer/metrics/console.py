@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from trainer.errors import discard_stream, print_stderr, printable
-from trainer.files import read_all
 from trainer.metrics.record import Record, RecordWriter, logged_names
 from trainer.metrics.time_breakdown import KINDS
 
@@ -355,16 +354,6 @@ class LogFile(io.TextIOBase):
                 self._fd = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
             os.write(self._fd, text.encode("utf-8", "replace"))
         return len(text)
-
-    def move_to(self, path: Path) -> None:
-        """Switch to another file.  The text so far is copied, unless `path` is the same file under a new name."""
-        content, self._path = b"", path
-        with contextlib.suppress(OSError):
-            if self._fd is not None and not (path.exists() and os.path.samestat(path.stat(), os.fstat(self._fd))):
-                content = read_all(self._fd)
-        self.close()
-        if content:
-            self.write(content.decode("utf-8", "replace"))
 
     def close(self) -> None:
         fd, self._fd = self._fd, None

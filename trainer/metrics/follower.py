@@ -198,11 +198,6 @@ class TrackingFile:
             self._sent[tracker] = step
             self._write()
 
-    def move_to(self, folder: Path) -> None:
-        with self._lock:
-            self._folder = folder
-            self._write()
-
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # a full disk, or a folder that was deleted
             write_atomically(self._folder / self.NAME, json.dumps({"id": self.id, "sent": self._sent}))
@@ -254,9 +249,6 @@ class Follower(RecordWriter):
         """Tell the tracker that the steps after `step` will be repeated, if it has a `rewind` method."""
         self._rewind_to = step if self._rewind_to is None else min(step, self._rewind_to)
         self._wake.set()
-
-    def move_to(self, folder: Path) -> None:
-        self._path = folder / self._path.name
 
     def finish(self) -> None:
         """Make the thread send the remaining rows and exit.  Unlike `close`, does not wait for the thread."""
@@ -310,7 +302,6 @@ class Follower(RecordWriter):
             while not self._has_given_up:
                 self._wake.clear()
                 has_ended = self._run_ended.is_set()
-                reader.path = self._path
                 if self._rewind_to is not None:
                     rewind_to, self._rewind_to = self._rewind_to, None
                     rewind = getattr(tracker, "rewind", None)

@@ -79,8 +79,8 @@ class RecordWriter:
     """Receives every record of a run.  Subclasses override what they need; `Metrics.open` creates a run's writers.
 
     Training calls these methods directly, so they must not wait for a server or for the reader of a pipe.  `go_back`
-    and `move_to` may raise OSError; the others must not raise.  Code that may wait or fail belongs in a `Tracker`
-    (`trackers.py`), which is called from a separate thread.
+    may raise OSError; the others must not raise.  Code that may wait or fail belongs in a `Tracker` (`trackers.py`),
+    which is called from a separate thread.
     """
 
     def write(self, record: Record) -> None:
@@ -88,9 +88,6 @@ class RecordWriter:
 
     def go_back(self, step: int) -> None:
         """Discard what was written after `step`: those steps will be repeated."""
-
-    def move_to(self, folder: Path) -> None:
-        """Continue in another folder, because the run folder was renamed or deleted."""
 
     def finish(self) -> None:
         """Start the slow part of closing without waiting for it.  Called on all writers before any `close`."""

@@ -125,18 +125,10 @@ class JsonLines(RecordWriter):
             return
         try:
             self._continue_in_folder(with_content=current is None)
-        except FileNotFoundError:  # the folder itself was deleted: its owner reports that and calls `move_to`
+        except FileNotFoundError:  # the folder itself was deleted
             return
         outcome = "deleted and is now restored" if current is None else "replaced; the run continues in the new file"
         warn(f"{self._path} was {outcome}")
-
-    def move_to(self, folder: Path) -> None:
-        """Switch to another folder, and copy the content unless the file already exists there."""
-        old_folder_fd, self._path = self._folder_fd, folder / self._path.name
-        self._folder_fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.close(old_folder_fd)
-        self._continue_in_folder(with_content=not self._path.exists())
-        self._flush()
 
     def _continue_in_folder(self, with_content: bool) -> None:
         """Open the file of the same name in the folder.  `with_content`: queue the previous content for writing."""
@@ -176,14 +168,11 @@ class SampleFile(RecordWriter):
     """Writes `samples.txt`: the samples generated from the prompts, as plain text.  Every attempt appends to it."""
 
     def __init__(self, path: Path) -> None:
-        self._name, self._text = path.name, LogFile(path)
+        self._text = LogFile(path)
 
     def write(self, record: Record) -> None:
         if record.kind == "sample":
             self._text.write(f"-- step {record.step}: {record.prompt}\n{record.text}\n\n")
-
-    def move_to(self, folder: Path) -> None:
-        self._text.move_to(folder / self._name)
 
     def close(self) -> None:
         self._text.close()
@@ -216,8 +205,6 @@ class Metrics:
             stream = cast(TextIO, NonBlockingStream(sys.stdout))
             self.console = self._console_on(make_screen(stream), stream.close)
         self._console_copy: ConsoleWriter | None = None
-        self._log_file: LogFile | None = None
-        """The file that `_console_copy` writes to."""
         self._writers: list[RecordWriter] = []
         self._ledger = TimeLedger()
         self.start_fields: dict[str, Any] = {}
@@ -225,7 +212,6 @@ class Metrics:
         self.latest: dict[str, Record] = {}
         """The last record of each kind.  Empty on ranks other than 0."""
         self._prometheus: Prometheus | None = None
-        self._tracking: TrackingFile | None = None
         self.tracking_id: str | None = None
         """The run's ID in its trackers, or None without trackers.  Once the run has started, it is the same on all
         ranks.  Checkpoints contain it, so that every attempt continues the same run in the trackers."""
@@ -250,7 +236,7 @@ class Metrics:
         clock = {"boot": self.clock.boot_id, "booted": self.clock.boot_time}
         self.start_fields = {"lost_steps": file.lost_steps, "before": before, **clock}
         self._ledger.copy_saves(file.ledger)
-        log_file = self._log_file = LogFile(path.parent / CONSOLE_LOG)
+        log_file = LogFile(path.parent / CONSOLE_LOG)
         copy = self._console_on(PlainScreen(cast(TextIO, log_file)), log_file.close)
         copy.print(f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}")
         self._console_copy = copy
@@ -269,7 +255,7 @@ class Metrics:
         names = tracker_names(self._config.log)
         if not names:
             return
-        tracking = self._tracking = TrackingFile(folder, self.tracking_id)
+        tracking = TrackingFile(folder, self.tracking_id)
         self.tracking_id = tracking.id
         run = TrackedRun(tracking.id, folder, self._config, resumed_step)
         self._writers += [Follower(name, *find_tracker(name), run, tracking, warn) for name in names]
@@ -278,18 +264,6 @@ class Metrics:
         """Drop what was written after `step`, because those steps will be repeated."""
         for writer in self._writers:
             writer.go_back(step)
-
-    def move_to(self, folder: Path) -> None:
-        """Switch to files in another folder, because their folder was renamed or deleted.
-
-        Their contents are preserved.  TensorBoard event files and W&B's local files are not moved.
-        """
-        for writer in self._writers:
-            writer.move_to(folder)
-        if self._tracking is not None:
-            self._tracking.move_to(folder)
-        if self._log_file is not None:
-            self._log_file.move_to(folder / CONSOLE_LOG)
 
     def write(self, record: Record) -> Record:
         """Send the record to all writers, with an added `time` field (seconds since the epoch).
@@ -337,4 +311,4 @@ class Metrics:
             writer.finish()  # all at once: each may take a while
         for writer in self._writers:
             writer.close()
-        self._writers, self._console_copy, self._log_file = [], None, None
+        self._writers, self._console_copy = [], None
