@@ -110,7 +110,7 @@ def measure(options: dict[str, Any], folder: str) -> dict[str, Any]:
             trainer.world.barrier()
             start_time = time.perf_counter()
             if kind == "load":
-                trainer.lifecycle.phase = "built"  # the phase in which a new run loads
+                trainer._has_loaded = False  # as in a new run
                 trainer.load_checkpoint(path)
             else:
                 read_file(path, trainer.world.rank)

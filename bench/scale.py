@@ -275,7 +275,7 @@ def build_rank(config: RunConfig, device: str, num_ranks: int) -> tuple[Update, 
         schedule=Schedule(config),
         state=SimpleNamespace(step=0),
         world=SimpleNamespace(size=mesh.size(), device=torch.device(device), sum_on_device=lambda value: value),
-        step_sync=SimpleNamespace(all_reduce=lambda *amounts: [amount * mesh.size() for amount in amounts]),
+        agree=(lambda *amounts: [amount * mesh.size() for amount in amounts]),
     )
     rank.global_sums = partial(Trainer.global_sums, cast(Trainer, rank))
     return lambda batch: Trainer.train_step(cast(Trainer, rank), [batch]), marks

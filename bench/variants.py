@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from trainer import Trainer
+from trainer.hooks import Hook
 from trainer.loss import cross_entropy
-from trainer.metrics.callbacks import Callback, GarbageCollection
+from trainer.metrics.hooks import CollectGarbage
 
 
 class WholeLoss(Trainer):
@@ -55,5 +56,5 @@ class AutomaticGarbageCollection(Trainer):
     """Leaves Python's automatic garbage collection on, so that it may run in the middle of a step."""
 
     def fit(self) -> int:
-        with mock.patch.multiple(GarbageCollection, begin_fit=Callback.begin_fit, end_fit=Callback.end_fit):
+        with mock.patch.multiple(CollectGarbage, begin_step=Hook.begin_step, close=Hook.close):
             return super().fit()

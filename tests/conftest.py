@@ -18,8 +18,9 @@ import pytest
 import tests.defects  # noqa: F401 - plants the defect that the environment names, before anything is imported
 from tests.helpers import launch
 from tests.helpers.runs import chat, four, one, two
-from trainer import errors, stopping
+from trainer import errors
 from trainer.distributed.environment import limit_spinning
+from trainer.stopping import stop
 
 __all__ = ["chat", "four", "one", "two"]
 
@@ -78,15 +79,12 @@ def no_plan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def restore_signal_handlers() -> Iterator[None]:
-    """Restore signal handlers after each test, since commands that run in this process leave signals ignored.
-
-    Child processes would inherit that, and a shell cannot trap an ignored signal.
-    """
+    """Restore signal handlers after each test: the next signal must not end the tests."""
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
     before = {number: signal.getsignal(number) for number in numbers}
     yield
-    for prompt in list(stopping._active):  # left by a Trainer that was not closed: the next signal would end the tests
-        prompt.cancel()
+    stop.uninstall()
+    stop.on_exit.clear()  # of Trainers that were not closed
     for number, handler in before.items():
         signal.signal(number, handler)
 

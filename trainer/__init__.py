@@ -13,11 +13,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.stopping import exit_on_signals
+from trainer.stopping import stop
 
 if sys.argv[:1] == ["-m"] and (_command := re.search(r"\0-m\0trainer\.(\w+)", "\0".join(sys.orig_argv))):
-    # Started as `python -m trainer.COMMAND`: handle signals from here on, before the slow imports.
-    exit_on_signals(_command[1])
+    # Started as `python -m trainer.COMMAND`: hear signals from here on, before the slow imports.
+    if _command[1] in ("run", "evaluate"):
+        stop.install(exit_code=lambda number: 75, note="run the same command again")
+    else:
+        stop.install(exit_code=lambda number: 128 + number)
 
 from trainer.distributed.environment import without_garbage_collection
 

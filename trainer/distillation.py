@@ -44,7 +44,7 @@ class DistillationTrainer(Trainer):
         config_of_teacher = teacher_config(self.config)
         assert self.teacher is not None
         assert config_of_teacher is not None
-        with self.world.closing_on_user_error():
+        with self.world.building():
             self.state.add(TEACHER, load_base(self.teacher, config_of_teacher, self.world, TEACHER_KEY))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:

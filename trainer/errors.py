@@ -20,7 +20,6 @@ import os
 import re
 import shlex
 import shutil
-import signal
 import sys
 import threading
 import traceback
@@ -28,10 +27,9 @@ import urllib.parse
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any, NoReturn, TextIO
 
-from trainer.stopping import ImmediateStop, StopRequested, exit_immediately, is_in_hook, stop_message, unwrapping
+from trainer.stopping import stop
 from trainer.tables import fit_to_width
 
 EXIT_FINISHED = 0
@@ -41,8 +39,6 @@ EXIT_DOES_NOT_FIT = 3
 """The planned run needs more memory than a device has.  Only the planner exits with this code."""
 EXIT_STOPPED = 75
 """The run was stopped on request; the same command resumes it (`EX_TEMPFAIL` in sysexits.h)."""
-EXIT_INTERRUPTED = 130
-"""The command was interrupted by Ctrl-C (by shell convention, 128 plus the number of the signal)."""
 
 
 class UserError(Exception):
@@ -130,22 +126,19 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def run_command(work: Callable[[], int]) -> int:
-    """Run a command and return its exit code.  Expected errors are printed as one message, without a traceback."""
+    """Run a command and return its exit code.  Expected errors are printed as one message, without a traceback.
+
+    A signal ends the process at once, with 128 plus its number, as a shell reports it.
+    """
     install_redaction()
     try:
-        with unwrapping(), _raise_on_signals():
+        with stop.hearing_signals(exit_code=lambda number: 128 + number):
             code = work()
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         discard_stream(sys.stdout)
         return EXIT_FINISHED
-    except KeyboardInterrupt:
-        print_stderr("interrupted")
-        return EXIT_INTERRUPTED
-    except StopRequested as request:
-        print_stderr(stop_message(request.name, request.note))
-        return signal_exit_code(request.name)
     except UserError as error:
         print_stderr(f"error: {error}")
         return EXIT_USER_ERROR
@@ -181,49 +174,6 @@ def is_disk_full(error: BaseException, path: Path | None = None, num_bytes: int 
 
 _MIN_FREE_BYTES = 1 << 20
 """A disk with fewer free bytes than this counts as full."""
-
-
-def signal_exit_code(name: str) -> int:
-    """Return the exit code of a command ended by a signal, following the shells' convention: 143 for SIGTERM."""
-    return 128 + signal.Signals[name]
-
-
-@contextlib.contextmanager
-def _raise_on_signals() -> Iterator[None]:
-    """Raise an exception on SIGTERM, SIGHUP or Ctrl-C inside the block, so that temporary files are cleaned up.
-
-    If the command has not ended a few seconds later, because it is in a long call or has swallowed the exception, the
-    process exits (see `trainer.stopping`).  Has no effect outside the main thread.
-    """
-    defaults = {
-        signal.SIGTERM: signal.SIG_DFL,
-        signal.SIGHUP: signal.SIG_DFL,
-        signal.SIGINT: signal.default_int_handler,
-    }
-    is_main = threading.current_thread() is threading.main_thread()
-    handlers = {number: signal.getsignal(number) for number in defaults} if is_main else {}
-    caught = {
-        number: previous for number, previous in handlers.items() if previous in (defaults[number], exit_immediately)
-    }
-    immediate_stop = ImmediateStop(caught, signal_exit_code)
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        name = signal.Signals(number).name
-        with contextlib.suppress(StopRequested):  # raised below, as KeyboardInterrupt for Ctrl-C
-            immediate_stop.on_signal(name)
-        if not is_in_hook(frame):
-            raise KeyboardInterrupt if number == signal.SIGINT else StopRequested(name)
-
-    for number in caught:
-        signal.signal(number, handle)
-    if caught:
-        immediate_stop.start()
-    try:
-        yield
-    finally:
-        immediate_stop.cancel()
-        for number, previous in caught.items():
-            signal.signal(number, previous)
 
 
 def nearest(value: object, legal: Iterable[object], cutoff: float = 0.6) -> object | None:

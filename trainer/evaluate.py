@@ -31,7 +31,6 @@ from trainer.config.location import local_model_path, locate
 from trainer.config.pretrained import check_single_gguf, check_weights, find_native_recipe
 from trainer.config.rules import check_requirements, likely_device
 from trainer.config.stored import check_imports, read_stored
-from trainer.distributed import stop_request
 from trainer.distributed.environment import Environment, die_with_parent, find_environment, limit_spinning
 from trainer.errors import (
     EXIT_FAILED,
@@ -44,10 +43,11 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
+from trainer.files import temporary_folder
 from trainer.lifecycle.launch import spawn
 from trainer.metrics.record import Record, logged_names
 from trainer.recipe import add_working_directory_to_sys_path
-from trainer.stopping import StopRequested
+from trainer.stopping import stop
 from trainer.tables import table_lines
 
 if TYPE_CHECKING:
@@ -141,8 +141,8 @@ def find_subject(
     evaluation_overrides = [
         f"{key}={value}" for key, value in (_EVALUATION_OVERRIDES | defaults).items() if key not in override_keys
     ]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "evaluation.yaml"
+    with temporary_folder() as scratch:
+        file = scratch / "evaluation.yaml"
         file.write_text(config_yaml, encoding="utf-8")
         config = load_config(str(file), [*evaluation_overrides, *overrides])
         if not config.eval.every:  # the run itself does not evaluate
@@ -183,7 +183,7 @@ def for_evaluation(trainer_class: type[Trainer]) -> type[Trainer]:
 
 
 def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
-    """Evaluate `subject` and return the record, or None if a stop was requested.
+    """Evaluate `subject` and return the record.
 
     Writes no run files.  Raises UserError if there is no held-out data, or if the weights under the adapters or the
     reference model are not the ones that the run used.  Collective.
@@ -195,14 +195,14 @@ def evaluate(trainer: Trainer, subject: Subject) -> Record | None:
         data = trainer.config.data
         rule = f"data.source={data.source} has no held-out data"
         raise setting_error("data.eval_path", data.eval_path, rule, fix="set the data to evaluate on")
-    with trainer.lifecycle.without_writing():
-        stored = subject.stored
-        if stored is None:
-            load_initial_weights(trainer.model, trainer.model_files, trainer.config, trainer.world)
-        else:
-            averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
-            trainer.world.agreed(lambda: _load_checkpoint(trainer, StoredWeights(stored.storage, averaged)))
-        return trainer.evaluate()
+    trainer.run.write_nothing()
+    stored = subject.stored
+    if stored is None:
+        load_initial_weights(trainer.model, trainer.model_files, trainer.config, trainer.world)
+    else:
+        averaged = trainer.config.train.ema > 0 and trainer.config.eval.ema
+        trainer.world.agreed(lambda: _load_checkpoint(trainer, StoredWeights(stored.storage, averaged)))
+    return trainer.evaluate()
 
 
 def _load_checkpoint(trainer: Trainer, stored: StoredWeights) -> None:
@@ -328,13 +328,13 @@ def lm_eval(path: str, tasks: Sequence[str], task_folder: str | None = None) -> 
     for task in tasks:
         if not manager.match_tasks([task]):
             raise choice_error("--lm-eval", task, manager.all_tasks, "a task of lm_eval;")
-    with tempfile.TemporaryDirectory() as exported:
+    with temporary_folder() as exported:
         location = locate(local_model_path(path))
-        folder = location.path
+        model_folder = location.path
         if location.kind != "huggingface":
-            folder = str(Path(exported) / "model")
-            export_checkpoint(path, folder, merge=True)
-        settings = {"pretrained": folder, "dtype": "float32"}
+            model_folder = str(exported / "model")
+            export_checkpoint(path, model_folder, merge=True)
+        settings = {"pretrained": model_folder, "dtype": "float32"}
         device = likely_device("auto")  # lm_eval defaults to a GPU, even on a machine without one
         results = harness.simple_evaluate("hf", settings, tasks=[*tasks], device=device, task_manager=manager)
     return dict(results)
@@ -368,11 +368,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if tasks is not None:
         return run_command(lambda: _show_lm_eval(remaining, tasks.split(","), task_folder))
     displayed_path, remaining = _pop_option(remaining, _DISPLAYED_PATH_OPTION)
-    try:
-        with ExitStack() as stack:
-            return _evaluate(remaining, displayed_path, stack)
-    except StopRequested as request:
-        return run.report_stop(request, find_environment())
+    with stop.hearing_signals(run.stopped_exit_code, note=run.STOPPED_NOTE), ExitStack() as stack:
+        return _evaluate(remaining, displayed_path, stack)
 
 
 def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack) -> int:
@@ -380,12 +377,10 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
 
     displayed_path: the value of `_DISPLAYED_PATH_OPTION`.
     """
-    stop_request.catch_signals_early()
     limit_spinning()
-    env, is_ready = Environment(), False
+    env = Environment()
     try:
         env = find_environment()
-        stop_request.announce_early(env.rank == 0)
         if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
             die_with_parent(True)
         arguments_left, allow_import = split_allow_import(argv)
@@ -399,16 +394,12 @@ def _evaluate(argv: Sequence[str], displayed_path: str | None, stack: ExitStack)
         sizes = (arguments.nproc,) * 2 if is_spawning else (env.world_size, env.local_world_size)
         check_config(subject.config, *(size or 1 for size in sizes))
         check_requirements(subject.config, likely_device(subject.config.run.device))
-        is_ready = True
     except UserError as error:
         return run.report_error(error, env)
     except OSError as error:
         return run.report_error(run.unusable_path_error(error, argv), env)
     except TrainingFailed as error:
         return run.report_error(error, env, EXIT_FAILED)
-    finally:
-        if not is_ready:
-            stop_request.stop_catching_signals()
     if is_spawning:
         from trainer.checkpoint.storage import PinnedStorage
 

@@ -15,7 +15,6 @@ import argparse
 import math
 import os
 import sys
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -31,7 +30,7 @@ from trainer.data.prompts import chat_stop_ids
 from trainer.data.records import kind_of
 from trainer.data.tokenizer import find_tokenizer
 from trainer.errors import EXIT_FINISHED, CommandParser, UserError, print_stderr, print_stdout, run_command
-from trainer.files import atomic_replace, writing_to
+from trainer.files import atomic_replace, temporary_folder, writing_to
 from trainer.hub import repo_id_of, upload
 from trainer.metrics.record import read_kinds
 from trainer.recipe import WeightSource, add_working_directory_to_sys_path
@@ -233,8 +232,8 @@ def _export(options: argparse.Namespace) -> int:
         raise UserError("TARGET is missing\n  to fix: give a folder, or --push ORG/NAME")
     if options.push is not None and Path(options.target or "").suffix in (".pt", ".safetensors"):
         raise UserError(f"--push={options.push}: uploads a folder, not {options.target}\n  to fix: give a folder")
-    with tempfile.TemporaryDirectory() as temporary:
-        target = options.target or str(Path(temporary) / "export")
+    with temporary_folder() as temporary:
+        target = options.target or str(temporary / "export")
         files = export_checkpoint(
             options.checkpoint,
             target,

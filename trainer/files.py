@@ -18,7 +18,7 @@ from typing import Any
 import filelock
 
 from trainer.errors import TORCH_SAVE_ERRORS, UserError, is_disk_full, setting_error
-from trainer.stopping import immediate_stop_signal, partial_file, raise_if_stop_requested
+from trainer.stopping import partial_file, stop
 
 try:
     from isal.isal_zlib import crc32 as crc32  # the same checksums, at 26 GB/s instead of zlib's 6
@@ -54,16 +54,11 @@ def locked(path: Path, timeout_s: float = -1) -> Iterator[None]:
 
     timeout_s: how long to wait while another process holds the lock; -1 for no limit.
 
-    Raises StopRequested if this process is asked to stop while it waits, TimeoutError after `timeout_s`, and OSError if
-    the lock file cannot be created.
+    Raises TimeoutError after `timeout_s`, and OSError if the lock file cannot be created.
     """
     lock_file = path.with_name(f".{path.name}.lock")
     lock = filelock.FileLock(lock_file, poll_interval=_LOCK_POLL_S)
-    try:
-        lock.acquire(timeout_s, cancel_check=lambda: bool(immediate_stop_signal()))
-    except filelock.Timeout:
-        raise_if_stop_requested()
-        raise
+    lock.acquire(timeout_s)
     try:
         yield
     finally:
@@ -151,6 +146,17 @@ def atomic_replace(path: Path) -> Iterator[Path]:
         with open(partial, "rb") as file:
             os.fsync(file.fileno())
         os.replace(partial, path)
+
+
+@contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """Yield a new folder, which is deleted after the block, or if the process leaves during it."""
+    with tempfile.TemporaryDirectory(prefix="meshtrainer-") as name:
+        stop.partial.add(Path(name))
+        try:
+            yield Path(name)
+        finally:
+            stop.partial.discard(Path(name))
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from typing import Any, Literal
 
 from trainer.errors import UserError, print_stderr, reason_of, setting_error
 from trainer.files import free_bytes, locked, readable_size, write_atomically
-from trainer.stopping import raise_if_stop_requested
 
 SCHEME = "hf://"
 
@@ -310,7 +309,6 @@ class Repository:
     def _download_file(self, library: Any, file: HubFile) -> None:
         """Download a file until its content matches its checksum."""
         for _ in range(_MAX_TRIES):
-            raise_if_stop_requested()
             library.hf_hub_download(
                 self.name.repo,
                 file.path,
@@ -332,8 +330,8 @@ class Repository:
 def _in_daemon_threads(download: Callable[[HubFile], None], files: Sequence[HubFile]) -> None:
     """Download files in _NUM_CONNECTIONS threads, and raise the first error.
 
-    A process that is asked to stop does not wait for the threads, as it would for those of an executor: the library
-    finishes a file before it gives up.
+    The error does not wait for the other threads, as it would for those of an executor: the library finishes a file
+    before it gives up.
     """
     waiting: queue.SimpleQueue[HubFile] = queue.SimpleQueue()
     for file in files:
@@ -355,20 +353,11 @@ def _in_daemon_threads(download: Callable[[HubFile], None], files: Sequence[HubF
     for _ in range(min(_NUM_CONNECTIONS, len(files))):
         threading.Thread(target=work, name="hub-download", daemon=True).start()
     try:
-        num_done = 0
-        while num_done < len(files):
-            raise_if_stop_requested()
-            with contextlib.suppress(queue.Empty):
-                error = results.get(timeout=_POLL_S)
-                num_done += 1
-                if error is not None:
-                    raise error
+        for _ in files:
+            if (error := results.get()) is not None:
+                raise error
     finally:
         is_abandoned.set()
-
-
-_POLL_S = 0.2
-"""Seconds between two checks for a stop request while files are downloaded."""
 
 
 def _checksum(path: Path, hub_file: HubFile) -> str:
@@ -377,7 +366,6 @@ def _checksum(path: Path, hub_file: HubFile) -> str:
     digest = hashlib.sha256() if is_lfs else hashlib.sha1(f"blob {path.stat().st_size}\0".encode())
     with open(path, "rb") as file:
         while block := file.read(1 << 20):
-            raise_if_stop_requested()
             digest.update(block)
     return digest.hexdigest()
 
@@ -438,7 +426,6 @@ def _query_server(library: Any, name: HubName, commit: str | None) -> tuple[str,
             num_tries += 1
             if num_tries == _MAX_TRIES or not is_temporary(error) or (commit or _commit_in_cache(name)) is not None:
                 raise
-            raise_if_stop_requested()
             time.sleep(1.0)
     files = []
     for sibling in info.siblings or []:

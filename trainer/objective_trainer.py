@@ -44,7 +44,7 @@ class ObjectiveTrainer(Trainer):
         """The mean of the objective's statistic, if it has one, during a step or an evaluation; otherwise None."""
         super().__init__(config)
         if self.reference is not None:
-            with self.world.closing_on_user_error():
+            with self.world.building():
                 self.state.add(REFERENCE, load_base(self.reference, self.config, self.world))
 
     def build_model(self, config: RunConfig | None = None) -> nn.Module:

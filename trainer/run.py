@@ -12,9 +12,7 @@ import gc
 import importlib
 import os
 import shutil
-import signal
 import sys
-import threading
 import time
 import traceback
 import warnings
@@ -39,7 +37,6 @@ from trainer.config.command_line import (
 from trainer.config.load import load_with_origins
 from trainer.config.passes import run_passes
 from trainer.config.rules import check_requirements, likely_device
-from trainer.distributed import stop_request
 from trainer.distributed.environment import (
     Environment,
     check_rendezvous,
@@ -53,7 +50,6 @@ from trainer.distributed.environment import (
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_INTERRUPTED,
     EXIT_STOPPED,
     EXIT_USER_ERROR,
     PeerFailed,
@@ -69,7 +65,7 @@ from trainer.errors import (
 from trainer.lifecycle.launch import dry_run_config, spawn
 from trainer.metrics.record import uptime
 from trainer.recipe import add_working_directory_to_sys_path
-from trainer.stopping import StopRequested, interruptible, stop_message, unwrapping
+from trainer.stopping import stop
 from trainer.tables import fit_to_width
 
 if TYPE_CHECKING:
@@ -78,30 +74,33 @@ if TYPE_CHECKING:
 _REPORT_DELAY_S = 2.0
 """Seconds that all ranks but 0 wait before they exit on an error that all ranks raise, so that rank 0 can report it."""
 
+STOPPED_NOTE = "run the same command again"
+"""What to do if a signal has ended this process before there was anything to save."""
+
+
+def stopped_exit_code(number: int) -> int:
+    """Return the exit code of a run or an evaluation that a signal has ended."""
+    return EXIT_STOPPED
+
 
 def main(argv: Sequence[str] | None = None, trainer: type[Trainer] | None = None) -> int:
     """Run the command line and return the exit code.  User errors are printed once, without a traceback.
 
     trainer: a custom Trainer class, which replaces the recipe's.
     """
-    try:
-        with unwrapping():
-            return _main(argv, trainer)
-    except StopRequested as request:
-        return report_stop(request, find_environment())
+    with stop.hearing_signals(stopped_exit_code, note=STOPPED_NOTE):
+        return _main(argv, trainer)
 
 
 def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
     start_time = uptime()
-    stop_request.catch_signals_early()
     install_redaction()
     add_working_directory_to_sys_path()
     limit_spinning()
     use_expandable_segments()
-    env, is_ready = Environment(), False
+    env = Environment()
     try:
         env = find_environment()
-        stop_request.announce_early(env.rank == 0)
         check_rendezvous(env)
         if env.launcher in ("nproc", "torchrun") and env.has_launcher_parent:
             die_with_parent(True)
@@ -111,14 +110,10 @@ def _main(argv: Sequence[str] | None, trainer: type[Trainer] | None) -> int:
             return EXIT_FINISHED
         is_spawning = should_spawn(arguments.nproc, env)
         _check(config, arguments.nproc or 1, env, is_spawning, has_custom_trainer=trainer is not None)
-        is_ready = True
     except UserError as error:
         return report_error(error, env)
     except OSError as error:
         return report_error(unusable_path_error(error, sys.argv[1:] if argv is None else argv), env)
-    finally:
-        if not is_ready:
-            stop_request.stop_catching_signals()
     record_start_time(start_time)
     is_dry_run = arguments.has_option("--dry-run")
     action = partial(_dry_run, config) if is_dry_run else lambda trainer: trainer.fit()
@@ -169,7 +164,6 @@ def _load(arguments: Arguments, env: Environment) -> RunConfig | None:
         return None
     config = run_passes("start", config, resolution)
     if env.launcher != "nproc":  # with nproc, the parent process has already done this
-        stop_request.note_stale_notice(config.run_dir)
         for note in resolution.notes if env.rank == 0 else ():
             print_stderr(note)
     return config
@@ -260,7 +254,7 @@ def report_error(error: UserError | TrainingFailed, env: Environment, exit_code:
 
     The other ranks wait a moment, because a launcher kills all ranks as soon as one exits.
     """
-    ignore_termination()
+    stop.is_ending = True
     if env.rank == 0:
         prefix = "" if str(error).startswith("usage:") else "error: "
         print_stderr(f"{prefix}{error}")
@@ -269,65 +263,41 @@ def report_error(error: UserError | TrainingFailed, env: Environment, exit_code:
     return exit_code
 
 
-def report_stop(request: StopRequested, env: Environment) -> int:
-    """Print on rank 0 that a signal ended this run before its first step, and return the exit code."""
-    ignore_termination()
-    if not env.rank:
-        print_stderr(stop_message(request.name, request.note or "run the same command again"))
-    return EXIT_STOPPED
-
-
-def ignore_termination() -> None:
-    """Ignore all stop signals except Ctrl-C while this process shuts down."""
-    if threading.current_thread() is threading.main_thread():
-        for number in stop_request.STOP_SIGNALS:
-            if number != signal.SIGINT:
-                signal.signal(number, signal.SIG_IGN)
-
-
 def run_trainer(config: RunConfig, custom_class: type[Trainer] | None, action: Callable[[Trainer], int]) -> int:
     """Build a Trainer on this rank, call `action` with it, and return the exit code.
 
     custom_class: a Trainer class that replaces the recipe's.
     """
-    try:
-        with unwrapping(), without_garbage_collection(), interruptible():
-            from trainer.plan.forecast import is_out_of_memory
-            from trainer.trainer import Trainer
+    with without_garbage_collection():
+        from trainer.plan.forecast import is_out_of_memory
+        from trainer.trainer import Trainer
 
-            gc.freeze()  # never scan imported objects again: a full collection took 0.3 s
-    except StopRequested as request:
-        return report_stop(request, find_environment())
+        gc.freeze()  # never scan imported objects again: a full collection took 0.3 s
     trainer = None
     if find_environment().rank != 0:
         warnings.simplefilter("ignore")  # rank 0 shows the warnings
     try:
-        with unwrapping():
-            with without_garbage_collection():
-                trainer = (custom_class or config.trainer_class(Trainer))(config)
-            exit_code = action(trainer)
-            ignore_termination()
-            trainer.close()
-            return exit_code
+        with without_garbage_collection():
+            trainer = (custom_class or config.trainer_class(Trainer))(config)
+        exit_code = action(trainer)
+        stop.is_ending = True
+        trainer.close()
+        return exit_code
     except UserError as error:
-        from trainer.distributed.world import leave_store
-
-        leave_store()
+        if trainer is not None:
+            trainer.world.leave()
         return report_error(error, find_environment())
     except TrainingFailed as error:
         return report_error(error, find_environment(), EXIT_FAILED)
-    except StopRequested as request:
-        return report_stop(request, find_environment())
-    except KeyboardInterrupt:  # Ctrl-C before the signal handlers are installed
-        return report_error(TrainingFailed("interrupted"), find_environment(), EXIT_INTERRUPTED)
     except BaseException as error:
-        if (stop := stop_request.causing_stop_request(error)) is not None:
-            return report_stop(stop, find_environment())
-        first_failure = trainer.world.first_failure if trainer is not None else None
+        failure = None if trainer is None else trainer.run.failure
+        if failure is not None and failure.exit_code == EXIT_STOPPED:
+            return EXIT_STOPPED  # another rank was asked to stop before its first step
+        is_own = failure is None or trainer is None or trainer.world.monitor.is_own(failure, error)
         if is_out_of_memory(error):
             if text := _out_of_memory(error, config, is_built=trainer is not None):
                 print_stderr(text)
-        elif first_failure is None and not isinstance(error, PeerFailed):
+        elif is_own and not isinstance(error, PeerFailed):
             print_stderr(traceback.format_exc().rstrip())
         return EXIT_FAILED
 
@@ -342,7 +312,7 @@ def _dry_run(config: RunConfig, trainer: Trainer) -> int:
 
     trainer.storage_to_check = open_storage(config.checkpoint.dir or config.run_dir / "checkpoints")
 
-    with trainer.lifecycle.running():
+    with trainer.run.attempt():
         trainer.start()
         if trainer.world.is_main:
             if trainer.forecast.plan is not None:

@@ -32,7 +32,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.distributed.environment import first_node_address
-from trainer.distributed.stop_request import NOTICE, with_stale_notice
 from trainer.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -45,6 +44,8 @@ from trainer.errors import (
     setting_error,
 )
 from trainer.lifecycle.folder import read_status
+from trainer.lifecycle.run import CLEARED_NOTICE
+from trainer.stopping import NOTICE
 
 STEP_NAME = "ranks"
 """Name of the Slurm step that runs the ranks.  The step is found by this name, since it need not be the job's first."""
@@ -102,8 +103,8 @@ class Job:
     def run(self, command: Sequence[str], env: Mapping[str, str]) -> int:
         """Run the srun command as one attempt, and requeue the job if needed.  Returns the exit code of the job."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        env = with_stale_notice(env, self.run_dir)
-        (self.run_dir / NOTICE).unlink(missing_ok=True)
+        (self.run_dir / NOTICE).unlink(missing_ok=True)  # of an earlier attempt
+        env = {**env, CLEARED_NOTICE: os.path.abspath(self.run_dir)}
         if self.restart and self._gives_up():  # Slurm itself requeues after a node failure
             return EXIT_FAILED
         self._record("begins")

@@ -1,306 +1,265 @@
-"""Ends a process within seconds of a signal, whatever it is doing, if it has nothing to save.
+"""Requests to stop this process: a signal, a file named `notice` in the run folder, or the time limit of the job.
 
-This applies to a training run until its first step has ended, and to most other commands until they exit.  A signal
-takes effect in three stages:
+One thread hears every signal, whatever the main thread is doing: waiting in a rendezvous or a collective, tokenizing or
+compiling.  The interpreter writes the number of a signal to a pipe as soon as it arrives, and the thread reads it
+there.  As long as this process has nothing to save, the thread ends it.  Once a step has been trained, a signal only
+records the request: the current step is finished, and the state is saved.
 
-1. Immediately, the handler records the signal.  Inside `run_command` it also raises StopRequested, or KeyboardInterrupt
-   for Ctrl-C.  In a training run it raises StopRequested only inside an `interruptible` block, which may be interrupted
-   anywhere.  At safe points, long loops call `raise_if_stop_requested`, which raises StopRequested after a signal.
-2. RAISE_AFTER_S seconds after the signal, StopRequested (or KeyboardInterrupt) is raised in the main thread, even if
-   that thread is blocked or in library code.
-3. EXIT_AFTER_S seconds after the signal, the process calls `ImmediateStop.before_exit` if it is set, deletes partially
-   written files, and exits.  By then, the main thread is usually in a long call that runs no Python code: it is
-   tokenizing a huge text, compiling, or waiting for a collective.
-
-This module imports neither torch nor other modules of this package, so that the handlers are installed before slow
-imports.
+This module imports neither torch nor other modules of this package, so that signals are heard before slow imports.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
+import shutil
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
-RAISE_AFTER_S, EXIT_AFTER_S = 1.5, 3.0
-"""Delays of stages 2 and 3 after the signal, in seconds."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+"""Sent by a launcher, Ctrl-C, Slurm, a closed terminal and Ctrl-\\ (which also prints all stacks), respectively."""
 
-_RERAISE_S = 0.05
-"""Seconds after which StopRequested is raised again if the interpreter has swallowed it (see `_on_unraisable`)."""
+_KEEP_IGNORED = (signal.SIGHUP, signal.SIGQUIT)
+"""Signals that stay ignored if the process starts with them ignored, for example under `nohup` or in the background."""
 
-_HOOK_TIMEOUT_S = 1.0
-"""Time limit for `before_exit` in seconds, because that hook may block on disk I/O."""
+NOTICE = "notice"
+"""Name of the file that asks a run to stop.  With cgroup tracking, a signal to a Slurm step only reaches processes that
+srun started, such as torchrun's agents, and not the ranks that those processes started.  A file reaches every rank."""
 
+SECOND_INTERRUPT = "a second Ctrl-C"
+"""The reason why a run has failed that was interrupted again while it was stopping."""
 
-def exit_on_signals(command: str) -> None:
-    """Let signals end this process immediately while it is still importing modules and has nothing to clean up.
+_STOPPING = "Stopping: finishing this step and saving. Press Ctrl-C again to quit immediately without saving."
 
-    command: the name of the command, such as `run` or `export`.  The command installs its own handlers when it starts.
-    """
-    _command[:] = [command]
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        if signal.getsignal(number) in (signal.SIG_DFL, signal.default_int_handler):
-            signal.signal(number, exit_immediately)
+_POLL_S = 1.0
+"""Seconds between checks for the notice file.  On a network file system each check is a round trip."""
 
-
-_command: list[str] = []
-"""Holds the name of the command that this process runs; empty until `exit_on_signals` is called."""
+_CLEANUP_S = 2.0
+"""Longest time that `on_exit` may take in total, in seconds: the storage may hang."""
 
 
-def exit_immediately(number: int, frame: object) -> NoReturn:
-    """Exit this process; `exit_on_signals` installs this function as the signal handler."""
-    if os.environ.get("RANK", "0") == "0":
-        with contextlib.suppress(OSError):
-            os.write(2, f"{stop_message(signal.Signals(number).name)}\n".encode())
-    os._exit(75 if _command[0] in ("run", "evaluate") else 128 + number)  # the exit codes of `trainer.errors`
+class Stop:
+    """Whether this process was asked to stop, and how it leaves.  There is one for each process: `stop`.
 
-
-class StopRequested(BaseException):
-    """Raised if a signal has asked this process to stop.  `except Exception` does not catch it.
-
-    name: the name of the signal, such as SIGTERM.
-    note: what the next start can reuse, for the message; may be empty.
+    Only the main thread can install signal handlers; under Ray Train, Ray handles signals.
     """
 
-    def __init__(self, name: str, note: str = "") -> None:
-        super().__init__(name)
-        self.name, self.note = name, note
-
-
-def underlying_request(error: BaseException) -> StopRequested | KeyboardInterrupt | None:
-    """Return the stop request that caused an error, or None.
-
-    A signal may arrive anywhere, and some code wraps any exception.  Before Python 3.12, for example, the interpreter
-    turned exceptions in `__set_name__` into RuntimeErrors.
-    """
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, (StopRequested, KeyboardInterrupt)):
-        cause = cause.__cause__ or cause.__context__
-    return cause
-
-
-@contextlib.contextmanager
-def unwrapping() -> Iterator[None]:
-    """If a stop request caused an error in the block, raise the request instead."""
-    try:
-        yield
-    except Exception as error:
-        request = underlying_request(error)
-        if request is None:
-            raise
-        raise request from None
-
-
-class ImmediateStop:
-    """Stops this process within seconds of a signal, in three stages.  Used in the main thread; at most one is active.
-
-    numbers: the signals to watch for.  Each must have a Python handler that calls `on_signal`.
-    exit_code: returns the exit code of the third stage, given the name of the signal.
-    """
-
-    def __init__(self, numbers: Iterable[signal.Signals], exit_code: Callable[[str], int]) -> None:
-        self._numbers, self._exit_code = frozenset(numbers), exit_code
+    def __init__(self) -> None:
         self.name = ""
-        """Name of the received signal, such as SIGTERM; empty if there was none."""
-        self.before_exit: Callable[[], None] | None = None
-        """Called in the third stage, in a separate thread."""
-        self.raises_immediately = False
-        """Whether a signal raises StopRequested immediately: only in work that can be interrupted anywhere, such as an
-        import."""
-        self._is_raising = False
-        self._is_cancelled = threading.Event()
-        self._lock = threading.Lock()
-        self._main_thread = threading.get_ident()
-        self._read_fd, self._write_fd, self._previous_wakeup_fd = -1, -1, -1
-        self._previous_hook = sys.unraisablehook
+        """Name of the first signal, such as SIGTERM; empty if there was none."""
+        self.has_state = False
+        """Whether there is something to save.  Until then, a signal ends this process at once."""
+        self.is_ending = False
+        """Whether this process is about to end by itself.  Then only a second Ctrl-C matters."""
+        self.note = ""
+        """What to say after the name of the signal that has ended this process, such as what the next start reuses."""
+        self.on_exit: list[Callable[[int, str], None]] = []
+        """Called with the exit code and the reason before `leave` ends this process, in a thread of their own."""
+        self.has_peer_failed: Callable[[], bool] = lambda: False
+        """Returns whether another rank has failed: a launcher then sends SIGTERM, which is no request to stop."""
+        self.partial: set[Path] = set()
+        """Unfinished files and folders, which `leave` deletes."""
+        self._previous: dict[signal.Signals, Any] = {}
+        self._exit_code: Callable[[int], int] = lambda number: 128 + number
+        self._write_end, self._previous_wakeup_fd = -1, -1
+        self._leaving = threading.Lock()
+        self._has_answered, self._num_interrupts = False, 0
+        self._notice: Path | None = None
+        self._deadline, self._polled_at = float("inf"), 0.0
+        self._other_reason = ""
+        """`deadline` or `notice`, once that has asked this process to stop."""
 
-    def start(self) -> None:
-        """Start watching for signals, and cancel any active ImmediateStop.
+    # -- hearing signals -----------------------------------------------------------------------------------------
 
-        A Trainer that was not closed may have left one active, which must not end the process while another Trainer
-        saves.
+    @property
+    def is_installed(self) -> bool:
+        return bool(self._previous)
+
+    def install(self, exit_code: Callable[[int], int], has_state: bool = False, note: str = "") -> None:
+        """Hear signals from now on, unless they are heard already or this is not the main thread.
+
+        exit_code: returns the code of a process that a signal ends, given the number of the signal.
         """
-        for earlier in list(_active):
-            earlier.cancel()
-        self._read_fd, self._write_fd = os.pipe()
-        os.set_blocking(self._write_fd, False)
-        # The interpreter writes the number of each signal to this pipe immediately, even if no Python code is running.
-        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
-        self._previous_hook, sys.unraisablehook = sys.unraisablehook, self._on_unraisable
-        threading.Thread(target=self._watch, name="immediate-stop", daemon=True).start()
-        _active.append(self)
-
-    def cancel(self) -> None:
-        """Stop watching for signals, because there is now state to save or the command has ended."""
-        with self._lock:
-            if self not in _active or threading.get_ident() != self._main_thread:
-                return
-            _active.remove(self)
-            self._is_cancelled.set()
-            self.before_exit = None  # it may reference an entire run
-        signal.set_wakeup_fd(self._previous_wakeup_fd)
-        if sys.unraisablehook == self._on_unraisable:
-            sys.unraisablehook = self._previous_hook
-        with contextlib.suppress(OSError):
-            os.write(self._write_fd, b"\0")  # wakes the thread
-        os.close(self._write_fd)
-
-    def on_signal(self, name: str) -> bool:
-        """Record a signal; called by its handler.  Returns True for the signal that the second stage sends.
-
-        Raises StopRequested in the second stage, or if `raises_immediately` is set, unless this ImmediateStop is
-        cancelled or the signal has interrupted the hook for unraisable exceptions (see `is_in_hook`).
-        """
-        can_raise = not self._is_cancelled.is_set() and not is_in_hook(sys._getframe())
-        if self.raises_immediately and can_raise:
-            self.name = self.name or name
-            raise StopRequested(self.name)
-        if self._is_raising:
-            self._is_raising = False
-            if can_raise:
-                raise StopRequested(self.name)
-            return True
-        self.name = self.name or name
-        return False
-
-    def _watch(self) -> None:
-        number = 0
-        while number not in self._numbers and not self._is_cancelled.is_set():
-            number = os.read(self._read_fd, 1)[0]
-        if not self._is_cancelled.wait(RAISE_AFTER_S):
-            self._raise_in_main_thread(number)
-        if not self._is_cancelled.wait(EXIT_AFTER_S - RAISE_AFTER_S):
-            with self._lock:
-                if not self._is_cancelled.is_set():
-                    self._end(signal.Signals(number).name)
-        os.close(self._read_fd)
-
-    def _raise_in_main_thread(self, number: int) -> None:
-        with self._lock:
-            if not self._is_cancelled.is_set():
-                self._is_raising = True
-                signal.pthread_kill(self._main_thread, number)  # also interrupts system calls
-
-    def _on_unraisable(self, unraisable: sys.UnraisableHookArgs) -> None:
-        """Raise StopRequested again if it was raised in a destructor or in the callback of a weak reference.
-
-        Exceptions do not propagate out of such code: the interpreter would print a traceback and continue.
-        """
-        if not self.name or not isinstance(unraisable.exc_value, (StopRequested, KeyboardInterrupt)):
-            self._previous_hook(unraisable)
+        if self.is_installed or threading.current_thread() is not threading.main_thread():
             return
-        threading.Thread(target=self._raise_again, args=[signal.Signals[self.name]], daemon=True).start()
+        self.name, self.has_state, self.is_ending, self.note = "", has_state, False, note
+        self._exit_code, self._has_answered, self._num_interrupts = exit_code, False, 0
+        for number in STOP_SIGNALS:
+            if number not in _KEEP_IGNORED or signal.getsignal(number) is not signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._record)
+        read_end, self._write_end = os.pipe()
+        os.set_blocking(self._write_end, False)
+        self._previous_wakeup_fd = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=[read_end], name="signals", daemon=True).start()
 
-    def _raise_again(self, number: int) -> None:
-        """Raise StopRequested in the main thread once it has left `_on_unraisable`, which swallows exceptions too."""
-        time.sleep(_RERAISE_S)
-        while is_in_hook(sys._current_frames().get(self._main_thread)):
-            time.sleep(_RERAISE_S)
-        self._raise_in_main_thread(number)
+    def uninstall(self) -> None:
+        """Hear signals no more; restore the handlers of those whose handlers nobody has replaced since."""
+        if not self.is_installed:
+            return
+        for number, handler in self._previous.items():
+            if signal.getsignal(number) == self._record:
+                signal.signal(number, handler)
+        self._previous.clear()
+        self.name = ""
+        signal.set_wakeup_fd(self._previous_wakeup_fd)
+        os.close(self._write_end)  # ends the thread
 
-    def _end(self, name: str) -> NoReturn:
-        hook = threading.Thread(target=self.before_exit or (lambda: None), daemon=True)
-        hook.start()
-        hook.join(_HOOK_TIMEOUT_S)
-        for path in list(_partial_files):
+    @contextlib.contextmanager
+    def hearing_signals(
+        self, exit_code: Callable[[int], int], has_state: bool = False, note: str = ""
+    ) -> Iterator[None]:
+        """Hear signals in the block; see `install`.  If they are heard already, the block changes nothing."""
+        was_installed = self.is_installed
+        self.install(exit_code, has_state, note)
+        try:
+            yield
+        finally:
+            if not was_installed:
+                self.uninstall()
+
+    @contextlib.contextmanager
+    def noting(self, note: str) -> Iterator[None]:
+        """In the block, say `note` after the name of a signal that ends this process."""
+        outer_note, self.note = self.note, note
+        try:
+            yield
+        finally:
+            self.note = outer_note
+
+    def _record(self, number: int, frame: object) -> None:
+        """Record a signal, so that the current step knows of it.  The thread does everything else."""
+        self.name = self.name or signal.Signals(number).name
+
+    def _listen(self, read_end: int) -> None:
+        while number := os.read(read_end, 1):
+            if number[0] in self._previous:
+                self._answer(signal.Signals(number[0]))
+        os.close(read_end)
+
+    def _answer(self, number: signal.Signals) -> None:
+        if number == signal.SIGQUIT:
+            with contextlib.suppress(OSError, ValueError):  # stderr may be gone
+                faulthandler.dump_traceback(all_threads=True)
+        self._num_interrupts += number == signal.SIGINT
+        if number == signal.SIGINT and self._num_interrupts > 1:
+            self.leave(1, SECOND_INTERRUPT)
+        if self.is_ending:
+            return
+        if number == signal.SIGTERM and self.has_peer_failed():
+            self.leave(1, "another rank has failed")
+        if not self.has_state:
+            # `name` may still be empty: the handler runs when the main thread next runs Python code.
+            name = number.name
+            message = f"stopped ({name})" + (f"; {self.note}" if self.note else "")
+            self.leave(self._exit_code(number), name, message if is_first_rank() else "")
+        self.name = self.name or number.name
+        self.acknowledge()
+
+    def acknowledge(self) -> None:
+        """Say, once and on rank 0, that the run is stopping."""
+        if not self._has_answered and is_first_rank():
+            _write(2, f"{_STOPPING}\n", _CLEAR_LINE)
+        self._has_answered = True
+
+    # -- leaving -------------------------------------------------------------------------------------------------
+
+    def leave(self, exit_code: int, reason: str, message: str = "") -> NoReturn:
+        """End this process from any thread, whatever the main thread is doing.
+
+        reason: for `on_exit`, such as the name of a signal.
+        message: a line to print.
+        """
+        self._leaving.acquire()  # never released: a second thread that leaves waits here for the end
+        cleanup = threading.Thread(target=self._clean_up, args=[exit_code, reason], daemon=True)
+        cleanup.start()
+        cleanup.join(_CLEANUP_S)
+        for path in list(self.partial):
             with contextlib.suppress(OSError):
-                path.unlink()
-        with contextlib.suppress(OSError):
-            os.write(2, f"{stop_message(name)}\n".encode())
-        os._exit(self._exit_code(name))
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        multiprocessing = sys.modules.get("multiprocessing")
+        for child in multiprocessing.active_children() if multiprocessing is not None else ():
+            child.kill()
+        if message:
+            _write(2, f"{message}\n", _CLEAR_LINE)
+        _write(1, "", _SHOW_CURSOR)
+        os._exit(exit_code)
+
+    def _clean_up(self, exit_code: int, reason: str) -> None:
+        for work in list(self.on_exit):
+            work(exit_code, reason)
+
+    # -- other requests ------------------------------------------------------------------------------------------
+
+    def watch(self, notice: Path, deadline: float | None) -> None:
+        """Also watch for the notice file and the clock, as one rank does for all.
+
+        deadline: in seconds since the epoch; None for no deadline.
+        """
+        self._notice, self._deadline, self._other_reason = notice, float("inf") if deadline is None else deadline, ""
+
+    def watch_nothing(self) -> None:
+        """Watch neither a notice file nor the clock any more, because the run has ended."""
+        self._notice, self._deadline, self._other_reason = None, float("inf"), ""
+
+    def reason(self, needs_s: float = 0.0) -> str:
+        """Return why to stop now: the name of a signal, `deadline` or `notice`; empty if there is no reason.
+
+        needs_s: how many seconds before the deadline to start stopping.
+        """
+        if time.time() + needs_s >= self._deadline:
+            self._other_reason = "deadline"  # final, even if `needs_s` is shorter next time
+        if self._notice is not None and time.monotonic() - self._polled_at >= _POLL_S:
+            self._polled_at = time.monotonic()
+            if self._notice.exists():
+                self._other_reason = NOTICE
+        return self.name or self._other_reason
 
 
-def is_in_hook(frame: FrameType | None) -> bool:
-    """Return whether the code of `frame` runs inside the hook for unraisable exceptions.
-
-    A signal handler must not raise there: its exception would only be printed, and the hook might not finish.
-    """
-    while frame is not None and frame.f_code is not ImmediateStop._on_unraisable.__code__:
-        frame = frame.f_back
-    return frame is not None
+stop = Stop()
 
 
-_active: list[ImmediateStop] = []
-"""The active ImmediateStop of this process, if any."""
-
-
-def _reset_after_fork() -> None:
-    """Forget the ImmediateStop in a forked process, which lacks its thread and shares its pipe with the parent."""
-    if _active:
-        _active.clear()
-        signal.set_wakeup_fd(-1)
-
-
-os.register_at_fork(after_in_child=_reset_after_fork)
-
-
-def leave_signals_to_handlers() -> None:
-    """Cancel the active ImmediateStop: only the handlers react to signals, and may take as long as they need."""
-    for active in list(_active):
-        active.cancel()
-
-
-def raise_if_stop_requested() -> None:
-    """Raise StopRequested if a signal has arrived and there is nothing to save yet.
-
-    Long loops must call this at least once per second.
-    """
-    if name := immediate_stop_signal():
-        raise StopRequested(name)
-
-
-@contextlib.contextmanager
-def interruptible() -> Iterator[None]:
-    """Raise StopRequested immediately if a signal arrives in the block, which must be interruptible anywhere."""
-    raise_if_stop_requested()
-    for active in _active:
-        active.raises_immediately = True
-    try:
-        yield
-    finally:
-        for active in _active:
-            active.raises_immediately = False
-
-
-def immediate_stop_signal() -> str:
-    """Return the name of the signal that has arrived while there is nothing to save yet; empty if none has arrived."""
-    return next((active.name for active in _active), "")
-
-
-def stop_message(name: str, note: str = "") -> str:
-    """Return the message that a process prints when a signal stops it."""
-    return f"stopped ({name})" + (f"; {note}" if note else "")
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Partially written files
-
-_partial_files: set[Path] = set()
-
-
-def add_partial(path: Path) -> None:
-    """Register a partially written file, which the third stage deletes."""
-    _partial_files.add(path)
-
-
-def drop_partial(path: Path) -> None:
-    """Unregister a file that is complete or deleted."""
-    _partial_files.discard(path)
+def is_first_rank() -> bool:
+    """Return whether this process is rank 0, as far as the launcher's environment variables say."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 @contextlib.contextmanager
 def partial_file(path: Path) -> Iterator[Path]:
-    """Delete a file after the block, or if the process exits in the third stage, unless the block has renamed it."""
-    add_partial(path)
+    """Delete a file after the block, or if the process leaves during it, unless the block has renamed the file."""
+    stop.partial.add(path)
     try:
         yield path
     finally:
         path.unlink(missing_ok=True)
-        drop_partial(path)
+        stop.partial.discard(path)
+
+
+_CLEAR_LINE, _SHOW_CURSOR = "\r\x1b[K", "\x1b[?25h"
+"""Terminal sequences: a status bar may fill the line, and hide the cursor."""
+
+
+def _write(descriptor: int, text: str, terminal_prefix: str) -> None:
+    """Write past the interpreter's buffers, whose locks the main thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(descriptor, ((terminal_prefix if os.isatty(descriptor) else "") + text).encode())
+
+
+def _forget_after_fork() -> None:
+    """In a forked process, which lacks the thread and shares the pipe with its parent, restore the handlers."""
+    if stop.is_installed:
+        for number, handler in stop._previous.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(-1)
+        os.close(stop._write_end)
+        stop._previous.clear()
+    stop.partial.clear()
+    stop.on_exit.clear()
+
+
+os.register_at_fork(after_in_child=_forget_after_fork)

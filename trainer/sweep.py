@@ -44,7 +44,7 @@ from trainer.files import write_atomically
 from trainer.lifecycle.folder import read_status
 from trainer.recipe import add_working_directory_to_sys_path
 from trainer.runs import RunSummary, summarize, table_of
-from trainer.stopping import leave_signals_to_handlers
+from trainer.stopping import stop
 from trainer.submit import ClusterJob, add_size_options, batch_file, make_job, require_at_least, send_to_slurm
 
 SWEEP = "sweep.json"
@@ -215,7 +215,7 @@ class Supervisor:
     def run(self) -> int:
         """Train every run that has not finished; return the exit code of the sweep."""
         pending = [trial for trial in self._sweep.trials if trial.state != "finished"]
-        leave_signals_to_handlers()  # the runs need time to save
+        stop.uninstall()  # the runs need time to save
         previous_handlers = {
             number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
         }

@@ -1,8 +1,8 @@
 """The Trainer: builds the model, optimizer and data that a configuration describes, and trains the model.
 
 Override one method to change one thing: `build_mesh`, `build_model`, `build_optimizer`, `build_loader`,
-`build_eval_loader`, `loss`, `count`, `train_step`, `evaluate`, `on_step` or `fit`.  Saving, resuming, metrics, and the
-start and end of a run are handled by the parts of a `TrainingRun` (`lifecycle/assembly.py`); the Trainer decides when
+`build_eval_loader`, `build_hooks`, `loss`, `count`, `train_step`, `evaluate`, `on_step` or `fit`.  Saving, resuming,
+metrics, and the start and end of a run are handled by the parts that `_build_run` creates; the Trainer decides when
 they act.
 """
 
@@ -16,33 +16,54 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.checkpoint.manifest import RunInfo
+from trainer.checkpoint.saver import Saver
+from trainer.checkpoint.saves import Checkpoints
+from trainer.checkpoint.storage import open_storage
 from trainer.config import RunConfig, has_changed
+from trainer.config.rules import compiles_blocks
 from trainer.data.loader import Batch, EvalLoader, TrainLoader
 from trainer.data.opening import open_source, resolve_from_data
 from trainer.data.transfer import prefetch_to_device
+from trainer.distributed.monitor import watch_phases
 from trainer.distributed.world import World
-from trainer.experts import global_balance
-from trainer.lifecycle.assembly import assemble_run
+from trainer.experts import BALANCE, ExpertBalance, find_balance, global_balance
+from trainer.hooks import Hook
 from trainer.lifecycle.document_check import check_documents
 from trainer.lifecycle.expert_check import check_experts
+from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.resume import Resume
+from trainer.lifecycle.run import Run
 from trainer.lifecycle.selfcheck import check_context, check_same_run, check_shape, check_start
-from trainer.lifecycle.state import seed_everything
-from trainer.lifecycle.summary import show_result, start_facts, start_notes, start_record
+from trainer.lifecycle.state import EMA, AverageState, RandomState, TrainState, seed_everything
+from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record
 from trainer.loss import count_targets, find_loss
-from trainer.metrics.callbacks import loss_by_source
+from trainer.metrics.hooks import CollectGarbage, Samples, UnitNorms, loss_by_source
+from trainer.metrics.profile import Profile
 from trainer.metrics.record import Record
-from trainer.metrics.step_metrics import Amount, Update
+from trainer.metrics.step_metrics import Amount, SkipCounter, StepMetrics, Update
+from trainer.metrics.stop_criterion import RangeTest, StopCriterion
+from trainer.metrics.writers import Metrics
 from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_clip_factor, replicate
 from trainer.model.mup import find_growth
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.parameters import tied_names
 from trainer.model.shard import apply_sharding, meshes_of_experts
 from trainer.model.units import ShardUnit
-from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer
-from trainer.plan.forecast import Forecast, resolve_auto
-from trainer.renamed import Renamed
+from trainer.optim.ema import WeightAverage
+from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, training_bytes
+from trainer.plan.forecast import Forecast, describe_choice, resolve_auto
 from trainer.sequence import enable_slices
-from trainer.weights.loading import init_weights, load_initial_weights, load_weights, store_tokenizer
+from trainer.stopping import stop
+from trainer.weights.exporting import ModelFiles
+from trainer.weights.loading import (
+    MODEL_FILES,
+    init_weights,
+    load_base,
+    load_initial_weights,
+    load_weights,
+    store_tokenizer,
+)
 
 
 class Trainer:
@@ -58,17 +79,17 @@ class Trainer:
     """
 
     load_weights = staticmethod(load_weights)
-    accounts, horizon = Renamed("step_metrics"), Renamed("stop_criterion")  # the old names, deprecated
 
     def __init__(self, config: RunConfig) -> None:
         start_time = time.monotonic()
         self.recipe = config.recipe
         self.world = World(config)
-        with self.world.closing_on_user_error():
-            self._build(config, start_time)
+        with self.world.building():
+            self._build(config)
+            self._build_run(start_time)
 
-    def _build(self, config: RunConfig, start_time: float) -> None:
-        """Build the parts of the run, in the order of their dependencies.  Collective."""
+    def _build(self, config: RunConfig) -> None:
+        """Build the model, the optimizer and the data.  Collective."""
         check_same_run(self.world, config, type(self), self.exempt_from_selfcheck())
         self.shape = check_shape(self.world, config)
         self.config, self.plan_choice = resolve_auto(resolve_from_data(config), self.shape, self.world)
@@ -86,24 +107,73 @@ class Trainer:
         self.loader = self.world.agreed(self.build_loader)
         self.eval_loader = self.world.agreed(self.build_eval_loader)
         self._batch_loss = loss_by_source(find_loss(self.model), (self.loader, self.eval_loader), self.log)
-        self._set_up_run(start_time)
 
-    def _set_up_run(self, start_time: float) -> None:
-        """Assemble the run, and expose the parts that subclasses and custom loops use."""
-        run = self._run = assemble_run(self, start_time)
-        self.state, self.skips, self.stop_criterion, self.model_files = (
-            run.state,
-            run.state.skips,
-            run.stop_criterion,
-            run.model_files,
+    def _build_run(self, start_time: float) -> None:
+        """Build all other parts of the run, each from those before it.  Collective.
+
+        The order in which state is added is its order in checkpoints.
+
+        start_time: when the Trainer was created, by `time.monotonic`.
+        """
+        config, world, model, optimizer = self.config, self.world, self.model, self.optimizer
+        is_range_test = config.schedule.name == "range"
+        self.skips = SkipCounter(config.train.max_skipped_updates, is_range_test)
+        self.metrics = Metrics(config, world.is_main)
+        self.stop_criterion = RangeTest(config) if is_range_test else StopCriterion(config)
+        base = load_base(model, config, world) if config.lora.rank else None
+        self.state = TrainState(self, model, optimizer, self.skips, RandomState(config.run.seed, world.rank), base)
+        self.state.add_loaders(self.loader, self.eval_loader, world)
+        self.state.add("metrics", self.metrics)
+        self.state.add("stop_criterion", self.stop_criterion)
+        self.average = WeightAverage(self.state.trained, config.train.ema, config.eval.ema)
+        self.state.add(EMA, AverageState(self.average))
+        self.expert_balance: list[ExpertBalance] = []
+        if find_balance(model) is not None:
+            self.expert_balance = [ExpertBalance(model, world, self.log)]
+            self.state.add(BALANCE, self.expert_balance[0])
+        self.model_files = ModelFiles()
+        """The files that came with the initial weights, including those of the tokenizer."""
+        self.state.add(MODEL_FILES, self.model_files)
+
+        self.folder = RunFolder(config, world.is_main, describe_choice(self.plan_choice))
+        self.storage_to_check = world.agreed(lambda: open_storage(config.checkpoint.dir or self.folder.checkpoints))
+        """The storage to check for free space; in a dry run, that of the actual run."""
+        run_info = RunInfo(
+            config.with_absolute_paths().to_yaml(),
+            mesh_sizes(self.mesh, config),
+            world.env.job,
+            world.env.num_restarts,
         )
-        self.step_sync, self.metrics, self.step_metrics = run.step_sync, run.metrics, run.step_metrics
-        self.folder, self.checkpoints, self.saver, self.resume = run.folder, run.checkpoints, run.saver, run.resume
-        self.watchdog, self.lifecycle = run.watchdog, run.lifecycle
+        self.checkpoints = Checkpoints(
+            self.storage_to_check, world, config.checkpoint, config.eval.metric, config.higher_is_better, run_info
+        )
+        self.resume = Resume(config, world, self.checkpoints, self.folder, self.metrics)
+        self.step_metrics = StepMetrics(
+            config, world, self.state, self.metrics, self.stop_criterion, self.forecast, self.loader
+        )
+        weight_bytes, _, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
+        self.saver = Saver(
+            self.checkpoints,
+            config,
+            folder=self.folder,
+            resume=self.resume,
+            step_metrics=self.step_metrics,
+            metrics=self.metrics,
+            expected_bytes=weight_bytes + optimizer_bytes,
+        )
+        watch_phases(world.monitor, model, optimizer.parts)
+        if self.metrics.console is not None:
+            is_compiling = compiles_blocks(config.train.compile, world.device.type)
+            self.metrics.console.first_step_label = "compiling" if is_compiling else ""
+            world.monitor.observers.append(self.metrics.console.enter_phase)
+        self.hooks = world.agreed(self.build_hooks)
+        optimizer.step_listeners = [hook.after_update for hook in self.hooks]
         self.initial_weights_source = ""
         """Where the initial weights came from; empty if a checkpoint was loaded."""
-        self.storage_to_check = run.checkpoints.storage
-        """The storage to check for free space; in a dry run, that of the actual run."""
+        self.stopping = False
+        """Whether the current step is the last one on all ranks, because a stop was requested.  You may set it."""
+        self._has_loaded = self._has_agreed = False
+        self.run = Run(self, start_time)
 
     # -- build ---------------------------------------------------------------------------------------------------
 
@@ -159,6 +229,20 @@ class Trainer:
         source = open_source(self.config.data, self.config.vocab_size, "eval")
         return None if source is None else EvalLoader.from_config(source, self.config, self.world.rank, self.world.size)
 
+    def build_hooks(self) -> list[Hook]:
+        """Return what the run does beside training, in this order.  Override it to add hooks of your own."""
+        config, world, metrics = self.config, self.world, self.metrics
+        samples = Samples(config, world, self.model, self.average, metrics)
+        samples.check()
+        return [
+            CollectGarbage(),
+            Profile(config, world.rank, world.device, metrics, world.monitor),
+            self.average,
+            *self.expert_balance,
+            UnitNorms(config.log, self.model, self.units, self.mesh, metrics, config.optim.max_grad_norm),
+            samples,
+        ]
+
     @property
     def num_micro_batches(self) -> int:
         """Micro-batches per step on each rank."""
@@ -204,10 +288,11 @@ class Trainer:
         By default, that is the mean over targets; most objectives count samples instead.  If nothing counts, there is
         no mean, and no gradient to follow: the loss is then not a number, so the update is skipped.
 
-        Collectives: one small CPU all-reduce; those of `global_sums`, which may run additional forward passes; FSDP's
-        all-gathers and one gradient reduction (for an unsharded model, only the reduction), whose reduce-scatter runs
-        for every micro-batch with `fsdp.accumulate=sharded`; a scalar all-reduce of the loss, and with several shards
-        one of the norm; those of the optimizer (Muon), and of models with experts or split sequences.
+        Collectives: one small CPU all-reduce (`agree`); those of `global_sums`, which may run additional forward
+        passes; FSDP's all-gathers and one gradient reduction (for an unsharded model, only the reduction), whose
+        reduce-scatter runs for every micro-batch with `fsdp.accumulate=sharded`; a scalar all-reduce of the loss, and
+        with several shards one of the norm; those of the optimizer (Muon), and of models with experts or split
+        sequences.
 
         The host waits for the device only if parameters are offloaded to the CPU, ranks exchange tokens
         (`mesh.expert_method=exchange`), the optimizer is neither our AdamW nor our Muon (`Optimizer.step` then reads
@@ -215,7 +300,7 @@ class Trainer:
         causes a host sync, as `apply_by_document` does for packed documents.
         """
         counts = [(self.count(batch), count_targets(batch["targets"])) for batch in micro_batches]
-        count, num_targets = self.step_sync.all_reduce(*map(sum, zip(*counts, strict=True)))
+        count, num_targets = self.agree(*map(sum, zip(*counts, strict=True)))
         scale = self.world.size / (count or 1)  # FSDP averages over ranks; multiplying by their number gives the sum
         total = torch.zeros((), device=self.world.device, dtype=torch.float64)
         with self.global_sums(micro_batches):
@@ -231,6 +316,28 @@ class Trainer:
         self.optimizer.zero_grad()
         return Update(mean_loss, grad_norm, int(num_targets), is_empty=count == 0)
 
+    def agree(self, *amounts: float) -> list[float]:
+        """Return the sum of each amount over all ranks, and learn what the ranks must agree on.
+
+        That is: whether any rank was asked to stop, and the `Saver`'s votes.  All ranks must pass the same number of
+        amounts.  This is the only message of a step through host memory, one small all-reduce; `steps` sends it if a
+        custom `train_step` does not.  An evaluation sends it before each batch.
+        """
+        is_asked_to_stop = bool(stop.reason(self._stopping_s()))
+        *sums, num_asked, num_written, num_overdue, num_time = self.world.sum(
+            [*amounts, is_asked_to_stop, *self.saver.votes()]
+        )
+        self.saver.hear(num_written, num_overdue, num_time)
+        if num_asked and not self.stopping:
+            self.stopping = True
+            stop.acknowledge()
+        self._has_agreed = True
+        return sums
+
+    def _stopping_s(self) -> float:
+        """Return how long stopping may take, in seconds: two steps and the longest save so far, with a margin."""
+        return 2.0 * self.step_metrics.step_s + 1.5 * self.saver.expected_save_s + 5.0
+
     # -- the loop ------------------------------------------------------------------------------------------------
 
     def fit(self) -> int:
@@ -238,12 +345,11 @@ class Trainer:
 
         0: finished; 75: stopped on request after saving.  An exception is recorded in `status.json` and the end record.
         """
-        with self.lifecycle.running(), self._run.fitting():
+        with self.run.attempt():
             self.checkpoints.check(self.state)
             self.start()
             if self.state.eval_pending and not self.stopping:
-                with self.watchdog.running():
-                    self._run_evaluation()
+                self._run_evaluation()
             for record in self.steps():
                 self.on_step(record)
                 if self.config.eval.is_due(record.step):
@@ -260,28 +366,50 @@ class Trainer:
         If you leave the loop early and call `steps` again, training continues where it stopped, or from the
         checkpoint that you have loaded in between with `load_checkpoint`.  `close` ends the run.
         """
-        with self.watchdog.running(), self._run.looping():
+        has_failed = True
+        try:
             self.start()
-            if self.stop_criterion.is_reached(self.state.step):
-                return
-            random_state = self.state.random.state_dict()
-            batches = iter(self.loader)
-            # Creating the iterator of a custom loader may draw random numbers.
-            self.state.random.load_state_dict(random_state)
-            self.step_metrics.restart()
-            while not self.stop_criterion.is_reached(self.state.step) and not self.stopping:
-                self.resume.supersede_if_rolled_back(self.state.step)
-                self.step_sync.begin_step()
-                with self.step_metrics.step():
-                    micro_batches = self.step_metrics.take_micro_batches(batches, self.num_micro_batches)
-                    update = self.train_step(micro_batches)
-                    self.step_sync.ensure_all_reduced()
-                    self.state.advance(update.num_targets)
-                    lr = self.schedule.lr(self.state.step)
-                    record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping)
-                self.lifecycle.disable_immediate_stop()
-                self.saver.take_finished_save()
-                yield record
+            if not self.stop_criterion.is_reached(self.state.step):
+                batches = self._iterate_loader()
+                self.step_metrics.restart()
+                while not self.stop_criterion.is_reached(self.state.step) and not self.stopping:
+                    yield self._step(batches)
+            has_failed = False
+        except GeneratorExit:  # the caller has left the loop
+            has_failed = False
+            raise
+        finally:
+            for hook in reversed(self.hooks):
+                hook.close(has_failed)
+
+    def _iterate_loader(self) -> Iterator[Batch]:
+        random_state = self.state.random.state_dict()
+        batches = iter(self.loader)
+        self.state.random.load_state_dict(random_state)  # a custom loader's iterator may have drawn random numbers
+        return batches
+
+    def _step(self, batches: Iterator[Batch]) -> Record:
+        """Do one step, with everything around it, and return its record.  Collective."""
+        step, monitor = self.state.step + 1, self.world.monitor
+        self.resume.supersede_if_rolled_back(self.state.step)
+        self._has_agreed = False
+        with self.checkpoints.throttled(), monitor.step(step):
+            for hook in self.hooks:
+                hook.begin_step(step)
+            micro_batches = self.step_metrics.take_micro_batches(batches, self.num_micro_batches)
+            monitor.enter("forward")
+            update = self.train_step(micro_batches)
+            if not self._has_agreed:
+                self.agree()
+            self.state.advance(update.num_targets)
+            is_followed = self.config.eval.is_due(step) or self.saver.may_be_due(step)
+            lr = self.schedule.lr(step)
+            record = self.step_metrics.record(update, lr, lambda: self.flops_per_token, self.stopping, is_followed)
+            for hook in reversed(self.hooks):
+                hook.end_step(step, update)
+        stop.has_state = True
+        self.saver.take_finished_save()
+        return record
 
     def on_step(self, record: Record) -> None:
         """Do nothing by default; `fit` calls this hook after each step."""
@@ -290,15 +418,15 @@ class Trainer:
         """Return and log the loss over the held-out data, divided by the sum of `count`; None if there is no such data.
 
         A stop request aborts the evaluation and returns None; `fit` repeats it after the next start.  Collectives:
-        those of the forward passes, one small CPU all-reduce per batch, and one of the sums at the end.
+        those of the forward passes, one small CPU all-reduce (`agree`) per batch, and one of the sums at the end.
         """
         if self.eval_loader is None:
             return None
         start_time = time.perf_counter()
         total, count = torch.zeros((), device=self.world.device, dtype=torch.float64), 0.0
-        with self._run.average.swapped_in(), evaluation_mode(self.model), self.step_metrics.evaluation():
+        with self.average.swapped_in(), evaluation_mode(self.model), self.step_metrics.evaluation():
             for batch in self.eval_loader:
-                self.step_sync.all_reduce()
+                self.agree()
                 if self.stopping:
                     break
                 count += self.count(batch)
@@ -313,12 +441,12 @@ class Trainer:
 
         Does nothing more if `evaluate` returns None: no held-out data, or a stop request.  Collective.
         """
-        with self.watchdog.during("evaluate"):
+        with self.world.monitor.during("evaluate"):
             record = self.evaluate()
             if record is None:
                 return
-            for callback in self._run.callbacks:
-                callback.after_evaluation(self.state.step)
+            for hook in self.hooks:
+                hook.after_evaluation(self.state.step)
         self.state.record_evaluation(record, self.config.eval.metric)
         self.stop_criterion.add_evaluation(record, self.state.step)
         self.saver.save_if_best(self.state)
@@ -327,12 +455,12 @@ class Trainer:
 
     def start(self) -> None:
         """Resume and start the run, unless it has started already or has no steps left.  Collective."""
-        if self.lifecycle.phase == "built":
+        if not self._has_loaded:
             self.load_checkpoint()
         has_work = not self.stop_criterion.is_reached(self.state.step) or self.state.eval_pending
-        if self.lifecycle.is_running or not has_work:
+        if self.run.is_running or not has_work:
             return
-        self.lifecycle.check_may_begin()
+        self.run.check_may_begin()
         self.world.agreed(self.folder.acquire)
         if self.config.run.selfcheck:
             meshes = meshes_of_experts(self.model, self.recipe, self.expert_mesh)
@@ -344,11 +472,9 @@ class Trainer:
         self.resume.supersede()
         self.forecast.begin(self.model, self.optimizer)
         is_evaluated = self.eval_loader is not None or type(self).evaluate is not Trainer.evaluate
-        notes = start_notes(
-            self, [callback.start_note(self.state.step) for callback in self._run.callbacks], is_evaluated
-        )
-        self.lifecycle.begin(start_facts(self), start_record(self), notes)
-        self.step_sync.all_reduce()  # stop before the first step, which may compile for minutes
+        notes = start_notes(self, [hook.note(self.state.step) for hook in self.hooks], is_evaluated)
+        self.run.begin(start_facts(self), start_record(self), notes)
+        self.agree()  # stop before the first step, which may compile for minutes
 
     def save_checkpoint(self, wait: bool = False) -> Path | str:
         """Save the current state and return the (future) folder or URL of the checkpoint.  Collective.
@@ -371,35 +497,36 @@ class Trainer:
         self.saver.finish()
         self.world.agreed(self.folder.acquire)
         start_time = time.perf_counter()
-        restored = self.resume.load(self.state, path, self.lifecycle.is_running)
+        restored = self.resume.load(self.state, path, self.run.is_running)
         if restored is not None:
             self.step_metrics.discard_pending_step()
             self.saver.record_loaded(self.state, self.resume.is_own_checkpoint)
             self.stop_criterion.after_load(self.resume.is_own_checkpoint)
             if has_changed(self.config, restored.config_yaml, "data.tokenizer", "data.chat_template"):
                 store_tokenizer(self.model_files, self.config, self.world)
-            self.lifecycle.restore()
-        elif self.lifecycle.phase == "built":
+        elif not self._has_loaded:
             self.initial_weights_source = load_initial_weights(self.model, self.model_files, self.config, self.world)
+        self._has_loaded = True
         self.resume.seconds += time.perf_counter() - start_time
         return self.resume.step
 
     def finish(self) -> int:
         """Evaluate unless done at this step, save the final checkpoint, and end the run.  Returns the exit code."""
-        self.lifecycle.disable_immediate_stop()
-        if not self.lifecycle.is_running:
+        stop.has_state = True  # the rest is short, and must not be cut off
+        if not self.run.is_running:
             self.skips.check_end(self.state.step)
-            return self.lifecycle.end_without_work(self.resume.step, self.checkpoints.clean)
+            return self.run.end_without_work(self.resume.step, self.checkpoints.clean)
         if self.config.eval.every and self.step_metrics.evaluated_step != self.state.step and not self.stopping:
             self._run_evaluation()
         self.saver.finish()
         if self.state.step > 0 or not self.stopping:
             self.saver.save_final(self.state)
-        if not self.stopping:
-            self.skips.check_end(self.state.step)
-            with self._run.average.swapped_in():
-                show_result(self.config, self.world, self.model, self.metrics)
-        return self.lifecycle.end()
+        if self.stopping:
+            return self.run.end_stopped()
+        self.skips.check_end(self.state.step)
+        with self.average.swapped_in():
+            show_result(self.config, self.world, self.model, self.metrics)
+        return self.run.finish()
 
     def close(self) -> None:
         """End the run if it is still running, and destroy the process group if this Trainer created it.  Collective.
@@ -407,7 +534,7 @@ class Trainer:
         If called while an exception propagates (from `finally`), the run counts as failed, and ranks do not wait for
         each other.
         """
-        self.lifecycle.close()
+        self.run.close()
 
     def exempt_from_selfcheck(self) -> Iterable[str]:
         """Return the items that `run.selfcheck` skips; by default none.
@@ -416,12 +543,3 @@ class Trainer:
         between ranks, or "data" for the samples.
         """
         return ()
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a stop was requested, so that the current step is the last one on all ranks.  You may set it."""
-        return self.lifecycle.stopping
-
-    @stopping.setter
-    def stopping(self, stopping: bool) -> None:
-        self.lifecycle.stopping = stopping

@@ -27,8 +27,7 @@ from trainer.data.chat.masking import Encoder
 from trainer.data.loader import TrainLoader
 from trainer.data.mixture import Mixture, make_order, sample_at
 from trainer.data.source import sample_content
-from trainer.distributed.dead_ranks import describe_dead_ranks
-from trainer.distributed.stop_request import StopRequest
+from trainer.distributed.rank_status import find_late
 from trainer.distributed.world import World
 from trainer.experts import shard_experts
 from trainer.experts.dispatch import GROUP_ATTRIBUTE
@@ -44,6 +43,7 @@ from trainer.optim.adamw import random_bits
 from trainer.optim.optimizer import Optimizer
 from trainer.run import report_error
 from trainer.sequence import Cache, attend, full_sequences, positions
+from trainer.stopping import Stop
 from trainer.weights.adapters import MergedSource
 
 DEFECTS: dict[str, Defect] = {}
@@ -355,8 +355,8 @@ def usr1_not_caught() -> None:
 
 @defect("tests", "lifecycle/test_stopping.py", "time_to_save")
 def no_time_to_save() -> None:
-    reason = StopRequest.reason
-    StopRequest.reason = lambda self, needs_s=0.0: reason(self, needs_s - 1000.0)
+    reason = Stop.reason
+    Stop.reason = lambda self, needs_s=0.0: reason(self, needs_s - 1000.0)
 
 
 @defect("ranks", "checkpoint/test_faults.py", "belongs_to_one_run")
@@ -371,7 +371,10 @@ def hang_unnoticed() -> None:
 
 @defect("ranks", "distributed/test_processes.py", "names_a_killed")
 def dead_rank_unnamed() -> None:
-    replace(describe_dead_ranks, lambda ranks, timeout_s: "")
+    def find_late_among_answers(statuses: Any) -> Any:
+        return find_late([status for status in statuses if status.is_responding])
+
+    replace(find_late, find_late_among_answers)
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -125,7 +126,7 @@ def test_other_rank_names_a_killed_one(tmp_path: Path) -> None:
     ranks = fork(run_module, ["trainer.run", overrides], tmp_path / "run", 2, fault.variables)
     failed = ranks.wait(together=False)
     assert failed.codes == [1, -9], failed.err
-    assert_named(failed, f"rank 1 (process {failed.pids[1]})")
+    assert_named(failed, f"rank 1 (process {failed.pids[1]} on {socket.gethostname()}): no answer")
     resumed = run(tmp_path / "run", *overrides, "nproc=2")
     assert resumed.train("step") == [1, 2, 3, 4, 5, 6]
     assert [line["resumed_step"] for line in resumed.of_kind("start")] == [None, 2]

@@ -16,7 +16,7 @@ from tests.helpers.tiny import fit, full, lines
 from trainer import Sampling, Trainer, UserError, generate_batch, load_config, load_weights
 from trainer.config import check_config
 from trainer.data.tokenizer import find_tokenizer
-from trainer.metrics.callbacks import NormWatch
+from trainer.metrics.hooks import NormWatch
 from trainer.metrics.record import Record
 from trainer.model.parameters import local
 

@@ -60,9 +60,7 @@ PRIVATE: dict[str, str] = {
     "torch._C._distributed_c10d": "torch._C:_distributed_c10d",
     "_dump_nccl_trace": "torch._C:_distributed_c10d",  # itself only in builds with NCCL
     "_dump_nccl_trace_json": "torch._C:_distributed_c10d",
-    "_get_backend": "torch.distributed:ProcessGroup._get_backend",
     "_set_pg_timeout": "torch.distributed.distributed_c10d:_set_pg_timeout",
-    "_timeout": "torch.distributed:ProcessGroupGloo._Options._timeout",
     "_get_fsdp_state": "torch.distributed.fsdp:FSDPModule._get_fsdp_state",
     "_fsdp_param_groups": f"{STATE} self._fsdp_param_group",
     "_fsdp_param_group": f"{STATE} self._fsdp_param_group",

@@ -1,7 +1,7 @@
 """Decides when to save, starts each save, and retries failed ones.
 
-`Saver` handles due saves, retries and the final save.  Around each save, it also locks the run's folders, notifies the
-watchdog and records metrics.  `Checkpoints` (saves.py) performs the saves, one at a time.
+`Saver` handles due saves, retries and the final save.  Around each save, it also locks the run's folders, tells the
+Monitor and records metrics.  `Checkpoints` (saves.py) performs the saves, one at a time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from trainer.checkpoint.retention import find_best
 from trainer.checkpoint.saves import Checkpoints, SaveResult
 from trainer.checkpoint.storage import SUSPECT, describe
 from trainer.config import CheckpointSection, RunConfig
-from trainer.distributed.channel import StepSync
+from trainer.distributed.monitor import Monitor
 from trainer.errors import TrainingFailed, UserError
 from trainer.files import local_path
 from trainer.metrics.goodput import RunHistory
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from trainer.lifecycle.folder import RunFolder
     from trainer.lifecycle.resume import Resume
     from trainer.lifecycle.state import TrainState
-    from trainer.lifecycle.watchdog import Watchdog
 
 _FINAL_PAUSES_S = (0.0, 1.0, 3.0)
 """Pauses in seconds before each attempt at the final save."""
@@ -44,27 +43,27 @@ class Saver:
 
     Methods are collective unless documented otherwise; properties are not.
 
-    With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce tells all ranks whether the
-    save has ended on every rank, so `take_finished_save` does not wait for the storage unless the save is overdue.
+    With `checkpoint.mode=async`, at most one save is in flight.  Each step's all-reduce carries this rank's `votes`,
+    and `hear` gets those of all ranks: whether the save has ended on every rank, so that `take_finished_save` does not
+    wait for the storage unless the save is overdue, and whether it is time for the next save by rank 0's clock.
     """
 
     def __init__(
         self,
         checkpoints: Checkpoints,
         config: RunConfig,
-        step_sync: StepSync,
         *,
         folder: RunFolder,
         resume: Resume,
         step_metrics: StepMetrics,
-        watchdog: Watchdog,
         metrics: Metrics,
         expected_bytes: int,
     ) -> None:
         """expected_bytes: estimate of how many bytes this rank writes per save."""
         self._checkpoints, self._config, self._world = checkpoints, config.checkpoint, checkpoints.world
         self._folder, self._resume = folder, resume
-        self._step_metrics, self._watchdog, self._metrics = step_metrics, watchdog, metrics
+        self._step_metrics, self._metrics = step_metrics, metrics
+        self._monitor: Monitor = self._world.monitor
         self._expected_bytes = expected_bytes
         policy: SavePolicy
         if isinstance(config.checkpoint.every, int):
@@ -76,14 +75,10 @@ class Saver:
                 costs=functools.partial(costs_of, config, num_nodes, expected_bytes),
                 num_nodes=num_nodes,
                 step_s=lambda: step_metrics.step_s,
-                step_sync=step_sync,
-                is_main=self._world.is_main,
             )
         self.schedule = SaveSchedule(policy)
-        step_metrics.is_saved_after = policy.is_due
-        self._is_written = step_sync.register(lambda: checkpoints.is_written)
-        self._is_overdue = step_sync.register(lambda: checkpoints.is_overdue)
-        self._may_retry = step_sync.register(lambda: self._world.is_main and self.schedule.may_retry())
+        self._is_written = self._is_overdue = self._is_time = False
+        """What the last all-reduce said; see `hear`."""
         self._started_key: tuple[object, ...] | None = None
         """The key (see `_state_key`) of the state that was last passed to a save."""
         self._saved_key: tuple[object, ...] | None = None
@@ -92,9 +87,26 @@ class Saver:
         self.longest_save_s = 0.0
         """Duration of the longest save so far, in seconds."""
 
+    def votes(self) -> list[bool]:
+        """Return what this rank tells the others in the step's all-reduce.  Not collective.
+
+        Its save has ended; its save is overdue; on rank 0, it is time to save.
+        """
+        is_time = self._world.is_main and self.schedule.is_time()
+        return [self._checkpoints.is_written, self._checkpoints.is_overdue, is_time]
+
+    def hear(self, num_written: float, num_overdue: float, num_time: float) -> None:
+        """Record how many ranks have voted yes on each of `votes`.  Not collective."""
+        self._is_written, self._is_overdue = num_written == self._world.size, num_overdue > 0
+        self._is_time = num_time > 0
+
     def is_due(self, step: int) -> bool:
-        """Return whether to save after step `step`, the same on all ranks.  Not collective."""
-        return self.schedule.is_due(step, self._may_retry.any_yes)
+        """Return whether to save after step `step`, the same on all ranks.  Call it once a step.  Not collective."""
+        return self.schedule.is_due(step, self._is_time)
+
+    def may_be_due(self, step: int) -> bool:
+        """Return whether a save after step `step` is planned, retries left aside.  Not collective."""
+        return self.schedule.policy.is_due(step, self._is_time)
 
     def save_if_best(self, state: TrainState) -> None:
         """Save a state that has just been evaluated if it ranks among the best saved ones.  One broadcast, and a save.
@@ -155,7 +167,7 @@ class Saver:
 
     def take_finished_save(self) -> None:
         """Take the result of the save in flight if it has ended on every rank or is overdue on any."""
-        if self._checkpoints.in_flight and (self._is_written.all_yes or self._is_overdue.any_yes):
+        if self._checkpoints.in_flight and (self._is_written or self._is_overdue):
             self._collect()
 
     def finish(self) -> SaveResult | None:
@@ -251,8 +263,8 @@ class Saver:
         self._resume.supersede_if_rolled_back(state.step)
         self._step_metrics.finish_pending_step()
         self._started_key = self._state_key(state)
-        self._watchdog.begin_save(lambda: self._checkpoints.activity)
-        with self._watchdog.during("save"):
+        self._monitor.begin_save(lambda: self._checkpoints.activity)
+        with self._monitor.during("save"):
             self._checkpoints.start(state, background, self.schedule.begin(state.step))
 
     def _collect(self, warns: bool = True, is_last: bool = False) -> SaveResult:
@@ -261,9 +273,9 @@ class Saver:
         Raises UserError if the state cannot be saved at all, and TrainingFailed if the storage does not respond, or
         after too many consecutive failures unless `is_last`.
         """
-        with self._watchdog.during("save"):
+        with self._monitor.during("save"):
             result = self._checkpoints.take_result()
-        self._watchdog.end_save()
+        self._monitor.end_save()
         if not result.error:
             times = {"blocked_s": result.blocked_s, "total_s": result.total_s}
             every_s = self.schedule.policy.every_s
@@ -294,7 +306,7 @@ class Saver:
 class SaveSchedule:
     """Schedules saves by a policy, and retries failed ones after a pause that doubles with each failure.
 
-    All ranks make the same calls.  Only rank 0's clock counts: each step's all-reduce sends rank 0's `may_retry` to the
+    All ranks make the same calls.  Only rank 0's clock counts: each step's all-reduce sends rank 0's `is_time` to the
     others.
     """
 
@@ -311,17 +323,17 @@ class SaveSchedule:
         self._unsaved_steps: list[int] = []
         """Steps at which a save was due, with no successful save since then."""
 
-    def may_retry(self) -> bool:
-        """Return whether the pause after a failed save is over."""
-        return self.num_failures > 0 and self._clock() >= self._retry_at
+    def is_time(self) -> bool:
+        """Return whether it is time to save: by the policy's clock or, after a failed save, once the pause is over."""
+        return self._clock() >= self._retry_at if self.num_failures else self.policy.is_time()
 
-    def is_due(self, step: int, may_retry: bool) -> bool:
-        """Return whether to save after step `step`.  `may_retry`: what `may_retry()` returned on rank 0."""
-        is_due = self.policy.is_due(step)
+    def is_due(self, step: int, is_time: bool) -> bool:
+        """Return whether to save after step `step`.  `is_time`: what `is_time()` returned on rank 0."""
+        is_due = self.policy.is_due(step, is_time and not self.num_failures)
         if is_due:
             self._unsaved_steps.append(step)
         if self.num_failures:
-            return may_retry
+            return is_time
         return is_due or self.is_postponed
 
     def begin(self, step: int) -> list[int]:
@@ -352,8 +364,12 @@ class SavePolicy:
         """Current interval between saves in seconds; None if the interval is a number of steps."""
         return None
 
-    def is_due(self, step: int) -> bool:
-        """Return whether a save is due after step `step`; call it after the step's all-reduce.  Not collective."""
+    def is_time(self) -> bool:
+        """Return whether it is time to save by this rank's clock.  Only rank 0's clock matters."""
+        return False
+
+    def is_due(self, step: int, is_time: bool) -> bool:
+        """Return whether a save is due after step `step`.  `is_time`: what `is_time()` returned on rank 0."""
         raise NotImplementedError
 
     def record_start(self) -> None:
@@ -373,7 +389,7 @@ class FixedInterval(SavePolicy):
     def __init__(self, every: int) -> None:
         self._every = every
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, is_time: bool) -> bool:
         return self._every > 0 and step % self._every == 0
 
 
@@ -389,8 +405,6 @@ class AdaptiveInterval(SavePolicy):
         costs: Callable[[RunHistory | None], Costs],
         num_nodes: int,
         step_s: Callable[[], float],
-        step_sync: StepSync,
-        is_main: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """costs: returns the costs of saves and failures, given the run's measurements.
@@ -402,7 +416,6 @@ class AdaptiveInterval(SavePolicy):
         self._last_save: float | None = None
         """When the last save started, by `clock`; before the first save, when the first step ended."""
         self.costs = costs(None)
-        self._is_time = step_sync.register(lambda: is_main and self.is_time())
 
     @property
     def every_s(self) -> float:
@@ -415,8 +428,8 @@ class AdaptiveInterval(SavePolicy):
             self._last_save = now
         return now - self._last_save + 1.5 * self._step_s() >= self.every_s
 
-    def is_due(self, step: int) -> bool:
-        return self._is_time.any_yes or (self._keep_every > 0 and step % self._keep_every == 0)
+    def is_due(self, step: int, is_time: bool) -> bool:
+        return is_time or (self._keep_every > 0 and step % self._keep_every == 0)
 
     def record_start(self) -> None:
         self._last_save = self._clock()

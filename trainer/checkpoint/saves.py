@@ -132,13 +132,14 @@ class Checkpoints:
         self._warning = ""
         """The error of the last deletion; empty if it succeeded."""
 
-    def begin_step(self, step: int) -> None:
-        """Throttle background writing during a step on the CPU, because the two compete for memory bandwidth."""
+    @contextlib.contextmanager
+    def throttled(self) -> Iterator[None]:
+        """Throttle background writing in the block, a step, on the CPU: the two compete for memory bandwidth."""
         self.is_throttled = self.world.device.type == "cpu"
-
-    def end_step(self, step: int) -> None:
-        """Stop throttling background writing."""
-        self.is_throttled = False
+        try:
+            yield
+        finally:
+            self.is_throttled = False
 
     @property
     def is_written(self) -> bool:

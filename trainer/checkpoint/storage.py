@@ -21,7 +21,6 @@ import os
 import re
 import resource
 import shutil
-import tempfile
 import threading
 import time
 import uuid
@@ -33,7 +32,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainer.errors import UserError, redact, reject_credentials
-from trainer.files import crc32, local_path, read_all, sync_folder
+from trainer.files import crc32, local_path, read_all, sync_folder, temporary_folder
 from trainer.urls import open_filesystem
 
 MANIFEST = "manifest.json"
@@ -287,8 +286,8 @@ class PinnedStorage(LocalStorage):
 
         Where /proc is missing, yields the checkpoint's own folder.
         """
-        with tempfile.TemporaryDirectory(prefix="meshtrainer-") as folder:
-            path = Path(folder) / self.path.name
+        with temporary_folder() as folder:
+            path = folder / self.path.name
             for name, descriptor in self._descriptors.items():
                 (path / name).parent.mkdir(parents=True, exist_ok=True)
                 (path / name).symlink_to(f"/proc/{os.getpid()}/fd/{descriptor}")

@@ -13,7 +13,6 @@ from trainer import gguf_model, hub
 from trainer.errors import masked, masked_command
 from trainer.objective import Tokens
 from trainer.recipe import Recipe, TrainerType, declare, find_recipe, import_object
-from trainer.renamed import Renamed
 
 # ---------------------------------------------------------------------------------------------------------------
 # Limits and values shared by several sections
@@ -153,8 +152,6 @@ class LogSection:
     def is_due(self, step: int) -> bool:
         """Return whether to print a progress line for step `step`."""
         return step % self.every == 0
-
-    due = Renamed("is_due")
 
     def profiles(self, step: int) -> bool:
         """Return whether any rank profiles step `step`."""
@@ -677,8 +674,6 @@ class EvalSection:
         """Return whether to evaluate after step `step`."""
         return self.every > 0 and step % self.every == 0
 
-    due = Renamed("is_due")
-
 
 # ---------------------------------------------------------------------------------------------------------------
 # The tree
@@ -705,9 +700,6 @@ class RunConfig:
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     log: LogSection = field(default_factory=LogSection)
-
-    holds_reference, on_record = Renamed("has_reference_model"), Renamed("with_absolute_paths")
-    dpo = Renamed("objective")
 
     @property
     def recipe(self) -> Recipe:

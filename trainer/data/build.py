@@ -47,7 +47,7 @@ from trainer.files import (
     verify_checksum,
     with_checksum,
 )
-from trainer.stopping import StopRequested
+from trainer.stopping import stop
 
 
 class Build(ABC):
@@ -149,7 +149,7 @@ def build_in(build: Build, folder: Path) -> ShardManifest:
     progress = ByteProgress("tokenizing", build.num_bytes)
     records = []
     try:
-        with ProgressLine(progress.line):
+        with ProgressLine(progress.line), stop.noting("the next run continues tokenizing from here"):
             for number, piece in enumerate(build.pieces):
                 record = _read_record(folder, number)
                 if record is None:
@@ -167,8 +167,6 @@ def build_in(build: Build, folder: Path) -> ShardManifest:
             remove(folder / MANIFEST)  # what cannot be replaced by a file
         manifest.write(folder / MANIFEST)
         return manifest
-    except StopRequested as request:
-        raise StopRequested(request.name, "the next run continues tokenizing from here") from request
     except (UserError, OSError):
         if not any(folder.glob("*.bin")):
             remove(folder)

@@ -31,7 +31,7 @@ from trainer.files import (
     verify_checksum,
     with_checksum,
 )
-from trainer.stopping import add_partial, drop_partial
+from trainer.stopping import stop
 
 Entry = TypeVar("Entry")
 
@@ -85,7 +85,7 @@ def _build(path: Path, build: Callable[[Path], None], is_file: bool) -> None:
     for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):  # of killed processes
         remove(leftover)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    add_partial(temporary)
+    stop.partial.add(temporary)
     try:
         if not is_file:
             temporary.mkdir()
@@ -99,7 +99,7 @@ def _build(path: Path, build: Callable[[Path], None], is_file: bool) -> None:
         sync_folder(path.parent)
     finally:
         remove(temporary)
-        drop_partial(temporary)
+        stop.partial.discard(temporary)
 
 
 def in_writable_folder(

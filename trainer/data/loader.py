@@ -44,9 +44,9 @@ from trainer.data.mixture import (
 from trainer.data.opening import check_tokenizer
 from trainer.data.shards import ShardError
 from trainer.data.source import Fingerprint, Source, as_mapping
-from trainer.distributed.stop_request import STOP_SIGNALS
 from trainer.errors import EXIT_FAILED, TrainingFailed, UserError, setting_error
 from trainer.sequence import compute_cu_seqlens
+from trainer.stopping import STOP_SIGNALS
 
 Batch: TypeAlias = "dict[str, Tensor]"
 """`tokens` and `targets`, both int64 of shape (B, seq_len), and any further entries from the source.

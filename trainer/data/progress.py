@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import TextIO
 
-from trainer.stopping import raise_if_stop_requested
-
 _TERMINAL_INTERVAL_S = 0.5
 """Seconds between updates on a terminal, where each line replaces the previous one."""
 
@@ -61,9 +59,8 @@ class ByteProgress:
         self._num_bytes = self._num_skipped = 0
 
     def add(self, num_bytes: int) -> None:
-        """Count bytes that have been processed.  Raises StopRequested if this process has been asked to stop."""
+        """Count bytes that have been processed."""
         self._num_bytes += num_bytes
-        raise_if_stop_requested()
 
     def skip(self, num_bytes: int) -> None:
         """Count bytes that an earlier process has processed."""

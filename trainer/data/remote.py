@@ -41,7 +41,7 @@ from trainer.data.shards import (
 )
 from trainer.errors import UserError, print_stderr, reject_credentials, setting_error
 from trainer.files import find_cache_folders, free_bytes, local_path, locked, readable_size, remove
-from trainer.stopping import StopRequested, partial_file, raise_if_stop_requested
+from trainer.stopping import partial_file
 from trainer.urls import has_pattern, is_http, join, open_filesystem, parent, split_query, with_suffix
 
 _TRIES = 3
@@ -544,15 +544,12 @@ def _in_threads(
 
 
 def _download(url: str, path: Path, progress: ByteProgress) -> None:
-    """Download a file in a single attempt.  Raises StopRequested, and any exception of the file system."""
+    """Download a file in a single attempt.  Raises any exception of the file system."""
     from fsspec.callbacks import Callback
 
     class Progress(Callback):  # type: ignore[misc]
         def relative_update(self, inc: int = 1) -> None:
-            try:
-                progress.add(inc)
-            except StopRequested as request:  # fsspec's event loop would not pass it on
-                raise InterruptedError("stopped") from request
+            progress.add(inc)
 
     system, name = open_filesystem(url)
     system.get_file(name, str(path), callback=Progress())
@@ -565,13 +562,11 @@ def _with_retries(url: str, attempt: Callable[[], Result]) -> Result:
     unchanged.
     """
     for num_tries in range(1, _TRIES + 1):
-        raise_if_stop_requested()
         try:
             return attempt()
         except (UserError, RemoteError):
             raise
         except Exception as error:  # each file system has its own exception types
-            raise_if_stop_requested()
             if isinstance(error, OSError) and error.errno in _DISK_FULL:
                 raise
             cause, is_final = _cause_of(error, url)
@@ -579,7 +574,7 @@ def _with_retries(url: str, attempt: Callable[[], Result]) -> Result:
             if is_final or num_tries == _TRIES:
                 raise RemoteError(f"{url} cannot be read ({reason})", is_final) from error
             print_stderr(f"{url}: {reason}; trying again")
-            _sleep(2.0 ** (num_tries - 1))
+            time.sleep(2.0 ** (num_tries - 1))
     raise AssertionError(url)
 
 
@@ -606,14 +601,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, TimeoutError):
         return "the connection has stalled"
     return str(getattr(error, "strerror", None) or error) or type(error).__name__
-
-
-def _sleep(seconds: float) -> None:
-    """Sleep.  Raises StopRequested if this process is asked to stop."""
-    deadline = time.monotonic() + seconds
-    while (remaining_s := deadline - time.monotonic()) > 0:
-        time.sleep(min(remaining_s, 0.2))
-        raise_if_stop_requested()
 
 
 def _url_error(key: str, url: str, error: ShardError) -> UserError:

@@ -40,7 +40,7 @@ from numpy.typing import NDArray
 from trainer.data.tokenizer import Tokenizer
 from trainer.distributed.environment import file_limit
 from trainer.files import atomic_replace, crc32, parse_json, verify_checksum, with_checksum
-from trainer.stopping import add_partial, drop_partial
+from trainer.stopping import stop
 
 SUFFIXES = (".bin", ".idx", ".crc", ".json")
 """Suffixes of a shard's files, metadata last."""
@@ -364,7 +364,7 @@ class ShardWriter:
         )
         metadata = json.dumps(with_checksum(dataclasses.asdict(info)), indent=1).encode() + b"\n"
         for suffix, content in ((".crc", page_checksums), (".json", metadata)):
-            add_partial(self._temporary(suffix))
+            stop.partial.add(self._temporary(suffix))
             with open(self._temporary(suffix), "wb") as written:
                 written.write(content)
                 written.flush()
@@ -374,7 +374,7 @@ class ShardWriter:
         """Rename the files to their final names, metadata last: a shard without metadata is rejected."""
         for suffix in SUFFIXES:
             os.replace(self._temporary(suffix), self.path.with_suffix(suffix))
-            drop_partial(self._temporary(suffix))
+            stop.partial.discard(self._temporary(suffix))
 
     def discard(self) -> None:
         """Remove the files that were not published."""
@@ -383,7 +383,7 @@ class ShardWriter:
                 file.close()
         for suffix in SUFFIXES:
             self._temporary(suffix).unlink(missing_ok=True)
-            drop_partial(self._temporary(suffix))
+            stop.partial.discard(self._temporary(suffix))
 
     def _temporary(self, suffix: str) -> Path:
         return self.path.with_name(f".{self.path.stem}{suffix}.{self._attempt}")
@@ -393,7 +393,7 @@ class _FileWithChecksums:
     """A file that is being written, and the checksums of its pages."""
 
     def __init__(self, path: Path) -> None:
-        add_partial(path)
+        stop.partial.add(path)
         self._file: BinaryIO = open(path, "wb")  # noqa: SIM115
         self.checksums: list[int] = []
         self._checksum = self._num_bytes_in_page = 0

@@ -42,7 +42,6 @@ from trainer.data.token_files import TokenChunk, read_tokens
 from trainer.data.tokenizer import FileTokenizer, Tokenizer
 from trainer.errors import UserError, importing, nearest, setting_error
 from trainer.files import sample_contents
-from trainer.stopping import raise_if_stop_requested
 
 _LAYOUT_VERSION = 1
 """Increment this if a code change makes different shards from the same text, so that older ones are not used."""
@@ -174,7 +173,6 @@ class TextBuild(Build):
                 bad.reject(self.keys.inputs, part.file.path, "is not UTF-8", fix="convert it to UTF-8")
             return
         for number, record in read_records(part, [self.text_key]):
-            raise_if_stop_requested()  # all documents may be empty or unreadable
             try:
                 yield _as_utf8(record[self.text_key])
             except (TypeError, LookupError, AttributeError, ValueError):

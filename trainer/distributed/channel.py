@@ -1,18 +1,13 @@
-"""Small messages between ranks: CPU collectives that never wait for the device, and a key-value store with timeouts.
-
-One small all-reduce in each step (`StepSync`) carries everything that the ranks must agree on in that step.
-"""
+"""Small messages between ranks: CPU collectives that never wait for the device."""
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store
 
 from trainer.errors import PeerFailed, UserError
 
@@ -113,130 +108,3 @@ class Channel:
         """Wait for all ranks."""
         if self.size > 1:
             dist.barrier(group=self.group)
-
-
-class StoreTimeout(RuntimeError):
-    """Raised if the store does not respond in time, for example because its host or the network is down."""
-
-
-class TimedStore:
-    """A key-value store with timeouts, because a dead host, unlike a dead process, does not close its connections.
-
-    All methods raise RuntimeError if the store is gone, and its subclass StoreTimeout if the store does not respond
-    within `limit_s` seconds.  `wait` adds its own timeout to this limit.
-    """
-
-    def __init__(self, store: Store, limit_s: float) -> None:
-        self._store, self._limit_s = store, limit_s
-
-    def check(self, key: str) -> bool:
-        return self._with_timeout(lambda: self._store.check([key]))
-
-    def set(self, key: str, value: str) -> None:
-        self._with_timeout(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> str:
-        return self._with_timeout(lambda: self._store.get(key)).decode()
-
-    def compare_set(self, key: str, expected: str, value: str) -> str:
-        """Set the key if its value is `expected` ("" if it is not set).  Returns its value after that."""
-        return self._with_timeout(lambda: self._store.compare_set(key, expected, value)).decode()
-
-    def wait(self, key: str, timeout_s: float) -> None:
-        """Wait up to `timeout_s` seconds for the key to be set, then raise RuntimeError."""
-        self._with_timeout(lambda: self._store.wait([key], timedelta(seconds=timeout_s)), timeout_s)
-
-    def _with_timeout(self, work: Callable[[], Any], extra_s: float = 0.0) -> Any:
-        results: list[Any] = []
-        errors: list[RuntimeError] = []
-
-        def run() -> None:
-            try:
-                results.append(work())
-            except RuntimeError as error:
-                errors.append(error)
-
-        thread = threading.Thread(target=run, name="message", daemon=True)
-        thread.start()
-        timeout_s = self._limit_s + extra_s
-        thread.join(timeout_s)
-        if thread.is_alive():
-            raise StoreTimeout(f"no answer for {timeout_s:g} s")
-        if errors:
-            raise errors[0]
-        return results[0]
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# The all-reduce of each step
-
-
-_NUM_RESERVED = 2
-"""Minimum number of amounts in a message.  If there are fewer, zeros are added, so that all ranks send messages of the
-same length."""
-
-
-class Vote:
-    """A yes-or-no question that every rank answers in each all-reduce."""
-
-    def __init__(self, answer: Callable[[], bool], num_ranks: int, on_yes: Callable[[], None] | None) -> None:
-        self.answer, self._num_ranks, self._on_yes = answer, num_ranks, on_yes
-        self._num_yes = 0
-
-    @property
-    def any_yes(self) -> bool:
-        """True if at least one rank answered yes in the last all-reduce."""
-        return self._num_yes > 0
-
-    @property
-    def all_yes(self) -> bool:
-        """True if every rank answered yes in the last all-reduce."""
-        return self._num_yes == self._num_ranks
-
-    def record(self, num_yes: int) -> None:
-        """Record the result of an all-reduce, which is the same on all ranks."""
-        self._num_yes = num_yes
-        if num_yes and self._on_yes is not None:
-            self._on_yes()
-
-
-class StepSync:
-    """Sums a step's amounts and counts the yes votes, over all ranks, in one all-reduce.
-
-    Components register their votes when they are created, in the same order on every rank.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-        self._votes: list[Vote] = []
-        self._is_reduced = False
-
-    def register(self, answer: Callable[[], bool], on_yes: Callable[[], None] | None = None) -> Vote:
-        """Register a vote.  `answer()` returns this rank's answer; `on_yes()` is called on all ranks if any says yes.
-
-        All ranks must register the same votes in the same order.
-        """
-        vote = Vote(answer, self._channel.size, on_yes)
-        self._votes.append(vote)
-        return vote
-
-    def begin_step(self) -> None:
-        """Start a step, which must do at least one all-reduce."""
-        self._is_reduced = False
-
-    def all_reduce(self, *amounts: float) -> list[float]:
-        """Return the sum of each amount over all ranks, and update all votes.  One all-reduce.
-
-        All ranks must pass the same number of amounts, unless each passes at most two.
-        """
-        padding = [0.0] * (_NUM_RESERVED - len(amounts))
-        sums = self._channel.sum([*amounts, *padding, *(vote.answer() for vote in self._votes)])
-        self._is_reduced = True
-        for vote, num_yes in zip(self._votes, sums[len(amounts) + len(padding) :], strict=True):
-            vote.record(int(num_yes))
-        return sums[: len(amounts)]
-
-    def ensure_all_reduced(self) -> None:
-        """Do the step's all-reduce if a custom train_step has not done it.  At most one all-reduce."""
-        if not self._is_reduced:
-            self.all_reduce()

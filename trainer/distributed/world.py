@@ -10,13 +10,11 @@ import functools
 import itertools
 import os
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -24,8 +22,7 @@ from torch.distributed import HashStore, PrefixStore, Store
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.config import MeshShape, RunConfig
-from trainer.distributed.channel import Channel, TimedStore
-from trainer.distributed.dead_ranks import describe_dead_ranks, is_lost_connection, this_process
+from trainer.distributed.channel import Channel
 from trainer.distributed.environment import (
     EXPANDABLE,
     Environment,
@@ -37,13 +34,8 @@ from trainer.distributed.environment import (
     raise_file_limit,
 )
 from trainer.distributed.exchange import register_group
-from trainer.distributed.failure_watch import FAILURE, FailureWatch
-from trainer.distributed.stop_request import stop_is_requested_early
-from trainer.errors import EXIT_STOPPED, PeerFailed, TrainingFailed, UserError, print_stderr, setting_error
-from trainer.renamed import Renamed
-
-if TYPE_CHECKING:
-    from trainer.lifecycle.lifecycle import Lifecycle
+from trainer.distributed.monitor import Monitor
+from trainer.errors import TrainingFailed, UserError, print_stderr, setting_error
 
 REPLICATE, SHARD, CONTEXT = "replicate", "shard", "context"
 """Names of the two mesh axes, and of the context-parallel groups inside `shard`."""
@@ -60,10 +52,6 @@ def split_last_axis(mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
     ranks = mesh.mesh.unflatten(-1, (-1, num_inner))
     names = (*(mesh.mesh_dim_names or ())[:-1], OUTER, INNER)
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=names)
-
-
-_STORE_TIMEOUT_S = 5.0
-"""Timeout of requests to the store, in seconds."""
 
 
 class World(Channel):
@@ -97,74 +85,55 @@ class World(Channel):
             keep_freed_memory()
         if (advice := raise_file_limit()) and self.env.rank == 0:
             print_stderr(f"warning: {advice}")
-        self._store: Store | None = None
         self.interface = ""
         """The network interface that gloo listens on; empty if gloo chooses."""
+        self._store: Store | None = None
         if self.owns_group:
             if self.device.type == "cuda":
                 _record_collectives(config.run_dir)
-            self._open_group(timedelta(seconds=config.run.timeout_s), problem)
+            self.monitor = self._open_group(config, problem)
+        else:
+            self.monitor = Monitor(None, self.env.rank, self.env.world_size, config)
         # On a CPU the default group is a gloo group, and only the main thread uses it.
         use_default_group = self.owns_group and self.device.type == "cpu"
         super().__init__(dist.get_rank(), dist.get_world_size(), self.timeout, use_default_group)
-        self._groups: list[dist.ProcessGroup] = [self.group]
         self._split_meshes: dict[tuple[DeviceMesh, int], DeviceMesh] = {}
-        self._groups_with_custom_timeout: set[dist.ProcessGroup] = set()
-        self.first_failure: str | None = None
-        """The first failure, if it was on another rank; set by `announce_failure`."""
-        self.failure_listeners: list[Lifecycle] = []
-        self._processes = self.gather(this_process())
-        self._watch = None
-        if self._store is not None:
-            store = TimedStore(self._store, config.run.timeout_s)
-            parent = os.getppid() if self.env.has_launcher_parent else None
-            self._watch = FailureWatch(self.rank, store, parent, self.failure_listeners)
-            die_with_parent(False)  # from here on, the FailureWatch does this and reports it
-            _worlds.append(self)
 
-    @property
-    def timed_store(self) -> TimedStore | None:
-        """The store with timeouts, for messages without collectives; None if this process has not opened one."""
-        return None if self._store is None else TimedStore(self._store, _STORE_TIMEOUT_S)
+    def _open_group(self, config: RunConfig, problem: str) -> Monitor:
+        """Open the default process group.  Returns the Monitor, which watches over the ranks from here on.
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """Set the timeout of this rank's process groups, except those with their own timeout.
-
-        If the default group was opened elsewhere, this affects only groups that this object opened.  Until the first
-        step ends, the timeout is longer, because that step compiles and allocates.
+        problem: the message of a user error on this rank, or "".  All ranks raise UserError with the first one.
         """
-        previous, self.timeout = self.timeout, timedelta(seconds=timeout_s)
-        # Includes groups that torch opened internally, such as those of integer resharding, but not those with their
-        # own timeout.
-        groups = list(dist.distributed_c10d._world.pg_map) if self.owns_group else self._groups
-        for group in set(groups) - self._groups_with_custom_timeout:
-            current = None
-            if group not in self._groups:  # None if the backend does not expose it
-                current = getattr(getattr(group._get_backend(self.device), "options", None), "_timeout", None)
-            if current in (None, previous, *_DEFAULT_TIMEOUTS):
-                _set_timeout(self.timeout, group)
-
-    def _open_group(self, rendezvous_timeout: timedelta, problem: str) -> None:
         # By default each gloo group connects every pair of ranks: on 256 ranks, over a thousand sockets per rank.
         os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
         backend = "cuda:nccl" if self.device.type == "cuda" else "gloo"
         device_id = self.device if self.device.type == "cuda" else None
+        rank, size, parent = 0, 1, os.getppid() if self.env.has_launcher_parent else None
         if self.env.launcher == "single":
-            store, rank, size = cast(Store, HashStore()), 0, 1
+            store: Store = HashStore()
+            monitor = Monitor(store, rank, size, config)
         else:
             if self.env.launcher == "srun":
                 export_slurm_rendezvous()
             self.interface = choose_interface(self.env)
-            store, rank, size = join_store(rendezvous_timeout)
+            store, rank, size = join_store(timedelta(seconds=config.run.timeout_s))
             store = self._store = PrefixStore(f"meshtrainer/{next(_openings)}", store)
+            monitor = Monitor(store, rank, size, config, parent)
+            die_with_parent(False)  # from here on, the Monitor does this and reports it
             if self.device.type == "cuda" and self.env.local_world_size > torch.cuda.device_count():
                 # If two ranks saw the same GPU, NCCL would fail later with an unhelpful message.
                 uuid = str(torch.cuda.get_device_properties(self.device).uuid)
                 problem = problem or claim_gpu(store, rank, uuid, self.env.local_world_size)
-            agree_to_start(store, rank, size, rendezvous_timeout.total_seconds(), problem)
+            try:
+                wait_for_all(store, rank, size, config.run.timeout_s, problem)
+            except UserError:
+                monitor.close()
+                leave_store(store, rank, size)
+                raise
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=size, timeout=self.timeout, device_id=device_id
         )
+        return monitor
 
     def open_channel(self, timeout: timedelta) -> Channel:
         """Open a channel for another thread that communicates during training steps.  All ranks must call this.
@@ -175,7 +144,6 @@ class World(Channel):
         channel.connect()
         if self.size > 1:
             _set_timeout(timeout, channel.group)
-            self._groups_with_custom_timeout.add(channel.group)
         return channel
 
     def close_channel(self, channel: Channel) -> None:
@@ -185,10 +153,7 @@ class World(Channel):
         leave them open.
         """
         if self.size > 1:
-            self._groups_with_custom_timeout.discard(channel.group)
             dist.destroy_process_group(channel.group)
-
-    mesh_of, expert_mesh_of = Renamed("build_mesh"), Renamed("build_expert_mesh")
 
     def build_mesh(self, shape: MeshShape) -> DeviceMesh:
         """Create a mesh of the given shape, with axes (shard,), or (replicate, shard) for HSDP.
@@ -213,7 +178,7 @@ class World(Channel):
             del axes[REPLICATE]
         sizes, names = tuple(axes.values()), tuple(axes)
         mesh = init_device_mesh(self.device.type, sizes, mesh_dim_names=names)
-        self._register_groups(mesh, names)
+        self._set_timeouts(mesh, names)
         return mesh
 
     def split_mesh(self, mesh: DeviceMesh, num_inner: int) -> DeviceMesh:
@@ -223,14 +188,13 @@ class World(Channel):
         """
         if (mesh, num_inner) not in self._split_meshes:
             split = self._split_meshes[mesh, num_inner] = split_last_axis(mesh, num_inner)
-            self._register_groups(split, split.mesh_dim_names or ())
+            self._set_timeouts(split, split.mesh_dim_names or ())
         return self._split_meshes[mesh, num_inner]
 
-    def _register_groups(self, mesh: DeviceMesh, axes: Iterable[str]) -> None:
+    def _set_timeouts(self, mesh: DeviceMesh, axes: Iterable[str]) -> None:
         for axis in axes:
             # A mesh's groups do not inherit the timeout of the default group, but have torch's 30 minutes.
             _set_timeout(self.timeout, mesh.get_group(axis))
-            self._groups.append(mesh.get_group(axis))
 
     def create_context_group(self, num_ranks: int) -> str:
         """Create this rank's context-parallel group of `num_ranks` consecutive ranks; return its name for `exchange`.
@@ -241,7 +205,6 @@ class World(Channel):
         first = self.rank - self.rank % num_ranks
         ranks = list(range(first, first + num_ranks))
         group = dist.new_group(ranks, timeout=self.timeout, use_local_synchronization=True, group_desc=CONTEXT)
-        self._groups.append(group)
         return register_group(group, CONTEXT)
 
     def sum_on_device(self, value: torch.Tensor) -> torch.Tensor:
@@ -250,96 +213,39 @@ class World(Channel):
             dist.all_reduce(value)
         return value
 
-    def once(self, name: str, work: Callable[[], None]) -> None:
-        """Run `work` on the first rank that calls this; the others wait until it is done, for at most half a minute.
-
-        Uses no collective, because some ranks may never call this.  If `work` takes too long, only warns.
-        """
-        store, key = self.timed_store, f"meshtrainer/once/{name}"
-        if store is None:
-            work()
-            return
-        try:
-            if store.compare_set(key, "", str(self.rank)) == str(self.rank):
-                work()
-                store.set(f"{key}/done", "yes")
-            else:
-                store.wait(f"{key}/done", _ONCE_S)
-        except RuntimeError as error:  # the store is gone or the work took too long; it is not essential
-            print_stderr(f"warning: rank {self.rank}: {name}: {error}")
-
-    def announce_failure(self, error: BaseException) -> str | None:
-        """Announce this rank's failure to the others.  Returns the first failure if it was on another rank, or None.
-
-        Uses no collective, because the other ranks may be anywhere in their code.
-        """
-        if (store := self.timed_store) is None:
-            return None
-        if self._watch is not None:
-            self._watch.stop(wait=False)
-        is_from_peer = isinstance(error, PeerFailed)
-        message = str(error) if is_from_peer else f"rank {self.rank}: {type(error).__name__}: {error}"
-        dead = describe_dead_ranks(self._processes, _DEATH_S) if is_lost_connection(error) else ""
-        try:
-            first_failure = store.compare_set(FAILURE, "", dead or message)
-        except RuntimeError:  # the process that hosts the store is gone
-            first_failure = self.first_failure or dead or message
-        if first_failure == dead and self.env.launcher != "nproc":  # its launcher reports dead ranks itself
-            self.once("death", lambda: print_stderr(f"error: {dead}"))  # print it on one rank only
-        self.first_failure = None if first_failure == message else first_failure
-        return self.first_failure
-
-    def remember_failure(self) -> None:
-        """Fetch the failure that another rank has announced, while the store still exists.
-
-        If rank 0 hosts the store and exits first, the main thread of this rank fails with a misleading error.
-        """
-        if (store := self.timed_store) is not None:
-            with contextlib.suppress(RuntimeError):
-                self.first_failure = store.get(FAILURE)
-
-    def leave_store(self) -> None:
-        """Stop using the store, before all ranks exit because of the same user error.
-
-        Rank 0, which may host the store, waits briefly for the others, because torch prints a page of C++ frames on
-        each rank that uses a store that is gone.
-        """
-        if self._watch is not None:
-            self._watch.stop()
-        if self._store is None:
-            return
-        deadline = time.monotonic() + _LEAVE_S
-        with contextlib.suppress(RuntimeError):
-            num_left = self._store.add("meshtrainer/left_store", 1)
-            while self.rank == 0 and num_left < self.size and time.monotonic() < deadline:
-                time.sleep(0.02)
-                num_left = self._store.add("meshtrainer/left_store", 0)
-
     def close(self) -> None:
         """Wait for all ranks, then destroy the process group if it was opened here."""
-        if self._watch is not None:
-            self._watch.stop()
+        self.monitor.close()
         if dist.is_initialized() and self.owns_group:
             self.barrier()
-        self._destroy_group()
+        self.destroy_group()
+
+    def leave(self) -> None:
+        """Stop using the store and the process group, because all ranks end with the same user error."""
+        self.monitor.close()
+        if self._store is not None:
+            leave_store(self._store, self.rank, self.size)
+        self.destroy_group()
 
     @contextlib.contextmanager
-    def closing_on_user_error(self) -> Iterator[None]:
-        """If the block raises a UserError, as it then does on all ranks, destroy the group if it was opened here.
+    def building(self) -> Iterator[None]:
+        """If the block, which builds a part of the Trainer, raises an exception, leave the other ranks.
 
-        After any other error, other ranks may be anywhere in their code, so only a run of one process does this.
+        All ranks raise a UserError; any other exception is announced to them.
         """
         try:
             yield
+        except UserError:
+            self.leave()
+            raise
         except BaseException as error:
-            if isinstance(error, UserError) or self.size == 1:
-                self.leave_store()
-                self._destroy_group()
+            self.monitor.fail(error)
+            if self.size == 1:
+                self.destroy_group()
             raise
 
-    def _destroy_group(self) -> None:
-        if self in _worlds:
-            _worlds.remove(self)  # it would keep alive the Trainer, which listens for failures
+    def destroy_group(self) -> None:
+        """Destroy the process group, if it was opened here.  Not collective."""
         if dist.is_initialized() and self.owns_group:
             dist.destroy_process_group()
             _forget_meshes()
@@ -360,29 +266,8 @@ def _forget_meshes() -> None:
         torch._C._clear_DTensor_sharding_propagator_cache()
 
 
-def leave_store() -> None:
-    """Call `leave_store` on the latest open World, if any, even if its Trainer does not exist yet."""
-    if _worlds:
-        _worlds.pop().leave_store()
-
-
-_worlds: list[World] = []
-"""Worlds with a store that this process has opened but not closed."""
-
-_LEAVE_S = 2.0
-"""Longest time that rank 0 waits for the others in `leave_store`."""
-
 _openings = itertools.count()
 """Numbers the process groups that this process opens, so that each gets its own prefix in the store."""
-
-_DEATH_S = 1.0
-"""Longest time between the closing of a dying rank's connections and its death."""
-
-_ONCE_S = 30.0
-"""Longest time that ranks wait for another rank in `once`."""
-
-_DEFAULT_TIMEOUTS = (timedelta(minutes=30), timedelta(minutes=10))
-"""torch's default timeouts: gloo and NCCL."""
 
 
 def _set_timeout(timeout: timedelta, group: dist.ProcessGroup) -> None:
@@ -515,11 +400,11 @@ def _too_few_gpus(ranks: int, num_gpus: int, details: str = "") -> UserError:
 
 
 # ---------------------------------------------------------------------------------------------------------------
-# Rendezvous: all ranks join a store, where they decide whether to start, before a collective can hang
+# Rendezvous: all ranks join a store, where they learn of each other's problems before a collective can hang
 
 
-_READ_DECISION_S = 5.0
-"""Longest time that rank 0, which may host the store, waits for the others to read the decision to stop."""
+_READ_S = 2.0
+"""Longest time that rank 0, which may host the store, waits for the others to leave it."""
 
 
 @functools.cache
@@ -529,71 +414,39 @@ def join_store(timeout: timedelta) -> tuple[Store, int, int]:
     Callers must use a new prefix for each process group, because group names repeat, and a rank that read the address
     of an earlier group would hang.
     """
-    joined: list[tuple[Store, int, int]] = []
-    errors: list[BaseException] = []
-
-    def rendezvous() -> None:
-        try:
-            joined.append(next(dist.rendezvous("env://", timeout=timeout)))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=rendezvous, name="rendezvous", daemon=True)
-    thread.start()
-    while thread.is_alive():  # in a thread, so that this one handles signals
-        thread.join(0.2)
-        if stop_is_requested_early():
-            _exit_before_start(should_announce=True)
-    if errors:
-        raise errors[0]
-    return joined[0]
+    return next(dist.rendezvous("env://", timeout=timeout))
 
 
-_GO, _STOP = "go", "stop"
-_PROBLEM, _DECISION = "start/problem", "start/decision"
-
-
-def agree_to_start(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
-    """Wait until all ranks have joined.  If one of them is asked to stop before then, all exit with code 75.
-
-    Opening a process group does not react to signals, and ranks would wait until the timeout for one that has exited.
-    So they decide in the store, where the first decision wins: the last rank to join writes "go", and a rank that is
-    asked to stop writes "stop".
+def wait_for_all(store: Store, rank: int, size: int, timeout_s: float, problem: str = "") -> None:
+    """Wait until all ranks have joined.
 
     problem: the message of a user error on this rank, or "".  All ranks raise UserError with the first one.
+
+    Raises TrainingFailed if a rank has not joined in time.
     """
     if problem:
-        store.compare_set(_PROBLEM, "", problem)
-    is_last = store.add("start/joined", 1) == size
-    deadline, pause_s = time.monotonic() + timeout_s, 0.002
-    while not store.check([_DECISION]):
-        if stop_is_requested_early():
-            store.compare_set(_DECISION, "", _STOP)
-        elif is_last:
-            store.compare_set(_DECISION, "", _GO)
-        elif time.monotonic() > deadline:
-            raise TrainingFailed(f"rank {rank}: not all of {size} ranks joined within run.timeout_s={timeout_s:g}")
-        else:
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.05)
-    if store.get(_DECISION).decode() == _STOP:
-        _wait_until_all_have_read(store, rank, size)
-        _exit_before_start(should_announce=rank == 0)
-    if store.check([_PROBLEM]):
-        message = store.get(_PROBLEM).decode()
-        _wait_until_all_have_read(store, rank, size)
-        raise UserError(message)
+        store.compare_set("start/problem", "", problem)
+    if store.add("start/joined", 1) == size:
+        store.set("start/complete", "yes")
+    try:
+        store.wait(["start/complete"], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        missing = size - store.add("start/joined", 0)
+        rule = f"{missing} of {size} ranks have not joined within run.timeout_s={timeout_s:g}"
+        raise TrainingFailed(f"rank {rank}: {rule}") from error
+    if store.check(["start/problem"]):
+        raise UserError(store.get("start/problem").decode())
 
 
-def _wait_until_all_have_read(store: Store, rank: int, size: int) -> None:
-    """On rank 0, which may host the store, wait until the other ranks have read the decision."""
-    store.add("start/have_read", 1)
-    deadline = time.monotonic() + _READ_DECISION_S
-    while rank == 0 and store.add("start/have_read", 0) < size and time.monotonic() < deadline:
-        time.sleep(0.02)
+def leave_store(store: Store, rank: int, size: int) -> None:
+    """Stop using the store, before all ranks exit because of the same user error.
 
-
-def _exit_before_start(should_announce: bool) -> NoReturn:
-    if should_announce:
-        print_stderr("stopped before all ranks had joined")
-    os._exit(EXIT_STOPPED)
+    Rank 0, which may host the store, waits briefly for the others, because torch prints a page of C++ frames on each
+    rank that uses a store that is gone.
+    """
+    deadline = time.monotonic() + _READ_S
+    with contextlib.suppress(RuntimeError):
+        num_left = store.add("start/left", 1)
+        while rank == 0 and num_left < size and time.monotonic() < deadline:
+            time.sleep(0.02)
+            num_left = store.add("start/left", 0)

@@ -18,6 +18,7 @@ from torch import nn
 from trainer.data.transfer import prefetch_to_device
 from trainer.distributed.exchange import gather_parts
 from trainer.distributed.world import World
+from trainer.hooks import Hook
 from trainer.sequence import current_slices
 
 BALANCE = "balance"
@@ -243,7 +244,7 @@ def _count_choices(
     return total_LE
 
 
-class ExpertBalance:
+class ExpertBalance(Hook):
     """Runs after each optimizer step: updates the biases of a model's `TopKExperts` modules, keeps the step's choices
     for the next one, and logs the load of the experts.
 
@@ -262,7 +263,7 @@ class ExpertBalance:
         self._biases = [m.bias for m in model.modules() if isinstance(m, TopKExperts) and m.bias is not None]
 
     @torch.no_grad()
-    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
+    def after_update(self, is_finite: torch.Tensor | None) -> None:
         """Process a finished step; it was skipped if the scalar `is_finite` is false.  No host sync.
 
         Collective: one all-reduce of an integer per layer and expert, unless the loss has summed them already.

@@ -51,6 +51,11 @@ class RunFolder:
             self._locks.append(FolderLock(elsewhere, "checkpoint.dir"))
 
     @property
+    def checkpoints(self) -> Path:
+        """The default folder for checkpoints."""
+        return self.path / "checkpoints"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.config import RunConfig
-from trainer.distributed import stop_request
-from trainer.distributed.dead_ranks import describe_killed_ranks
 from trainer.distributed.environment import LAUNCHER_PID_VARIABLE, NPROC_VARIABLE, Environment
 from trainer.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED, EXIT_USER_ERROR, print_stderr
 from trainer.lifecycle.folder import read_status, record_end
 from trainer.metrics.record import last_step
+from trainer.stopping import STOP_SIGNALS, stop
 
 if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
     from torch.distributed.launcher.api import LaunchConfig
 
 
@@ -41,8 +41,9 @@ def spawn(nproc: int, arguments: Sequence[str], config: RunConfig) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
 
-    for name in ("torch.distributed.elastic", "torch.distributed.launcher"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report their own errors
+    for name in list(logging.root.manager.loggerDict):
+        if name.startswith(("torch.distributed.elastic", "torch.distributed.launcher")):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # the workers report their own errors
     os.environ[NPROC_VARIABLE] = str(nproc)
     os.environ[LAUNCHER_PID_VARIABLE] = str(os.getpid())
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # each rank sets its number of threads later
@@ -53,14 +54,12 @@ def spawn(nproc: int, arguments: Sequence[str], config: RunConfig) -> int:
     def interrupt(number: int, frame: object) -> NoReturn:
         raise SignalException(f"asked to stop by {signal.Signals(number).name}", signal.Signals(number))
 
-    request = stop_request.take_stop_request()
-    request.disable_immediate_stop()  # this process must outlive its workers, which may be saving
     try:
-        # Until the launcher installs its own handlers, in `elastic_launch`.
-        for number in stop_request.caught_signals():
+        # From here on, this process must outlive its workers, which may be saving.  These handlers are in place until
+        # the launcher installs its own, in `elastic_launch`.
+        for number in _heeded_signals():
             signal.signal(number, interrupt)
-        if request.reason() is not None:
-            return EXIT_STOPPED  # the signal came while torch was being imported
+        stop.uninstall()
         elastic_launch(launch, sys.executable)(*arguments)
     except ChildFailedError as error:
         codes = {failure.exitcode for failure in error.failures.values()}
@@ -92,8 +91,43 @@ def _launch_config(nproc: int) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
         # An unhandled SIGUSR1 would kill the launcher and orphan the ranks.  Signals that nohup ignores stay ignored.
-        signals_to_handle=",".join(number.name for number in stop_request.caught_signals()),
+        signals_to_handle=",".join(number.name for number in _heeded_signals()),
     )
+
+
+def _heeded_signals() -> list[signal.Signals]:
+    """Return the signals that ask a run to stop, without those that this process was started with ignored."""
+    return [number for number in STOP_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+
+
+def describe_killed_ranks(failures: Mapping[int, ProcessFailure]) -> str:
+    """Describe which ranks were killed first, and by which signals; "" if none were, or only by the launcher.
+
+    failures: for each rank, how its process ended, according to the launcher.  A negative exit code is a signal, as in
+        `subprocess`.
+    """
+    first_death = min((failure.timestamp for failure in failures.values()), default=0)
+    # Later deaths do not count: the launcher kills ranks that do not exit, with SIGTERM first.
+    killed = {
+        rank: failure
+        for rank, failure in sorted(failures.items())
+        if failure.exitcode < 0 and failure.timestamp <= first_death + 1
+    }
+    by_others = {rank: failure for rank, failure in killed.items() if failure.exitcode != -signal.SIGTERM}
+    if not by_others and len(killed) < len(failures):
+        return ""
+    reported = list((by_others or killed).items())
+    messages = [_describe_death(rank, failure) for rank, failure in reported[:_MAX_NAMED]]
+    return "; ".join([*messages, *([f"and {len(reported) - _MAX_NAMED} more"] if len(reported) > _MAX_NAMED else [])])
+
+
+_MAX_NAMED = 4
+"""Maximum number of dead ranks to name."""
+
+
+def _describe_death(rank: int, failure: ProcessFailure) -> str:
+    reason = "; the kernel does this if the host runs out of memory" if failure.exitcode == -signal.SIGKILL else ""
+    return f"rank {rank} (process {failure.pid}) was killed by {failure.signal_name()}{reason}"
 
 
 def _set_shutdown_timeout() -> None:

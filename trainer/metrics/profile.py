@@ -18,14 +18,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from trainer.config import RunConfig
+from trainer.distributed.monitor import Monitor
 from trainer.files import atomic_replace
-from trainer.metrics.callbacks import Callback
+from trainer.hooks import Hook
 from trainer.metrics.record import Record
 from trainer.metrics.time_breakdown import KINDS, PHASE, STEP_PREFIX, Timeline, find_events
 from trainer.metrics.writers import Metrics, warn
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.watchdog import Watchdog
+    from trainer.metrics.step_metrics import Update
 
 _MAX_ALLOCATIONS = 100_000
 """Maximum number of allocations and frees in a memory snapshot, the same as in torchtitan."""
@@ -33,7 +34,7 @@ _PHASE_THREAD_ID = 2**31 - 1
 """Thread ID under which the trace shows the phases; no such thread exists."""
 
 
-class Profile(Callback):
+class Profile(Hook):
     """Profiles the steps of `log.profile_steps` on rank 0 and on the ranks in `log.profile_ranks`.
 
     It records nothing in other steps or on other ranks.  It calls no collectives.  While one rank writes its profile,
@@ -43,16 +44,14 @@ class Profile(Callback):
     never finish its queued work.
     """
 
-    def __init__(
-        self, config: RunConfig, rank: int, device: torch.device, metrics: Metrics, watchdog: Watchdog
-    ) -> None:
+    def __init__(self, config: RunConfig, rank: int, device: torch.device, metrics: Metrics, monitor: Monitor) -> None:
         self._config, self._rank, self._device, self._metrics = config, rank, device, metrics
-        self._watchdog = watchdog
+        self._monitor = monitor
         self._first, self._last = config.log.profile_steps or (0, -1)
         self._is_profiled_rank = rank in (0, *config.log.profile_ranks)
         self._recording: _Recording | None = None
 
-    def start_note(self, step: int) -> str:
+    def note(self, step: int) -> str:
         """Return a note to print at the start if this run will write no profile or no memory snapshot, otherwise "".
 
         step: the last completed step, from which the run continues.
@@ -66,7 +65,7 @@ class Profile(Callback):
             return f"{setting}: no profile, because the run ends earlier, at step {self._config.train.steps}"
         return f"{setting}: trace only; memory snapshots need CUDA" if self._device.type != "cuda" else ""
 
-    def end_loop(self, has_failed: bool) -> None:
+    def close(self, has_failed: bool) -> None:
         self._finish(has_failed)
 
     def begin_step(self, step: int) -> None:
@@ -78,7 +77,7 @@ class Profile(Callback):
         if self._recording is not None:
             self._recording.begin(step)
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, update: Update) -> None:
         """End the range of the step.  After the last profiled step, write the profile."""
         if self._recording is not None:
             self._recording.end()
@@ -92,7 +91,7 @@ class Profile(Callback):
             warn("log.profile_steps: no profile, because another profiler is already running")
             self._is_profiled_rank = False
             return
-        with self._watchdog.during("profile"):
+        with self._monitor.during("profile"):
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)  # keep earlier kernels out of the profile
             try:
@@ -101,16 +100,16 @@ class Profile(Callback):
                 warn(f"log.profile_steps: the profiler cannot start: {error}")
                 self._is_profiled_rank = False
                 return
-        self._watchdog.observers.append(self._recording.enter_phase)
+        self._monitor.observers.append(self._recording.enter_phase)
 
     def _finish(self, has_failed: bool = False) -> None:
         if self._recording is None:
             return
         recording, self._recording = self._recording, None
-        self._watchdog.observers.remove(recording.enter_phase)
+        self._monitor.observers.remove(recording.enter_phase)
         if threading.get_ident() != recording.thread:
             return  # a generator was finalized on another thread, which cannot stop the profiler
-        with self._watchdog.during("profile"):
+        with self._monitor.during("profile"):
             try:
                 record = recording.write(self._config.run_dir / "profile", self._rank, has_failed)
             except (OSError, RuntimeError, ValueError) as error:

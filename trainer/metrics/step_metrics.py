@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import torch
 
+from trainer.config import RunConfig
 from trainer.data.loader import TrainLoader
 from trainer.data.source import Source
 from trainer.data.transfer import HostScalars, stack_scalars
@@ -28,9 +29,12 @@ from trainer.distributed.world import World
 from trainer.errors import TrainingFailed, UserError
 from trainer.metrics.devices import find_device
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, Record
+from trainer.metrics.stop_criterion import StopCriterion
 
 if TYPE_CHECKING:
-    from trainer.lifecycle.assembly import TrainingRun
+    from trainer.lifecycle.state import TrainState
+    from trainer.metrics.writers import Metrics
+    from trainer.plan.forecast import Forecast
 
 
 class Update:
@@ -98,13 +102,21 @@ class _QueuedStep:
 class StepMetrics:
     """Times each step, counts applied and skipped steps, and writes their records.  Runs identically on all ranks."""
 
-    def __init__(self, run: TrainingRun, loader: object) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World,
+        state: TrainState,
+        metrics: Metrics,
+        stop_criterion: StopCriterion,
+        forecast: Forecast,
+        loader: object,
+    ) -> None:
         """`loader`: the training loader; epochs are recorded only for a TrainLoader."""
-        self._config, self._world, self._state, self._metrics = run.config, run.world, run.state, run.metrics
-        self._skips, self._watchdog, self._checkpoints = run.state.skips, run.watchdog, run.checkpoints
-        self._callbacks, self._forecast, self._loader = run.callbacks, run.forecast, loader
-        self.stop_criterion = run.stop_criterion
-        self.reads_late = run.world.device.type != "cpu"
+        self._config, self._world, self._state, self._metrics = config, world, state, metrics
+        self._skips, self._forecast, self._loader = state.skips, forecast, loader
+        self.stop_criterion = stop_criterion
+        self.reads_late = world.device.type != "cpu"
         """Whether a step's numbers are usually read only after the next step has been queued; the same on all ranks."""
         self.productive_s = 0.0
         """Total duration of all steps that were not skipped, in seconds."""
@@ -112,9 +124,6 @@ class StepMetrics:
         """Seconds that the last measured step took; 0 for the first step of a loop, which compiles and allocates."""
         self.evaluated_step: int | None = None
         """The step of the last evaluation."""
-        self.is_saved_after: Callable[[int], bool] = lambda step: False
-        """Returns whether a checkpoint is saved after a given step."""
-        self._latest: Update | None = None
         self._last_measured: Update | None = None
         self._has_named_empty_step = False
         self._last_end = 0.0
@@ -122,7 +131,7 @@ class StepMetrics:
         self.pending: _QueuedStep | None = None
         """The step that has not been counted yet, if any."""
         train_fields, eval_fields = ((*fields, *self._epochs()) for fields in (TRAIN_FIELDS, EVAL_FIELDS))
-        self._train_sums, self._eval_sums = LoggedSums(run.world, train_fields), LoggedSums(run.world, eval_fields)
+        self._train_sums, self._eval_sums = LoggedSums(world, train_fields), LoggedSums(world, eval_fields)
         self._current_sums = self._train_sums
         """The sums that `log` adds to."""
         self.restart()
@@ -137,33 +146,26 @@ class StepMetrics:
 
     # -- one step ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
-        """Measure one step.  Inside the block, call `take_micro_batches`, and finish the step with `record`."""
-        step = self._state.step + 1
-        self._checkpoints.begin_step(step)
-        for callback in self._callbacks:
-            callback.begin_step(step)
-        self._started = time.perf_counter()
-        yield
-        for callback in reversed(self._callbacks):
-            callback.end_step(step)
-        self._checkpoints.end_step(step)
-
     def take_micro_batches(self, batches: Iterator[Any], count: int) -> list[Any]:
-        """Return the `count` micro-batches of the step.  Raises TrainingFailed if the loader is exhausted."""
+        """Start to measure a step, and return its `count` micro-batches.  Raises TrainingFailed if the loader ends."""
+        self._started = time.perf_counter()
         micro_batches = list(islice(batches, count))
         if len(micro_batches) < count:
             raise TrainingFailed(f"step {self._state.step + 1}: the loader from build_loader ended; it must be endless")
         self._data_s = time.perf_counter() - self._started
-        self._watchdog.enter("forward")
         return micro_batches
 
-    def record(self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool) -> Record:
+    def record(
+        self, update: Update, lr: float, flops_per_token: Callable[[], float], is_last: bool, is_followed: bool
+    ) -> Record:
         """Finish the step that the state has just counted, and return its record.
 
         If a record is due, it is also written; with `reads_late`, usually only once the next step has been queued.
         `flops_per_token` walks all of the model's modules, so it is called only when `mfu` is read.
+
+        is_last: whether the run stops after this step; the number of steps and early stopping are known here.
+        is_followed: whether an evaluation or a save follows, which is timed by itself: this step is then finished
+            first, so that its time does not include it and its record is written before.
 
         Collective if a record is due: one small CPU all-reduce, plus those of `LoggedSums.take`.  Raises TrainingFailed
         on all ranks after too many consecutive skipped steps.
@@ -174,7 +176,6 @@ class StepMetrics:
         self.finish_pending_step()
         is_profiled = self._config.log.profiles(step)
         queued = self.pending = _QueuedStep(update, step, self._started, self._data_s, is_profiled)
-        self._latest = update
         logged: Fields = {}
         if is_due:  # communicate while the device is busy
             values = (peak_memory_gib(self._world.device), *self._train_sums.flags())
@@ -183,9 +184,7 @@ class StepMetrics:
         record = self._train_record(queued, lr, flops_per_token, logged)
         queued.record, queued.host_ended_at = record if is_due else None, time.perf_counter()
         self._metrics.progress(step)
-        # Evaluation and saving are timed separately: finish this step first, so that their times do not include it and
-        # its record is written before theirs.
-        if is_first_or_last or not self.reads_late or self._config.eval.is_due(step) or self.is_saved_after(step):
+        if is_first_or_last or is_followed or not self.reads_late:
             self.finish_pending_step()
         return record
 
@@ -219,8 +218,6 @@ class StepMetrics:
         self._measure(queued)
         update = queued.update
         self.productive_s += queued.seconds * (not update.skipped)
-        for callback in self._callbacks:
-            callback.after_reading(update.grad_norm)
         self._skips.count(update.loss, update.grad_norm, queued.step, update.is_empty)
         if update.is_empty and not self._has_named_empty_step:
             self._has_named_empty_step = True
@@ -233,11 +230,6 @@ class StepMetrics:
             if not update.is_empty:
                 self.stop_criterion.add_train_record(queued.record)
             self._timer = StepTimer()
-
-    @property
-    def grad_norm(self) -> float:
-        """Gradient norm of the last step before clipping.  Waits for the device."""
-        return math.nan if self._latest is None else self._latest.grad_norm
 
     def discard_pending_step(self) -> None:
         """After loading an earlier checkpoint, drop the pending step and the fields logged for the next record."""

@@ -15,10 +15,11 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from trainer.hooks import Hook
 from trainer.model.parameters import local
 
 
-class WeightAverage:
+class WeightAverage(Hook):
     """The exponential moving average of a model's trainable parameters.  With a decay of 0, it averages nothing."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float, use_for_eval: bool = True) -> None:
@@ -40,7 +41,7 @@ class WeightAverage:
         """Whether a step has set the average."""
 
     @torch.no_grad()
-    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
+    def after_update(self, is_finite: torch.Tensor | None) -> None:
         """Update the average with the current weights, unless the scalar `is_finite` is false.
 
         `is_finite` is None if the step was not checked.  The first call always copies the weights.  No

@@ -188,16 +188,16 @@ class _CollectiveCounter(Watcher):
                 self.counts[Collective(work.operation, work.axis, num_ranks, work.num_bytes)] += count * self._repeats
 
 
-_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 7 * 8
-"""Sizes of the all-reduces of the gradient norm, the loss, and the votes (`StepSync.all_reduce`)."""
+_NORM_BYTES, _LOSS_BYTES, _MESSAGE_BYTES = 4, 8, 6 * 8
+"""Sizes of the all-reduces of the gradient norm, the loss, and what the ranks agree on (`Trainer.agree`)."""
 
 
 def collectives_of(trace: Trace, layout: Layout, num_micro_batches: int) -> Counter[Collective]:
     """Return the number of times that a step issues each kind of collective.
 
     These are the collectives of FSDP and of context and expert parallelism; the training step's three small all-reduces
-    (the votes, through host memory; the squared gradient norm over the shard axis; the loss over all ranks); the
-    all-reduce of the expert counts; and those of Muon, with the sizes that rank 0 receives.
+    (what the ranks agree on, through host memory; the squared gradient norm over the shard axis; the loss over all
+    ranks); the all-reduce of the expert counts; and those of Muon, with the sizes that rank 0 receives.
     """
     watcher = _CollectiveCounter(layout)
     Step(trace, layout, num_micro_batches, watcher).run()

@@ -231,21 +231,20 @@ class Forecast:
         return lines
 
     def explain(self, error: BaseException) -> None:
-        """If `error` is an out-of-memory error, explain it on one rank: the plan, and settings that would fit.
+        """If `error` is an out-of-memory error, explain it: the plan, and settings that would fit.
+
+        Called on the rank whose failure was the first.
 
         If there are several ranks, the explanation is printed at once, since another rank's failure may end this
         process at any moment.  Otherwise it becomes a note, which Python (3.11 or later) prints below the traceback.
-        Every rank with such an error writes its traceback to a file in the run's folder.
+        The traceback goes to a file in the run's folder.
         """
         if is_out_of_memory(error):
             traceback_place = self._write_traceback(error)
             report = print_stderr if self._world.size > 1 else getattr(error, "add_note", print_stderr)
 
-            def report_parts() -> None:
-                for text in self._explanation(error, traceback_place):
-                    report(text)
-
-            self._world.once("explain", report_parts)
+            for text in self._explanation(error, traceback_place):
+                report(text)
 
     def _write_traceback(self, error: BaseException) -> str:
         path = self._config.run_dir / f"traceback_rank{self._world.rank}.txt"

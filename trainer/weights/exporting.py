@@ -9,7 +9,6 @@ import glob
 import json
 import os
 import re
-import tempfile
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from trainer.config.pretrained import (
 )
 from trainer.config.rules import CHATML, CHATML_TEMPLATE
 from trainer.errors import UserError, setting_error
-from trainer.files import parse_json, sync_folder, writing_to
+from trainer.files import parse_json, sync_folder, temporary_folder, writing_to
 from trainer.model.head import is_score_name
 from trainer.model.network import HuggingFaceNames, replace_head
 from trainer.recipe import Recipe, Stacked, Transposed
@@ -103,12 +102,12 @@ def _unpack(state: Mapping[str, Any]) -> dict[str, bytes]:
 @contextmanager
 def as_temporary_folder(files: Mapping[str, bytes]) -> Iterator[Path]:
     """Write files, given as contents by name, to a temporary folder; yield it, and delete it after the block."""
-    with tempfile.TemporaryDirectory() as name:
+    with temporary_folder() as folder:
         for relative, data in files.items():
-            file = Path(name) / relative
+            file = folder / relative
             file.parent.mkdir(exist_ok=True)
             file.write_bytes(data)
-        yield Path(name)
+        yield folder
 
 
 @contextmanager

@@ -38,7 +38,6 @@ from trainer.data.chat.formats import REASONING_KEYS, BadChat, Completion, Conve
 from trainer.data.chat.template import ChatTemplate, RenderedChat
 from trainer.data.chat.tokenizer import QUOTE, ChatTokenizer
 from trainer.data.chat.turn_ends import TurnEnds, common_length, without_end_error
-from trainer.stopping import raise_if_stop_requested
 
 
 @dataclass(frozen=True)
@@ -199,7 +198,6 @@ class Encoder:
         is_in_turn, has_untagged_turn = np.zeros(len(ids), bool), False
         needed_chars = len(full.text) if max_tokens is None or len(ids) <= max_tokens else int(spans[max_tokens, 0])
         for turn in self._turns(prepared):
-            raise_if_stop_requested()
             turn_spans = self._message_spans(template, prepared, full, turn)
             has_untagged_turn |= not turn_spans
             for start, end in turn_spans:

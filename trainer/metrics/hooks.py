@@ -1,8 +1,7 @@
-"""The callback base class and the small built-in callbacks.  A callback implements an optional feature of a run.
+"""The hooks that log the norms of each FSDP unit, generate samples and schedule garbage collection.
 
-The callbacks here log the norms of each FSDP unit, generate samples and schedule garbage collection.  The profiling
-callback is in `profile.py`, and the watchdog is in `lifecycle/watchdog.py`.  `loss_by_source`, which is not a callback,
-logs the loss of each source in a mixture.
+The profiling hook is in `profile.py`.  `loss_by_source`, which is not a hook, logs the loss of each source in a
+mixture.
 """
 
 from __future__ import annotations
@@ -27,57 +26,15 @@ from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids, prompt_token
 from trainer.data.tokenizer import find_tokenizer
 from trainer.data.transfer import HostScalars
 from trainer.distributed.world import World
+from trainer.hooks import Hook
 from trainer.loss import IGNORE, row_losses
 from trainer.metrics.record import Record
-from trainer.metrics.step_metrics import Amount
+from trainer.metrics.step_metrics import Amount, Update
 from trainer.metrics.writers import Metrics
 from trainer.model.parameters import local
 from trainer.model.sample import Sampling, generate_batch
 from trainer.model.units import ShardUnit, parameters_by_unit
 from trainer.optim.ema import WeightAverage
-
-
-class Callback:
-    """An optional feature of a run.  Its hooks do nothing unless they are overridden.
-
-    Callbacks never decide whether the run saves, evaluates or stops; `Trainer.fit` does.  All ranks have the same
-    callbacks in the same order and call them at the same points, so hooks may be collective.  The exceptions are
-    `end_fit` and `end_loop`, which a failed rank calls without the others.  `end_` hooks are called in reverse order.
-    """
-
-    def start_note(self, step: int) -> str:
-        """Return a note to print when the run starts, or an empty string.  step: the last completed step; 0 if none."""
-        return ""
-
-    def begin_fit(self) -> None:
-        """Called when `Trainer.fit` starts, but not in a custom loop over `Trainer.steps`."""
-
-    def end_fit(self) -> None:
-        """Called when `Trainer.fit` ends, even with an exception.  Must not be collective.
-
-        Not called if the `begin_fit` of any callback has raised an exception.
-        """
-
-    def begin_step(self, step: int) -> None:
-        """Called when `step` starts, before its micro-batches are taken from the loader."""
-
-    def end_step(self, step: int) -> None:
-        """Called when the host has queued all work of `step`; a GPU may still be running it."""
-
-    def after_reading(self, grad_norm: float) -> None:
-        """Called when a step's gradient norm has reached the host, which may be while later steps are running."""
-
-    def after_evaluation(self, step: int) -> None:
-        """Called after an evaluation that was not aborted, within the watchdog's `evaluate` phase."""
-
-    def end_loop(self, has_failed: bool) -> None:
-        """Called when a loop over `Trainer.steps` ends.  Must not be collective.
-
-        The loop ends after the last step, when the caller leaves it early, or with an exception in `steps` itself
-        (`has_failed`).  An exception in the body of the caller's loop counts as leaving early, because a generator
-        cannot tell the two apart.
-        """
-
 
 _HISTORY, _MIN_HISTORY = 100, 20
 """Number of steps whose median is the usual gradient norm: at most, and at least."""
@@ -125,12 +82,11 @@ class NormWatch:
         return alarm
 
 
-class UnitNorms(Callback):
+class UnitNorms(Hook):
     """Logs the gradient norm and the weight norm of each FSDP unit every `log.norms_every` steps.
 
     Also names the unit that dominates the global norm, once for each unit, when that norm is unusually large.  In other
     steps, nothing is computed.  Where norms are computed, the host waits for the device only at the end of the step.
-    `after_step` is also one of the optimizer's step listeners, so that it is called before the gradients are freed.
     """
 
     def __init__(
@@ -140,32 +96,29 @@ class UnitNorms(Callback):
         units: Sequence[ShardUnit],
         mesh: DeviceMesh,
         metrics: Metrics,
-        grad_norm: Callable[[], float],
         max_norm: float | None = None,
     ) -> None:
-        """`grad_norm()` returns the global gradient norm, before clipping, of the step that has just ended.
-
-        max_norm: `optim.max_grad_norm`.
-        """
+        """`max_norm`: `optim.max_grad_norm`."""
         self._log, self._mesh, self._metrics = log, mesh, metrics
         self._parameters = parameters_by_unit(model, units)
-        self._grad_norm = grad_norm
         self._is_due = False
         self._watch, self._alarm = NormWatch(max_norm), ""
         """What is unusual about the norms of the last steps; empty if nothing is."""
         self._named: set[str] = set()
         """The units that have been named."""
+        self._num_late = 0 if mesh.device_type == "cpu" else 1
+        self._unread: deque[Update] = deque()
+        """The last steps, whose norms have not been examined: that of the very last one may still be on the device."""
         self._pending: HostScalars | None = None
         """Squared norms that the device is computing; None unless this step needs them."""
 
     def begin_step(self, step: int) -> None:
+        while len(self._unread) > self._num_late:
+            self._watch.add(self._unread.popleft().grad_norm)
         self._is_due = self._log.norms_every > 0 and step % self._log.norms_every == 0
         self._alarm = self._watch.take_alarm() if len(self._parameters) >= _MIN_UNITS else ""
 
-    def after_reading(self, grad_norm: float) -> None:
-        self._watch.add(grad_norm)
-
-    def after_step(self, is_finite: torch.Tensor | None = None) -> None:
+    def after_update(self, is_finite: torch.Tensor | None) -> None:
         """If norms are due or examined in this step, start computing them: one all-reduce over the `shard` axis."""
         if self._is_due or self._alarm:
             self._pending = HostScalars(*self._squared_norms())
@@ -181,8 +134,9 @@ class UnitNorms(Callback):
             dist.all_reduce(squares, group=self._mesh.get_group(self._mesh.ndim - 1))
         return list(squares.unbind())
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, update: Update) -> None:
         """If norms were computed in this step, wait for the device, write their record and name a dominant unit."""
+        self._unread.append(update)
         if self._pending is None:
             return
         norms, self._pending = [math.sqrt(square) for square in self._pending.read()], None
@@ -193,7 +147,7 @@ class UnitNorms(Callback):
         if not self._is_due:
             return
         # Clipping scales all gradients by the same factor, so this undoes it.
-        scale = self._grad_norm() / clipped_norm if clipped_norm else 1.0
+        scale = update.grad_norm / clipped_norm if clipped_norm else 1.0
         self._metrics.write(
             Record(
                 kind="norms",
@@ -227,7 +181,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device) -> to
     return torch.stack(norms).to(device).square().sum()
 
 
-class Samples(Callback):
+class Samples(Hook):
     """Completes `log.prompts`, or replies to them if the run trains on chats.
 
     The seed is fixed, so that samples from different steps are comparable.
@@ -283,7 +237,7 @@ class Samples(Callback):
             self._metrics.write(Record(kind="sample", step=step, prompt=prompt, text=text))
 
 
-class GarbageCollection(Callback):
+class CollectGarbage(Hook):
     """Collects garbage at the same steps on all ranks, since a collection on one rank delays all others.
 
     every: steps between collections of the two younger generations.
@@ -294,21 +248,22 @@ class GarbageCollection(Callback):
         self.every, self.full_every = every, full_every
         self._is_active = False
 
-    def begin_fit(self) -> None:
-        self._is_active = True
-        gc.collect()
-        gc.disable()
+    def begin_step(self, step: int) -> None:
+        if not self._is_active:
+            self._is_active = True
+            gc.collect()
+            gc.disable()
 
-    def end_step(self, step: int) -> None:
+    def end_step(self, step: int, update: Update) -> None:
+        if step % self.full_every == 0:
+            gc.collect()
+        elif step % self.every == 0:
+            gc.collect(1)
+
+    def close(self, has_failed: bool) -> None:
         if self._is_active:
-            if step % self.full_every == 0:
-                gc.collect()
-            elif step % self.every == 0:
-                gc.collect(1)
-
-    def end_fit(self) -> None:
-        self._is_active = False
-        gc.enable()
+            self._is_active = False
+            gc.enable()
 
 
 Loss = Callable[[Batch], torch.Tensor]
