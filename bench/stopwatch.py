@@ -50,7 +50,7 @@ METHODS = {
     "trainer.config.rules": {"check_config": "configuration"},
     "trainer.data.opening": {"open_source": "data"},
     "trainer.distributed.world": {"World.__init__": "process group", "World.build_mesh": "process group"},
-    "trainer.lifecycle.selfcheck": {"check_same_run": "self-check", "check_start": "self-check"},
+    "trainer.lifecycle.checks": {"check_same_run": "self-check", "check_start": "self-check"},
     "trainer.plan.forecast": {"resolve_auto": "planner's forecast", "Forecast.summary": "planner's forecast"},
     "trainer.trainer": {
         "Trainer.build_model": "model",

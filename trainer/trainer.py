@@ -29,12 +29,11 @@ from trainer.distributed.monitor import watch_phases
 from trainer.distributed.world import World
 from trainer.experts import BALANCE, ExpertBalance, find_balance, global_balance
 from trainer.hooks import Hook
-from trainer.lifecycle.document_check import check_documents
-from trainer.lifecycle.expert_check import check_experts
+from trainer.lifecycle.checks import check_same_run, check_shape, check_start
 from trainer.lifecycle.folder import RunFolder
+from trainer.lifecycle.probes import check_context, check_documents, check_experts
 from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.run import Run
-from trainer.lifecycle.selfcheck import check_context, check_same_run, check_shape, check_start
 from trainer.lifecycle.state import EMA, AverageState, RandomState, TrainState, seed_everything
 from trainer.lifecycle.summary import mesh_sizes, show_result, start_facts, start_notes, start_record
 from trainer.loss import count_targets, find_loss
@@ -48,7 +47,7 @@ from trainer.model.gradients import evaluation_mode, gradient_sync, norm_and_cli
 from trainer.model.mup import find_growth
 from trainer.model.network import build_network, training_flops_per_token
 from trainer.model.parameters import tied_names
-from trainer.model.shard import apply_sharding, meshes_of_experts
+from trainer.model.shard import apply_sharding
 from trainer.model.units import ShardUnit
 from trainer.optim.ema import WeightAverage
 from trainer.optim.optimizer import Optimizer, Schedule, build_optimizer, training_bytes
@@ -463,9 +462,7 @@ class Trainer:
         self.run.check_may_begin()
         self.world.agreed(self.folder.acquire)
         if self.config.run.selfcheck:
-            meshes = meshes_of_experts(self.model, self.recipe, self.expert_mesh)
-            exempt = self.exempt_from_selfcheck()
-            check_start(self.world, self.model, self.mesh, self.ties, self.loader, exempt, meshes)
+            check_start(self.world, self.model, self.mesh, self.ties, self.loader, self.exempt_from_selfcheck())
             check_context(self.world, self.model, self.loader, self.config)
             check_experts(self.world, self.model, self.mesh, self.loader, self.config)
         check_documents(self.world, self.model, self.loader, self.config)

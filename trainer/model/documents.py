@@ -158,7 +158,7 @@ def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.dev
     """Return the modules that let documents in a row of up to `seq_len` tokens affect each other, or None.
 
     Parameter gradients are neither computed nor changed.
-    Collectives: a forward and backward pass over two rows of at most 320 tokens, then either another such pass or a
+    Collectives: a forward and backward pass over two rows of at most 320 tokens, then, unless that finds something, a
     forward pass over two rows of at most 256 tokens.
     """
     generator = torch.Generator().manual_seed(0)
@@ -169,11 +169,8 @@ def find_leak(model: nn.Module, vocab_size: int, seq_len: int, device: torch.dev
             first, second = (max(1, length * num_tokens // sum(_LENGTHS)) for length in _LENGTHS[:2])
             lengths = (first, second, num_tokens - first - second)
             batch = _make_batch(lengths, vocab_size, generator, device)
-            # In no module may the documents with targets depend on the embeddings of other documents.
-            others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
-            gradients = _embedding_gradients(model, batch, sums, sums.add, sums.add)
-            if any(_is_nonzero(gradient, others_BT) for gradient in gradients):
-                return _name_mixing_module(model, batch)
+            if (leak := _find_crossing_gradients(model, batch)) is not None:
+                return leak
         length = min(_MAX_SWAPPED, seq_len // 2)
         return _compare_swapped(model, _make_batch((length, length), vocab_size, generator, device)) if length else None
 
@@ -209,22 +206,31 @@ def _make_batch(
 # Gradients
 
 
-def _embedding_gradients(
-    model: nn.Module,
-    batch: Batch,
-    sums: _HiddenSums,
-    before: Callable[[str, Any], Any],
-    after: Callable[[str, Any], Any],
-) -> list[torch.Tensor]:
-    """Return the gradients of the loss plus `sums` with respect to the embeddings.  before, after: see `_hooks`."""
-    embeddings = _SeparatedEmbeddings(batch["tokens"])
-    with torch.enable_grad(), _hooks(model, before, after):
+def _find_crossing_gradients(model: nn.Module, batch: Batch) -> Leak | None:
+    """Return a leak if the documents with targets depend on the embeddings of other documents in any module.
+
+    Its modules are those in which gradients cross to other documents: nonzero at their input, zero at their output.  If
+    several layers leak, these are the modules of the last one: the gradients that it passes on hide the others.
+    """
+    embeddings, watch = _SeparatedEmbeddings(batch["tokens"]), _HiddenStates(batch["targets"] != IGNORE)
+    with torch.enable_grad(), _hooks(model, watch.inputs, watch.outputs):
         with embeddings:
             loss = find_loss(model)(batch)
         if not embeddings.leaves:
-            return []
-        gradients = torch.autograd.grad(sum(sums.close(), loss.float()), embeddings.leaves, allow_unused=True)
-    return [gradient for gradient in gradients if gradient is not None]
+            return None
+        gradients = torch.autograd.grad(sum(watch.close(), loss.float()), embeddings.leaves, allow_unused=True)
+    if not any(watch.reaches_others(gradient) for gradient in gradients if gradient is not None):
+        return None
+    outputs = watch.reached_outputs
+    names = [name for name, is_reached in watch.reached_inputs.items() if is_reached and not outputs.get(name, False)]
+    # Modules without outputs of this shape, such as routers, are named only if there are no others.
+    names = [name for name in names if name in outputs] or names
+    innermost = [
+        name
+        for name in names
+        if not any(other.startswith(f"{name}." if name else "") for other in names if other != name)
+    ]
+    return _describe(model, innermost)
 
 
 class _SeparatedEmbeddings(TorchFunctionMode):
@@ -259,77 +265,56 @@ class _SeparatedEmbeddings(TorchFunctionMode):
         )
 
 
-class _HiddenSums:
-    """Sums the inputs and outputs of all modules at selected tokens.  `add` is a hook for `_hooks`."""
+class _HiddenStates:
+    """Sums the hidden states of all modules at the tokens with targets, and records where gradients reach other tokens.
+
+    `inputs` and `outputs` are hooks for `_hooks`.
+    """
 
     def __init__(self, counted_BT: torch.Tensor) -> None:
+        self.reached_inputs: dict[str, bool | torch.Tensor] = {}
+        """Whether the gradients of a module's inputs, as far as they come from this module, reach other tokens."""
+        self.reached_outputs: dict[str, bool | torch.Tensor] = {}
         self._counted_BT = counted_BT
         self._sums: list[torch.Tensor] | None = []
 
-    def add(self, name: str, values: Any) -> None:
-        for hidden in _hidden_states(values, self._counted_BT):
-            if hidden.requires_grad:
-                # Also computed in a recomputed forward pass, so that both passes save the same tensors.
-                counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
-                total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
-                if self._sums is not None:
-                    self._sums.append(total)
+    def inputs(self, name: str, inputs: Any) -> Any:
+        def alias(leaf: torch.Tensor) -> torch.Tensor:
+            """Return an alias of a hidden state that receives its gradient from this module alone."""
+            if not _is_hidden(leaf, self._counted_BT) or not leaf.requires_grad:
+                return leaf
+            leaf_alias = leaf.view_as(leaf)
+            self._watch(self.reached_inputs, name, leaf_alias)
+            return leaf_alias
+
+        return tree_map_only(torch.Tensor, alias, inputs)
+
+    def outputs(self, name: str, outputs: Any) -> None:
+        for leaf in tree_leaves(outputs):
+            if _is_hidden(leaf, self._counted_BT) and leaf.requires_grad:
+                self._watch(self.reached_outputs, name, leaf)
+
+    def _watch(self, reached: dict[str, bool | torch.Tensor], name: str, hidden: torch.Tensor) -> None:
+        # Also computed in a recomputed forward pass, so that both passes save the same tensors.
+        counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
+        total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
+        if self._sums is not None:
+            self._sums.append(total)
+        reached.setdefault(name, False)
+
+        def record(gradient: torch.Tensor) -> None:
+            reached[name] = reached[name] | self.reaches_others(gradient)
+
+        hidden.register_hook(record)
 
     def close(self) -> list[torch.Tensor]:
-        """Return the sums.  From now on, calls of `add` in recomputed forward passes add nothing."""
+        """Return the sums.  From now on, recomputed forward passes add nothing."""
         sums, self._sums = self._sums or [], None
         return sums
 
-
-def _name_mixing_module(model: nn.Module, batch: Batch) -> Leak:
-    """Describe the modules in which gradients cross to other documents: nonzero at their input, zero at their output.
-
-    If several layers leak, these are the modules of the last one: the gradients that it passes on hide the others.
-    """
-    others_BT, sums = batch["targets"] == IGNORE, _HiddenSums(batch["targets"] != IGNORE)
-    reached: dict[str, dict[str, bool]] = {"input": {}, "output": {}}
-
-    def watch(name: str, side: str, tensor: torch.Tensor) -> None:
-        flags = reached[side]
-        flags.setdefault(name, False)
-
-        def record(gradient: torch.Tensor) -> None:
-            flags[name] = flags[name] or _is_nonzero(gradient, others_BT)
-
-        tensor.register_hook(record)
-
-    def watch_inputs(name: str, inputs: Any) -> Any:
-        def alias(leaf: torch.Tensor) -> torch.Tensor:
-            """Return an alias of a hidden state that receives its gradient from this module alone."""
-            if not any(hidden.requires_grad for hidden in _hidden_states(leaf, others_BT)):
-                return leaf
-            leaf_alias = leaf.view_as(leaf)
-            watch(name, "input", leaf_alias)
-            return leaf_alias
-
-        sums.add(name, inputs)
-        return tree_map_only(torch.Tensor, alias, inputs)
-
-    def watch_outputs(name: str, outputs: Any) -> None:
-        sums.add(name, outputs)
-        for output in _hidden_states(outputs, others_BT):
-            if output.requires_grad:
-                watch(name, "output", output)
-
-    _embedding_gradients(model, batch, sums, watch_inputs, watch_outputs)
-    names = [name for name, is_reached in reached["input"].items() if is_reached and not reached["output"].get(name)]
-    # Modules without outputs of this shape, such as routers, are named only if there are no others.
-    names = [name for name in names if name in reached["output"]] or names
-    innermost = [
-        name
-        for name in names
-        if not any(other.startswith(f"{name}." if name else "") for other in names if other != name)
-    ]
-    return _describe(model, innermost)
-
-
-def _is_nonzero(gradient: torch.Tensor, where_BT: torch.Tensor) -> bool:
-    return bool((gradient[where_BT] != 0).any())  # true for NaN
+    def reaches_others(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return whether a gradient is not zero at tokens without targets, a scalar; true for NaN."""
+        return (gradient[~self._counted_BT] != 0).any()
 
 
 def _describe(model: nn.Module, names: Sequence[str]) -> Leak:
@@ -354,25 +339,27 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> Leak | None:
     parameters_of = {name: any(True for _ in module.parameters()) for name, module in model.named_modules()}
     differing: list[str] = []
 
-    def differs(hidden: torch.Tensor) -> bool:
-        expected, actual = hidden[0].roll(length, 0).float(), hidden[1].float()
-        tolerance = _TOLERANCE.get(hidden.dtype, _HALF_TOLERANCE)
-        return not (actual - expected).norm() <= tolerance * expected.norm()
+    def differ(values: Any) -> bool:
+        for hidden in tree_leaves(values):
+            if _is_hidden(hidden, tokens_BT):
+                expected, actual = hidden[0].roll(length, 0).float(), hidden[1].float()
+                tolerance = _TOLERANCE.get(hidden.dtype, _HALF_TOLERANCE)
+                if not (actual - expected).norm() <= tolerance * expected.norm():
+                    return True
+        return False
 
     def compare_inputs(name: str, inputs: Any) -> None:
-        if not differing and any(map(differs, _hidden_states(inputs, tokens_BT))):
+        if not differing and differ(inputs):
             differing.append(name.rpartition(".")[0])  # the fault lies in the enclosing module's own code
 
     def compare_outputs(name: str, outputs: Any) -> Any:
         if not parameters_of[name]:
             return None  # a function of positions alone, such as rotary angles, may differ
-        if not differing and any(map(differs, _hidden_states(outputs, tokens_BT))):
+        if not differing and differ(outputs):
             differing.append(name)
 
         def exchange(leaf: torch.Tensor) -> torch.Tensor:
-            if not [*_hidden_states(leaf, tokens_BT)]:
-                return leaf
-            return torch.stack((leaf[0], leaf[0].roll(length, 0)))
+            return torch.stack((leaf[0], leaf[0].roll(length, 0))) if _is_hidden(leaf, tokens_BT) else leaf
 
         return tree_map_only(torch.Tensor, exchange, outputs)
 
@@ -380,7 +367,7 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> Leak | None:
     entries = {name: batch[name] for name in ("documents", "positions", "cu_seqlens") if name in named}
     with _hooks(model, compare_inputs, compare_outputs):
         logits = model(tokens_BT, **entries)
-    if not differing and isinstance(logits, torch.Tensor) and differs(logits):
+    if not differing and differ(logits):
         differing.append("")
     return _describe(model, differing) if differing else None
 
@@ -389,11 +376,9 @@ def _compare_swapped(model: nn.Module, batch: Batch) -> Leak | None:
 # Hooks
 
 
-def _hidden_states(values: Any, like_BT: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the floating-point tensors of shape (B, T, ...) in nested values.  like_BT: a tensor of shape (B, T)."""
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[:2] == like_BT.shape:
-            yield leaf
+def _is_hidden(leaf: Any, like_BT: torch.Tensor) -> bool:
+    """Return whether a leaf of nested values is a floating-point tensor of shape (B, T, ...).  like_BT: (B, T)."""
+    return isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and leaf.shape[:2] == like_BT.shape
 
 
 @contextlib.contextmanager

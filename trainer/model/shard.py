@@ -143,16 +143,6 @@ def check_experts(
                 raise setting_error("mesh.expert", size, rule, 1)
 
 
-def meshes_of_experts(model: nn.Module, recipe: Recipe, expert_mesh: DeviceMesh | None) -> dict[str, DeviceMesh]:
-    """Map the name of each expert parameter to `expert_mesh`, or return an empty dict if that is None."""
-    if expert_mesh is None:
-        return {}
-    modules = find_experts(model, recipe).items()
-    return {
-        f"{name}.{parameter}": expert_mesh for name, module in modules for parameter, _ in module.named_parameters()
-    }
-
-
 def _shard(
     model: nn.Module,
     units: Sequence[ShardUnit],
