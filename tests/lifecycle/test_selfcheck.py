@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from tests.helpers.launch import on_ranks, run, tiny
 from trainer import RunConfig, Trainer, TrainLoader, load_config
@@ -75,6 +77,32 @@ class OnAnotherMesh(Trainer):
         mesh, self.mesh = self.mesh, self.world.build_mesh(MeshShape(1, self.world.size))
         model = super().build_model(config)
         self.mesh = mesh
+        return model
+
+
+class OtherRanks(Trainer):
+    """Ranks 2 and 3 have a mesh in which they have changed places."""
+
+    def build_mesh(self) -> DeviceMesh:
+        mesh = super().build_mesh()
+        if self.world.rank < 2:
+            return mesh
+        groups, names = mesh.get_all_groups(), mesh.mesh_dim_names
+        return DeviceMesh.from_group(groups, "cpu", mesh=[[0, 1], [3, 2]], mesh_dim_names=names)
+
+
+class ShortShard(Trainer):
+    """Rank 1 holds one row less of a parameter than it should."""
+
+    def build_model(self, config: RunConfig | None = None) -> nn.Module:
+        model = super().build_model(config)
+        owner = model.get_submodule("layers.1.feed_forward.w2")
+        if self.world.rank == 1:
+            whole: Any = owner.weight
+            short = DTensor.from_local(
+                whole.to_local()[1:], whole.device_mesh, whole.placements, shape=whole.shape, stride=whole.stride()
+            )
+            owner.weight = nn.Parameter(short)
         return model
 
 
@@ -176,6 +204,11 @@ WRONG: dict[str, tuple[Case, list[str]]] = {
         (OnAnotherMesh, ON_2_X_2),
         ["TrainingFailed", "tok_embeddings.weight", "shard 4", "replicate 2 x shard 2"],
     ),
+    "ranks of the mesh": (
+        (OtherRanks, ON_2_X_2),
+        ["TrainingFailed", "replicate 2 x shard 2", "[[0, 1], [2, 3]] on ranks 0, 1", "[[0, 1], [3, 2]] on ranks 2, 3"],
+    ),
+    "shape": ((ShortShard, ON_2_X_2), ["TrainingFailed", "rank 1", "layers.1.feed_forward.w2.weight", "shape"]),
     "untied": (
         (Untied, [*ON_2_X_2, "model.tie_embeddings=true"]),
         ["TrainingFailed", "rank 1", "head.output.weight", "tok_embeddings.weight"],

@@ -1,11 +1,11 @@
-"""Describes a run: the facts and notes printed at its start, the start record, and the summary printed at its end."""
+"""What a run says about itself: the start block and notes, the start record, the closing block, and a sample."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import re
 import shlex
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,17 +17,14 @@ from trainer.checkpoint.retention import disk_space_warning
 from trainer.config import RunConfig
 from trainer.config.schema import MODEL
 from trainer.data.loader import TrainLoader
-from trainer.data.mixture import MixedSource, describe_usage
-from trainer.data.opening import open_source
+from trainer.data.mixture import describe_usage
 from trainer.data.prompts import chat_prompt_tokens, chat_stop_ids
-from trainer.data.source import SourceSubset, Split
+from trainer.data.source import SourceSubset
 from trainer.data.stdlib import StdlibBuild, gzip_bits_per_byte
 from trainer.data.tokenizer import tokenizer_of
 from trainer.distributed.world import CONTEXT, EXPERT, REPLICATE, SHARD, World
 from trainer.errors import UserError
 from trainer.experts import ADAPTERS
-from trainer.lifecycle.resume import Resume
-from trainer.lifecycle.versions import newer_libraries
 from trainer.metrics.console import readable_bytes, readable_count, readable_duration
 from trainer.metrics.stop_criterion import StopCriterion
 from trainer.metrics.writers import Metrics
@@ -45,6 +42,17 @@ from trainer.weights.exporting import buffers_without_name
 if TYPE_CHECKING:
     from trainer.trainer import Trainer
 
+NEWEST_TESTED = {
+    "torch": "2.13.0",
+    "torchdata": "0.11.0",
+    "transformers": "5.24.0",
+    "tokenizers": "0.23.3",
+    "safetensors": "0.8.0",
+    "omegaconf": "2.4.0",
+}
+"""The newest versions that the tests have passed with, of the libraries whose behaviour a run depends on; a test keeps
+them equal to those in constraints.txt."""
+
 
 def mesh_sizes(mesh: DeviceMesh, config: RunConfig) -> dict[str, int]:
     """Return the size of each axis of a run's mesh by name.  `replicate` comes first, with size 1 if the mesh lacks it.
@@ -61,103 +69,86 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# The start block
+
+
 def start_facts(trainer: Trainer) -> Mapping[str, str]:
     """Return the entries of the start block (the summary printed at the start), from `run` to `data`, by name.
 
-    On rank 0, this may compute the plan; on other ranks, the entry `plan` is empty.
+    On rank 0, this may compute the plan; other ranks have no entry `plan`.
     """
-    config, world, mesh, model, loader = trainer.config, trainer.world, trainer.mesh, trainer.model, trainer.loader
-    num_units, num_micro_batches, resumed_step = len(trainer.units), trainer.num_micro_batches, trainer.resume.step
-    axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
-    groups = (
-        (CONTEXT, config.context, config.mesh.context_method),
-        (EXPERT, config.expert, config.mesh.expert_method),
-    )
-    group_facts = "".join(f", {name} {size} ({method}) inside {SHARD}" for name, size, method in groups if size > 1)
-    batch, micro_batch = config.train.global_batch_size, int(config.train.micro_batch_size)
-    num_sequences = batch * config.rows_per_sample
-    num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
-    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
-    trained_facts = "" if num_trained == num_parameters else f", {readable_count(num_trained)} of them trained"
-    weight_bytes, gradient_bytes, optimizer_bytes = training_bytes(model, config.optim, config.train.ema > 0)
-    state_bytes = weight_bytes * (1 + config.has_reference_model) + gradient_bytes + optimizer_bytes
-    second_model = ", a reference" if config.has_reference_model else ""
-    if (teacher := teacher_of(config, trainer.mesh.size(trainer.mesh.ndim - 1))) is not None:
-        state_bytes, second_model = state_bytes + teacher.num_bytes, ", a teacher"
-    interface = f", small messages by {world.interface}" if world.interface else ""
+    config, resumed_step = trainer.config, trainer.resume.step
     # Shown only if the optimizer, its learning rate or its decay differ between parameters.
-    parameter_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    parameter_names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     optimizer_facts = [
-        *describe(trainer.optimizer.parts, parameter_names, bool(trainer.config.optim.groups)),
+        *describe(trainer.optimizer.parts, parameter_names, bool(config.optim.groups)),
         *trainer.optimizer.notes,
     ]
-    description = [config.model.name, *config.recipe.notes_on(config.model, model)]
-    resume_facts = "" if resumed_step is None else f"  (resumed at step {resumed_step})"
-    return {
-        "run": f"{config.run.name} in {config.run.dir}{resume_facts}",
-        "model": f"{', '.join(description)}, {readable_count(num_parameters)} parameters{trained_facts}, "
-        + (f"{num_units} FSDP units and the root" if is_sharded else "not sharded"),
-        "weights": _weights_facts(config, trainer.initial_weights_source, trainer.resume, trainer.state.parts),
-        **({"adapters": _adapter_facts(model)} if config.lora.rank else {}),
-        "tokenizer": _tokenizer_facts(config, loader),
+    facts = {
+        "run": f"{config.run.name} in {config.run.dir}"
+        + ("" if resumed_step is None else f"  (resumed at step {resumed_step})"),
+        "model": _model_facts(trainer),
+        "weights": _weights_facts(trainer),
+        "adapters": _adapter_facts(trainer.model) if config.lora.rank else "",
+        "tokenizer": _tokenizer_facts(config, trainer.loader),
         "template": _template_facts(config),
-        "mesh": " x ".join(f"{name} {size}" for name, size in axes)
-        + f"{group_facts} on {device_name(world.device)}{interface}",
-        "memory": f"{readable_bytes(state_bytes)} per rank for weights{second_model}, gradients and optimizer",
-        **({"optimizer": "\n".join(optimizer_facts)} if optimizer_facts else {}),
-        "plan": trainer.forecast.summary() if world.is_main else "",
-        "step": f"{readable_count(config.step_tokens)} token positions: {num_sequences} x {config.data.seq_len}, "
-        f"{num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {micro_batch}"
-        + (f" on each of {world.size} ranks" if world.size > 1 else ""),
-        "data": _data_facts(config, loader),
+        "mesh": _mesh_facts(trainer),
+        "memory": _memory_facts(trainer),
+        "optimizer": "\n".join(optimizer_facts),
+        "plan": trainer.forecast.summary() if trainer.world.is_main else "",
+        "step": _step_facts(trainer),
+        "data": _data_facts(config, trainer.loader),
     }
+    return {name: fact for name, fact in facts.items() if fact}
+
+
+def _model_facts(trainer: Trainer) -> str:
+    """Describe the model's size, and how it is divided for sharding."""
+    config, model = trainer.config, trainer.model
+    num_parameters, num_trained = count_parameters(model), count_trained_parameters(model)
+    size = f"{readable_count(num_parameters)} parameters"
+    if num_trained != num_parameters:
+        size += f", {readable_count(num_trained)} of them trained"
+    is_sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+    units = f"{len(trainer.units)} FSDP units and the root" if is_sharded else "not sharded"
+    return ", ".join([config.model.name, *config.recipe.notes_on(config.model, model), size, units])
+
+
+def _weights_facts(trainer: Trainer) -> str:
+    """Describe where the trained weights and any frozen base or reference weights come from."""
+    config, resume, parts = trainer.config, trainer.resume, trainer.state.parts
+    is_resumed = resume.step is not None
+    source = f"checkpoint {resume.path} (step {resume.step})" if is_resumed else trainer.initial_weights_source
+    if config.lora.rank:
+        base = parts.get(BASE)
+        base_weights = base.path if isinstance(base, BaseWeights) and base.path else source
+        adapters = f"from {source}" if is_resumed else f"drawn at random (run.seed={config.run.seed})"
+        packed = f", packed as {config.lora.base_dtype}" if config.lora.packs else ""
+        return f"{base_weights}, frozen{packed}; adapters of rank {config.lora.rank} {adapters}"
+    if config.has_reference_model:
+        reference = parts.get(REFERENCE)
+        path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"
+        return f"{source}; reference model: {path}"
+    return source
 
 
 def _adapter_facts(model: nn.Module) -> str:
     """Describe which layers have adapters, their fractions of the adapter parameters, and experts without adapters."""
-    sizes: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    sizes: dict[str, int] = {}
     left_out = dict(expert_matrices(model))
     for name, parameter in model.named_parameters():
         if part := parse_adapter(name):
-            layer_sizes, layer = sizes[parameter.ndim == 3], part[0].rpartition(".")[2]
-            layer_sizes[layer] = layer_sizes.get(layer, 0) + parameter.numel()
+            layer = part[0].rpartition(".")[2] + (" of the experts" if parameter.ndim == 3 else "")
+            sizes[layer] = sizes.get(layer, 0) + parameter.numel()
             left_out.pop(part[0].replace(f".{ADAPTERS}.", "."), None)
-    total = sum(size for layer_sizes in sizes.values() for size in layer_sizes.values())
-    facts = [
-        f"{', '.join(layer_sizes)}{' of the experts' * is_expert}: {readable_count(sum(layer_sizes.values()))} "
-        f"parameters, {sum(layer_sizes.values()) / total:.1%} of them"
-        for is_expert, layer_sizes in sizes.items()
-        if layer_sizes
-    ]
+    total = sum(sizes.values())
+    facts = f"{readable_count(total)} parameters: "
+    facts += ", ".join(f"{layer} {size / total:.1%}" for layer, size in sizes.items())
     if left_out:
         names = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in left_out))
-        facts.append(f"none on {names} of {'the' if not sizes[True] else 'some'} experts; lora.targets can name them")
-    return "\n".join(facts)
-
-
-def _weights_facts(config: RunConfig, initial_weights_source: str, resume: Resume, parts: Mapping[str, object]) -> str:
-    """Describe where the trained weights and any frozen base or reference weights come from.
-
-    initial_weights_source: the result of `load_initial_weights`.
-    parts: the parts of the run's state.
-    """
-    if resume.step is not None:
-        initial_weights_source = f"checkpoint {resume.path} (step {resume.step})"
-    if config.lora.rank:
-        base, rank = parts.get(BASE), config.lora.rank
-        base_weights = base.path if isinstance(base, BaseWeights) and base.path else initial_weights_source
-        adapters = (
-            f"from {initial_weights_source}"
-            if resume.step is not None
-            else f"drawn at random (run.seed={config.run.seed})"
-        )
-        packed = f", packed as {config.lora.base_dtype}" if config.lora.packs else ""
-        return f"{base_weights}, frozen{packed}; adapters of rank {rank} {adapters}"
-    if config.has_reference_model:
-        reference = parts.get(REFERENCE)
-        path = reference.path if isinstance(reference, BaseWeights) and reference.path else "the same weights"
-        return f"{initial_weights_source}; reference model: {path}"
-    return initial_weights_source
+        facts += f"\nnone on {names} of the experts; lora.targets can name them"
+    return facts
 
 
 def _tokenizer_facts(config: RunConfig, loader: object) -> str:
@@ -192,6 +183,42 @@ def _template_facts(config: RunConfig) -> str:
     return f"none in {data.tokenizer}" if template is None else str(template)
 
 
+def _mesh_facts(trainer: Trainer) -> str:
+    """Describe the mesh, groups inside its last axis, and the devices."""
+    config, world, mesh = trainer.config, trainer.world, trainer.mesh
+    axes = zip(mesh.mesh_dim_names or (SHARD,), mesh.shape, strict=True)
+    facts = " x ".join(f"{name} {size}" for name, size in axes)
+    for name, size, method in (
+        (CONTEXT, config.context, config.mesh.context_method),
+        (EXPERT, config.expert, config.mesh.expert_method),
+    ):
+        if size > 1:
+            facts += f", {name} {size} ({method}) inside {SHARD}"
+    interface = f", small messages by {world.interface}" if world.interface else ""
+    return f"{facts} on {device_name(world.device)}{interface}"
+
+
+def _memory_facts(trainer: Trainer) -> str:
+    """Return what a rank holds during the whole run."""
+    config, num_shards = trainer.config, trainer.mesh.size(trainer.mesh.ndim - 1)
+    weights, gradients, optimizer = training_bytes(trainer.model, config.optim, config.train.ema > 0)
+    total, second_model = weights + gradients + optimizer, ""
+    if config.has_reference_model:
+        total, second_model = total + weights, ", a reference"
+    if (teacher := teacher_of(config, num_shards)) is not None:
+        total, second_model = total + teacher.num_bytes, ", a teacher"
+    return f"{readable_bytes(total)} per rank for weights{second_model}, gradients and optimizer"
+
+
+def _step_facts(trainer: Trainer) -> str:
+    """Describe the batch, and how it is divided."""
+    config, world, num_micro_batches = trainer.config, trainer.world, trainer.num_micro_batches
+    num_rows = config.train.global_batch_size * config.rows_per_sample
+    facts = f"{readable_count(config.step_tokens)} token positions: {num_rows} x {config.data.seq_len}"
+    facts += f", {num_micro_batches} micro-batch{'es' * (num_micro_batches != 1)} of {config.train.micro_batch_size}"
+    return f"{facts} on each of {world.size} ranks" if world.size > 1 else facts
+
+
 def _data_facts(config: RunConfig, loader: object) -> str:
     """Describe the run's data and how much of the data is used; with a custom loader, only the settings."""
     if not isinstance(loader, TrainLoader):
@@ -211,12 +238,16 @@ def _data_facts(config: RunConfig, loader: object) -> str:
     )
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# Notes and the start record
+
+
 def start_notes(trainer: Trainer, advice: Sequence[str], is_evaluated: bool) -> list[str]:
     """Return the lines to print below the start block.
 
-    These are the settings that the plan chose, `advice`, settings that differ from the checkpoint's, a schedule that
-    does not reach its peak, and warnings if evaluations have no data, the model cannot be exported, or future
-    checkpoints do not fit on the disk.
+    These are the settings that the plan chose, `advice`, settings that differ from the checkpoint's, libraries that are
+    newer than tested, a schedule that does not reach its peak, and warnings if evaluations have no data, the model
+    cannot be exported, or future checkpoints do not fit on the disk.
     """
     config, changed = trainer.config, trainer.resume.changed
     lines = ["configuration changed since:", *(f"  {line}" for line in changed)]
@@ -260,6 +291,28 @@ def _schedule_note(config: RunConfig) -> str:
     )
 
 
+def newer_libraries(version_of: Callable[[str], str] = importlib.metadata.version) -> str:
+    """Return a line that names the installed libraries which are newer than the newest tested ones; empty without any.
+
+    version_of: returns the installed version of a library, or raises PackageNotFoundError.
+    """
+    found = []
+    for name, tested in NEWEST_TESTED.items():
+        try:
+            installed = version_of(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        if _release(installed) > _release(tested):
+            found.append(f"{name} {installed} (tested up to {tested})")
+    return f"newer than tested: {', '.join(found)}" if found else ""
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Return the numbers of a release: (2, 13, 0) for "2.13.0+cpu"."""
+    numbers = re.match(r"\d+(\.\d+)*", version)
+    return () if numbers is None else tuple(map(int, numbers[0].split(".")))
+
+
 def start_record(trainer: Trainer) -> Mapping[str, Any]:
     """Return the fields of the start record; with a custom loader, without facts about the data."""
     return {
@@ -276,6 +329,10 @@ def start_record(trainer: Trainer) -> Mapping[str, Any]:
     }
 
 
+# ---------------------------------------------------------------------------------------------------------------
+# The end
+
+
 def closing_summary(
     config: RunConfig, metrics: Metrics, stop_criterion: StopCriterion, best: tuple[float, int] | None, seconds: float
 ) -> list[str]:
@@ -289,62 +346,51 @@ def closing_summary(
     last_train, last_eval = metrics.latest.get("train"), metrics.latest.get("eval")
     if last_train is None:
         return []
-    folder, is_early = config.run.dir, last_train.step < config.train.steps
-    first, *others = next_commands(config)
-    names = ("metrics.jsonl", "console.log", "checkpoints")
-    files = [name for name in names if (config.run_dir / name).exists()]  # checkpoint.dir may be elsewhere
     held_out = "" if last_eval is None else f", {last_eval.loss:.4f} on held-out data"
-    return [
-        f"finished {last_train.step} steps in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}",
-        *(
-            [f"  earlier than train.steps={config.train.steps}: {stop_criterion.reason(last_train.step)}"]
-            if is_early
-            else []
-        ),
-        *([] if best is None else [f"  best: step {best[1]}, {best[0]:.4f}: {folder}/best"]),
-        *([f"  in {folder}: {', '.join(files)}"] if files else []),
-        f"  next: {first}",
-        *(f"        {command}" for command in others),
-    ]
+    lines = [f"finished {last_train.step} steps in {readable_duration(seconds)}: loss {last_train.loss:.4f}{held_out}"]
+    if last_train.step < config.train.steps:
+        lines.append(f"  earlier than train.steps={config.train.steps}: {stop_criterion.reason(last_train.step)}")
+    if best is not None:
+        lines.append(f"  best: step {best[1]}, {best[0]:.4f}: {config.run.dir}/best")
+    names = ("metrics.jsonl", "console.log", "checkpoints")
+    if files := [name for name in names if (config.run_dir / name).exists()]:  # checkpoint.dir may be elsewhere
+        lines.append(f"  in {config.run.dir}: {', '.join(files)}")
+    first, *others = next_commands(config)
+    return [*lines, f"  next: {first}", *(f"        {command}" for command in others)]
 
 
 def next_commands(config: RunConfig) -> list[str]:
-    """Return commands that use a finished run, ready to paste into the same shell.
+    """Return commands that use a finished run, ready to paste into the same shell: its report, text and an export.
 
-    Commands that load the weights must import the model; for a custom model they include `--allow-import`.  They are
-    omitted if the model is defined in a script that would train again when imported.
+    For a custom model they include `--allow-import`.  There is only the report if the model is defined in the script
+    that was started, which would train again when imported, and after a range test, which leaves diverged weights.
     """
     folder = shlex.quote(config.run.dir)
     report = f"python -m trainer.report {folder}"
-    if config.schedule.name == "range":  # a range test leaves diverged weights
+    module = module_to_allow(config.model.name)
+    if module == "__main__" or config.schedule.name == "range":
         return [report]
-    module, python = module_to_allow(config.model.name), "python"
-    if module == "__main__":
-        script = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
-        spec = getattr(sys.modules["__main__"], "__spec__", None)
-        if spec is None and (not script.is_file() or "__name__" not in script.read_text(errors="replace")):
-            return [report]
-        module = script.stem if spec is None else spec.name.removesuffix(".__main__")
-        if spec is None and script.resolve().parent != Path.cwd():
-            python = f"PYTHONPATH={shlex.quote(str(script.resolve().parent))} python"
     allow = f" --allow-import {shlex.quote(module)}" if module else ""
+    option = "--prompt" if _chat_prompt(config) is None else "--chat"
+    has_text = config.data.source != "synthetic"
     exports_folder = config.recipe.hf is not None or config.lora.rank > 0
     target = "OUT" if exports_folder else "OUT.safetensors"  # this format needs no mapping to Hugging Face names
-    commands = [report, f"{python} -m trainer.generate {folder} {_text_option(config)} TEXT{allow}"]
-    if config.data.source == "synthetic":  # its tokens are not text
-        commands.pop()
-    return [*commands, f"{python} -m trainer.export {folder} {target}{allow}"]
+    return [
+        report,
+        *([f"python -m trainer.generate {folder} {option} TEXT{allow}"] if has_text else []),
+        f"python -m trainer.export {folder} {target}{allow}",
+    ]
 
 
-def _text_option(config: RunConfig) -> str:
-    """Return the `trainer.generate` option for this data: `--chat` for chats with a template, otherwise `--prompt`."""
-    if config.data.source != "chat":
-        return "--prompt"
+def _chat_prompt(config: RunConfig) -> list[int] | None:
+    """Return the tokens of a chat that begins with "Hi"; None if the data are not chats, or without a chat template."""
+    data = config.data
+    if data.source != "chat":
+        return None
     try:
-        chat_prompt_tokens("Hi", config.data.tokenizer, "--chat", config.data.chat_template)
+        return chat_prompt_tokens("Hi", data.tokenizer, "log.sample_tokens", data.chat_template, data.special_tokens)
     except UserError:
-        return "--prompt"
-    return "--chat"
+        return None
 
 
 def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metrics) -> None:
@@ -352,43 +398,22 @@ def show_result(config: RunConfig, world: World, model: nn.Module, metrics: Metr
 
     The latter can be compared with the loss.  Collectives: those of `generate_batch`.
     """
+    data = config.data
     if not config.log.sample_tokens:
         return
-    if world.is_main and config.data.source == "stdlib":
-        by_gzip = gzip_bits_per_byte(b"".join(StdlibBuild(tokenizer_of(config.data)).documents("eval")))
+    if world.is_main and data.source == "stdlib":
+        by_gzip = gzip_bits_per_byte(b"".join(StdlibBuild(tokenizer_of(data)).documents("eval")))
         metrics.print(f"gzip -9 on the same held-out text: {by_gzip:.4f} bits/byte", "green")
-    tokenizer, is_chat = tokenizer_of(config.data), config.data.source == "chat"
-    prompt = _find_chat_prompt(config) if is_chat else [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
-    end_ids = chat_stop_ids(config.data.tokenizer, config.data.chat_template) if is_chat else set()
+    tokenizer = tokenizer_of(data)
+    prompt = _chat_prompt(config) or [*tokenizer.start_ids, *tokenizer.encode("def ").tolist()]
     (generated,) = generate_batch(
         model,
         [prompt],
         config.log.sample_tokens,
         Sampling(),
-        ends=end_ids,
-        context=config.data.seq_len,
+        ends=chat_stop_ids(data.tokenizer, data.chat_template) if data.source == "chat" else set(),
+        context=data.seq_len,
         device=world.device,
     )
-    if is_chat:
-        metrics.print("\nsample answer from the model, to:\n", "bold")
-        metrics.print(tokenizer.decode(prompt))
-        metrics.print("\nits answer:\n", "bold")
-        metrics.print(tokenizer.decode(generated.tokens))
-    else:
-        metrics.print("\nsample text from the model:\n", "bold")
-        metrics.print(tokenizer.decode([*prompt, *generated.tokens]))
-
-
-def _find_chat_prompt(config: RunConfig) -> list[int]:
-    """Return a conversation's tokens up to the assistant's turn, preferably from a held-out conversation."""
-    from trainer.data.chat.source import ChatSource, PairSource  # imports jinja2
-
-    splits: tuple[Split, ...] = ("eval", "train")
-    for split in splits:
-        source = open_source(config.data, config.vocab_size, split)
-        for chat_source in source.sources.values() if isinstance(source, MixedSource) else [source]:
-            chats = chat_source.base if isinstance(chat_source, SourceSubset) else chat_source
-            if isinstance(chats, (ChatSource, PairSource)) and (prompt := chats.first_prompt()):
-                return prompt
-    data = config.data  # all conversations start with a target, as with data.train_on=all
-    return chat_prompt_tokens("Hi", data.tokenizer, "log.sample_tokens", data.chat_template)
+    metrics.print("\nsample from the model:\n", "bold")
+    metrics.print(tokenizer.decode([*prompt, *generated.tokens]))

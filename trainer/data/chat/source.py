@@ -145,19 +145,6 @@ class _Conversations(ABC):
         notes = [] if self.report.plain == self.report.chats else self._encoder.notes()
         return "\n".join([self.report.summary(self._encoder.has_template), *notes])
 
-    def first_prompt(self) -> list[int] | None:
-        """Return the tokens before the first target of a conversation, as a prompt for the model.
-
-        Returns None if each of the first 100 conversations starts with a target.
-        """
-        for number in range(min(len(self._offsets) - 1, 100)):
-            encoded = self._read(number)
-            start = int(np.argmax(encoded.loss_mask))
-            if start:
-                prompt: list[int] = encoded.ids[:start].tolist()
-                return prompt
-        return None
-
     @property
     def _lengths(self) -> NDArray[np.int64]:
         """The number of positions that each conversation takes; its last token needs one only if it is scored."""
