@@ -261,28 +261,32 @@ def _inspect(
     """
     is_trainable = parameter.requires_grad
     fact = f"{parameter.dtype} {tuple(parameter.shape)}, {'trainable' if is_trainable else 'frozen'}"
-    expected = f"expected: a DTensor sharded over the last axis of {_describe_axes(mesh)}"
     if parameter.is_meta:
         return f"{name} is on the meta device; expected: filled with values", None
     if not isinstance(parameter, DTensor):
         if is_trainable and not is_reduced:
-            return f"{name} is not sharded, so its gradient is not reduced; {expected}", None
+            return f"{name} is not sharded, so its gradient is not reduced; {_expected_placement(mesh)}", None
         return "", _Part(name, f"{fact}, whole", parameter, None, world_size)
     own_mesh, num_replicated = parameter.device_mesh, mesh.ndim - 1
     outer, inner = parameter.placements[:num_replicated], parameter.placements[num_replicated:]
     is_sharded = all(isinstance(placement, (Shard, _StridedShard)) for placement in inner)
-    placed = f"placed {parameter.placements} on {_describe_axes(own_mesh)}"
     if mesh_of(parameter) != mesh or not is_sharded or not all(placement.is_replicate() for placement in outer):
+        placed = f"placed {parameter.placements} on {_describe_axes(own_mesh)}"
         # A frozen parameter may have any placement.
-        return (f"{name} is {placed}; {expected}" if is_trainable else ""), None
+        return (f"{name} is {placed}; {_expected_placement(mesh)}" if is_trainable else ""), None
     box = local_box(parameter)
     assert box is not None
     num_copies = math.prod(own_mesh.shape[:num_replicated])
-    part = _Part(name, f"{fact}, {placed}", parameter.to_local(), own_mesh, num_copies)
+    fact = f"{fact}, placed {parameter.placements} on {own_mesh.mesh_dim_names}"
+    part = _Part(name, fact, parameter.to_local(), own_mesh, num_copies)
     actual_shape, expected_shape = tuple(part.tensor.shape), tuple(stop - start for start, stop in box)
     if actual_shape != expected_shape:
         return f"{name} has shape {actual_shape} here; expected: {expected_shape} of {tuple(parameter.shape)}", part
     return "", part
+
+
+def _expected_placement(mesh: DeviceMesh) -> str:
+    return f"expected: a DTensor sharded over the last axis of {_describe_axes(mesh)}"
 
 
 def _describe_axes(mesh: DeviceMesh) -> str:
@@ -307,9 +311,14 @@ def _checksum(part: _Part) -> int:
 
 def _compare_replicas(parts: Sequence[_Part], checksums: NDArray[np.int64]) -> Iterator[str]:
     """Yield a line for each replica that differs.  checksums: (ranks, parameters)."""
+    holders_in: dict[DeviceMesh | None, list[list[int]]] = {}  # the ranks that hold the same part, by mesh
     for part, checksum_of_rank in zip(parts, checksums.T, strict=True):
-        ranks = torch.arange(len(checksum_of_rank)) if part.mesh is None else part.mesh.mesh
-        for holders in ranks.reshape(part.num_copies, -1).T.tolist():  # of the same part
+        if part.num_copies == 1:
+            continue
+        if part.mesh not in holders_in:
+            ranks = torch.arange(len(checksum_of_rank)) if part.mesh is None else part.mesh.mesh
+            holders_in[part.mesh] = ranks.reshape(part.num_copies, -1).T.tolist()
+        for holders in holders_in[part.mesh]:
             found = [checksum_of_rank[rank] for rank in holders]
             expected = max(found, key=found.count)  # the majority; of two replicas, the first one
             reference_rank = holders[found.index(expected)]

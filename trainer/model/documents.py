@@ -296,8 +296,7 @@ class _HiddenStates:
 
     def _watch(self, reached: dict[str, bool | torch.Tensor], name: str, hidden: torch.Tensor) -> None:
         # Also computed in a recomputed forward pass, so that both passes save the same tensors.
-        counted = self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
-        total = torch.where(counted, hidden, 0).sum(dtype=torch.float32)
+        total = torch.where(self._counted(hidden), hidden, 0).sum(dtype=torch.float32)
         if self._sums is not None:
             self._sums.append(total)
         reached.setdefault(name, False)
@@ -314,7 +313,11 @@ class _HiddenStates:
 
     def reaches_others(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return whether a gradient is not zero at tokens without targets, a scalar; true for NaN."""
-        return (gradient[~self._counted_BT] != 0).any()
+        return gradient.masked_fill(self._counted(gradient), 0).any()
+
+    def _counted(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the mask of the tokens with targets, to be broadcast to hidden states: (B, T, 1, ...)."""
+        return self._counted_BT.view(*self._counted_BT.shape, *[1] * (hidden.ndim - 2))
 
 
 def _describe(model: nn.Module, names: Sequence[str]) -> Leak:
