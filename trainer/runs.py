@@ -30,7 +30,8 @@ from trainer.errors import (
     run_command,
     setting_error,
 )
-from trainer.lifecycle.folder import is_owned, read_status
+from trainer.lifecycle.folder import read_status
+from trainer.lifecycle.owner import is_owned
 from trainer.metrics.goodput import compute_goodput
 from trainer.metrics.record import read_records
 from trainer.tables import table_lines

@@ -15,7 +15,6 @@ import shutil
 import signal
 import statistics
 import subprocess
-import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -632,52 +631,6 @@ def test_exit_during_a_background_save(how: str, ranks: int, code: int, tmp_path
     assert 2 in started.steps_saved
     assert (max(started.steps_saved) > 2) == (how != "raise")
     assert_only_whole(started.checkpoints)
-
-
-# ---------------------------------------------------------------------------------------------------------------
-# Two runs in one folder
-
-
-@pytest.mark.slow
-def test_folder_belongs_to_one_run(tmp_path: Path) -> None:
-    """A second start is refused and changes nothing; a dead owner blocks nobody."""
-    folder, gate = tmp_path / "run", Gate(tmp_path / "gate", "step 3")
-    first = start(folder, *with_("checkpoint.mode=sync"), variables=gate.variables)
-    wait_until(lambda: gate.is_reached() or not first.is_running, "step 3")
-    before = stamps(folder)
-    second = run(folder, *with_("run.seed=1"), code=2)
-    assert f"run.dir={folder}: another run owns it" in second.err
-    assert str(first.pids[0]) in second.err
-    del before[".owner.json"]  # which the owner touches as a sign of life
-    assert {name: content for name, content in stamps(folder).items() if name in before} == before
-    assert first.is_running
-    first.kill()
-    third = run(folder, *with_())
-    assert resumed_steps(third) == [None, 2]
-
-
-def owner_elsewhere(folder: Path) -> Path:
-    """Leave the folder of a killed run as if it had run on a different machine; return the owner's mark."""
-    fault = Fault(Path(f"{folder}-notes"), {"step 3": "SIGKILL"})
-    assert start(folder, *with_(), variables=fault.variables).wait().code == -9
-    mark = folder / ".owner.json"
-    mark.write_text(json.dumps(json.loads(mark.read_text()) | {"host": "elsewhere", "boot": "another"}))
-    return mark
-
-
-@campaign
-def test_owner_on_another_host(tmp_path: Path) -> None:
-    """It owns the folder as long as it gives signs of life."""
-    mark = owner_elsewhere(tmp_path / "dead")
-    os.utime(mark, (time.time() - 120,) * 2)
-    run(tmp_path / "dead", *with_())
-    mark = owner_elsewhere(tmp_path / "alive")
-    refused = start(tmp_path / "alive", *with_())
-    while refused.is_running:
-        os.utime(mark)
-        time.sleep(0.1)
-    assert refused.wait().code == 2
-    assert "elsewhere" in refused.err
 
 
 # ---------------------------------------------------------------------------------------------------------------

@@ -32,7 +32,7 @@ from trainer.distributed.world import World
 from trainer.experts import shard_experts
 from trainer.experts.dispatch import GROUP_ATTRIBUTE
 from trainer.files import crc32
-from trainer.lifecycle.folder import FolderLock
+from trainer.lifecycle.owner import _try_to_lock
 from trainer.lifecycle.resume import EarlierAttempts
 from trainer.lifecycle.state import RandomState
 from trainer.model.gradients import norm_and_clip_factor
@@ -359,9 +359,9 @@ def no_time_to_save() -> None:
     Stop.reason = lambda self, needs_s=0.0: reason(self, needs_s - 1000.0)
 
 
-@defect("ranks", "checkpoint/test_faults.py", "belongs_to_one_run")
+@defect("ranks", "lifecycle/test_owner.py", "belongs_to_one_run")
 def living_owner_taken_for_dead() -> None:
-    FolderLock._is_dead = lambda self, owner, temporary: True
+    replace(_try_to_lock, lambda descriptor, is_new: "ours")
 
 
 @defect("ranks", "lifecycle/test_watchdog.py", "hanging_rank and data", timeout_s=60)

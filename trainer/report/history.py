@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from trainer.config import read_yaml
 from trainer.errors import UserError, redact, setting_error
-from trainer.lifecycle.folder import is_owned
+from trainer.lifecycle.owner import is_owned
 from trainer.metrics.goodput import Goodput, RunHistory, TimeLedger
 from trainer.metrics.record import EVAL_FIELDS, TRAIN_FIELDS, logged_names, read_records, source_names
 
