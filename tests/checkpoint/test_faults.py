@@ -661,7 +661,7 @@ CHANGES = {
 
 @pytest.mark.slow
 def test_changed_model_is_rejected(saved: Path) -> None:
-    """With all differences, of which a long list is written to a file; nothing is loaded, and nothing is written."""
+    """With the differences, of which a long list is cut; nothing is loaded, and nothing is written."""
     before = stamps(saved)
     for change, named in CHANGES.items():
         own = Trainer(mlp_config(saved, change, "train.steps=9"))
@@ -670,7 +670,7 @@ def test_changed_model_is_rejected(saved: Path) -> None:
             own.load_checkpoint()
         message = str(refused.value)
         assert [name for name in named if name not in message] == [], message
-        assert len(message.splitlines()) <= 6
+        assert len(message.splitlines()) <= 23
         assert all(torch.equal(tensor, fresh[name]) for name, tensor in own.model.state_dict().items())
         assert own.state.step == 0
         own.close()

@@ -33,7 +33,7 @@ from trainer.experts import shard_experts
 from trainer.experts.dispatch import GROUP_ATTRIBUTE
 from trainer.files import crc32
 from trainer.lifecycle.owner import _try_to_lock
-from trainer.lifecycle.resume import EarlierAttempts
+from trainer.lifecycle.resume import Resume
 from trainer.lifecycle.state import RandomState
 from trainer.model.gradients import norm_and_clip_factor
 from trainer.model.lora import without_adapters
@@ -321,7 +321,7 @@ def saved_while_changing() -> None:
 
 @defect("tests", "lifecycle/test_run_folders.py", "checkpoints_deleted")
 def anew_without_a_word() -> None:
-    EarlierAttempts.check = lambda self, restored: None
+    Resume._check_not_lost = lambda self: None
 
 
 @defect("tests", "config/test_config.py", "resume")

@@ -141,6 +141,10 @@ def place_forgotten(base: Path) -> Start:
     return same_command(base / "a")
 
 
+def place_of_another_run(base: Path) -> Start:
+    return same_command(base / "b", f"checkpoint.dir={base}/disk/deep/saved")
+
+
 def run_moved(base: Path) -> Start:
     (base / "a").rename(base / "b")
     return str(base / "b" / "config.yaml"), []
@@ -163,6 +167,11 @@ def linked_checkpoints(base: Path) -> None:
 def run_moved_with_linked_checkpoints(base: Path) -> Start:
     linked_checkpoints(base)
     return run_moved(base)
+
+
+def run_copied_with_linked_checkpoints(base: Path) -> Start:
+    linked_checkpoints(base)
+    return run_copied(base)
 
 
 def model_in_config_edited(base: Path) -> Start:
@@ -193,6 +202,7 @@ ELSEWHERE, INSIDE = ("checkpoint.dir=BASE/disk/deep/saved",), ("checkpoint.dir=B
 IN_MAKE_TEST = [
     Way(checkpoints_deleted, says="BASE/a/checkpoints"),
     Way(newest_deleted, trains="a", resumed=2),
+    Way(place_of_another_run, says="BASE/disk/deep/saved", with_options=ELSEWHERE),
     Way(run_moved, trains="b", resumed=4),
     Way(run_copied, trains="b", resumed=4),
 ]
@@ -208,6 +218,7 @@ IN_THE_CAMPAIGN = [
     Way(place_forgotten, says="BASE/disk/deep/saved", with_options=ELSEWHERE),
     Way(run_moved, trains="b", resumed=4, with_options=ELSEWHERE, also=("disk",)),
     Way(run_moved_with_linked_checkpoints, trains="b", resumed=4, also=("saved",)),
+    Way(run_copied_with_linked_checkpoints, says="BASE/a"),
     Way(run_copied, trains="b", resumed=4, with_options=INSIDE),
     Way(run_copied_for_a_new_one, trains="runs/fresh"),
     Way(model_in_config_edited, says="model.dim"),

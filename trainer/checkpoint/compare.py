@@ -21,16 +21,13 @@ if TYPE_CHECKING:
 
 _ALLOW_HINT = re.compile(r"allow it: checkpoint\.allow_changes=\[([^\]]+)\]")
 
-_MAX_LINES, _MAX_CHARACTERS = 4, 300
+_MAX_LINES, _MAX_CHARACTERS = 20, 300
 """Maximum number of differences in the error message, and of characters in each: a single cause, such as a different
 width, shows up in every tensor."""
 
 
 class IncompatibleCheckpoint(UserError):
-    """Raised if a checkpoint cannot be restored into the state.
-
-    `lines` holds all differences, settings first; the message shows some of them.
-    """
+    """Raised if a checkpoint cannot be restored into the state.  The message shows the differences, settings first."""
 
     def __init__(self, storage: Storage, settings: list[str], by_part: Mapping[str, list[str]]) -> None:
         """settings: the differences in settings, one line each.
@@ -38,33 +35,22 @@ class IncompatibleCheckpoint(UserError):
         by_part: the differences in the state, one line each, by part.
         """
         part_lines = [line for lines in by_part.values() for line in lines]
-        self.lines = [*settings, *part_lines]
         # A different optimizer explains the differences in its state, which then need no advice of their own.
         has_new_optimizer = any(line.startswith("optim.name:") for line in settings)
         lines_to_advise_on = [
             line for name, lines in by_part.items() if name != "optimizer" or not has_new_optimizer for line in lines
         ]
         parts = [name for name, lines in by_part.items() if any(not _ALLOW_HINT.search(line) for line in lines)]
-        self._storage, self._advice = storage, advice_for(settings, lines_to_advise_on, parts)
-        limit = _MAX_LINES if len(self.lines) <= _MAX_LINES else _MAX_LINES - 1  # one line for the number of others
         first_lines = [lines[0] for lines in by_part.values()]
         others = [line for line in part_lines if line not in first_lines]
-        self._shown = [*settings, *first_lines, *others][:limit]
-        super().__init__(self.message())
-
-    @property
-    def is_short(self) -> bool:
-        """True if the message shows all differences in full."""
-        return len(self.lines) == len(self._shown) and all(len(line) <= _MAX_CHARACTERS for line in self.lines)
-
-    def message(self, file: str = "") -> str:
-        """Return the message; `file` names a file that holds all lines."""
-        shown = [line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in self._shown]
-        if more := len(self.lines) - len(self._shown):
-            shown.append(f"and {more} more differences" + f": {file}" * bool(file))
-        elif file:
-            shown.append(f"in full: {file}")
-        return f"cannot resume from {self._storage}:\n" + "\n".join(f"  {line}" for line in (*shown, self._advice))
+        lines = [*settings, *first_lines, *others]
+        shown = [
+            line if len(line) <= _MAX_CHARACTERS else f"{line[:_MAX_CHARACTERS]}..." for line in lines[:_MAX_LINES]
+        ]
+        if len(lines) > _MAX_LINES:
+            shown.append(f"and {len(lines) - _MAX_LINES} more differences")
+        shown.append(advice_for(settings, lines_to_advise_on, parts))
+        super().__init__(f"cannot resume from {storage}:\n" + "\n".join(f"  {line}" for line in shown))
 
 
 def check_compatible(
